@@ -1,0 +1,42 @@
+# A thin wrapper over CMake: each command also installs what it needs (scripts/setup.sh) and says so.
+
+BUILD := build
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+PREFIX ?= /usr/local
+
+build:
+	@bash scripts/setup.sh build
+	@bash scripts/build.sh $(BUILD) $(JOBS)
+
+demo: build
+	@$(BUILD)/halfstep demo --out $(BUILD)/demo
+
+test:
+	@bash scripts/setup.sh test
+	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
+	@cd $(BUILD) && ctest -j$(JOBS) --output-on-failure --no-tests=error
+
+bench: build
+	@$(BUILD)/halfstep bench
+
+# Rewrites tests/golden/hashes.txt from the scalar kernels. A changed line is a release note, never an accident.
+golden: build
+	@HALFSTEP_ISA=scalar $(BUILD)/halfstep verify --write tests/golden/hashes.txt
+
+# Long statistics of the random bits, for docs/random.md: hours on one core.
+GENERATORS ?= philox7 mixer
+stats:
+	@bash scripts/setup.sh stats
+	@for generator in $(GENERATORS); do OUT=$(BUILD)/random sh tests/random_stats.sh $$generator || exit 1; done
+
+# Runs again what docs/results.md reports.
+experiments: build
+	@bash lab/experiments.sh $(BUILD)
+
+install: build
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+clean:
+	@rm -rf $(BUILD)
+
+.PHONY: build demo test bench golden stats experiments install clean

@@ -1,0 +1,32 @@
+/* Copy this to src/rules/NAME.h, rename, and add one row to src/rules/rules.def (docs/adding.md).
+ *
+ * Say here what the rule is, the paper, and the equations as they are computed. This one is Signum (Bernstein et al. 2018):
+ *
+ *   m = b m + (1 - b) g        d = lr * sign(m) + decay * w
+ *
+ * State: m, signed, starts at zero. */
+#ifndef HSTEP_SKELETON_RULE_H
+#define HSTEP_SKELETON_RULE_H
+
+#include "rules/rule.h"
+
+enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY };
+
+/* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of the row's HYPERS. */
+static inline void skeleton_prepare(float *k, const struct hstep_prepare *p)
+{
+    k[SKELETON_BETA] = (float)p->hyper[0];
+    k[SKELETON_NEW] = (float)(1.0 - p->hyper[0]);
+    k[SKELETON_LR] = (float)p->lr;
+    k[SKELETON_DECAY] = (float)p->decay;
+}
+
+/* In the kernel: v_... only (src/vec/README.md). Returns the change d; the weight format computes w - d. */
+V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+{
+    (void)clamp; /* only rules with a second moment can impose its bound */
+    s[0] = v_add(v_mul(k[SKELETON_BETA], s[0]), v_mul(k[SKELETON_NEW], g));
+    return v_add(v_mul(k[SKELETON_LR], v_sign(s[0])), v_mul(k[SKELETON_DECAY], w));
+}
+
+#endif

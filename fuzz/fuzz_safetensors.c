@@ -1,0 +1,254 @@
+/* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full, and
+ * survive being written again by our own writer.
+ *
+ * With libFuzzer:  clang -DHALFSTEP_LIBFUZZER -fsanitize=fuzzer,address,undefined -Iinclude fuzz/fuzz_safetensors.c ...
+ * Without:         fuzz_safetensors [ROUNDS [SEED]]   mutates good and nearly good files
+ *                  fuzz_safetensors FILE...           replays */
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "halfstep_io.h"
+
+static void demand(int condition, const char *what)
+{
+    if (condition) return;
+    fprintf(stderr, "fuzz_safetensors: %s\n", what);
+    abort();
+}
+
+/* A file in memory, and the path to open it by. */
+static int memory_file(char *path, size_t room)
+{
+    int fd = memfd_create("fuzz", MFD_CLOEXEC);
+    demand(fd >= 0, "no memory file");
+    snprintf(path, room, "/proc/self/fd/%d", fd);
+    return fd;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static int copy_tensor(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
+{
+    return halfstep_read_safetensor(context, tensor, offset, data, bytes, NULL, 0);
+}
+
+/* Writes the tensors of `file` to another one, opens that, and compares. */
+static void check_copy(halfstep_safetensors *file)
+{
+    halfstep_safetensors_writer *writer;
+    halfstep_safetensors *copy;
+    halfstep_safetensor_info info = {.struct_size = sizeof info}, other = info;
+    uint64_t count = halfstep_safetensor_count(file), pairs = halfstep_safetensors_metadata_count(file), index;
+    const char *key, *value;
+    char path[600], error[1024];
+    demand(!halfstep_create_safetensors_writer(&writer), "no writer");
+    for (uint64_t i = 0; i < count; i++) {
+        demand(!halfstep_get_safetensor_info(file, i, &info), "no info");
+        demand(!halfstep_declare_safetensor(writer, info.name, info.dtype, info.ndim, info.shape, NULL, error, sizeof error),
+               "a tensor that was read cannot be declared");
+    }
+    for (uint64_t i = 0; i < pairs; i++) {
+        demand(!halfstep_get_safetensors_metadata(file, i, &key, &value), "no metadata");
+        demand(!halfstep_declare_safetensors_metadata(writer, key, value, error, sizeof error), "metadata cannot be declared");
+    }
+    /* The memory file has no directory for a temporary beside it, so a real one is used. */
+    const char *base = getenv("TMPDIR");
+    snprintf(path, sizeof path, "%.500s/halfstep-fuzz-%ld", base && *base ? base : P_tmpdir, (long)getpid());
+    demand(!halfstep_write_safetensors(writer, path, copy_tensor, file, error, sizeof error), "the copy cannot be written");
+    demand(!halfstep_open_safetensors(&copy, path, error, sizeof error), "the copy cannot be opened");
+    unlink(path);
+    demand(halfstep_safetensor_count(copy) == count && halfstep_safetensors_metadata_count(copy) == pairs, "counts differ");
+    for (uint64_t i = 0; i < count; i++) {
+        halfstep_get_safetensor_info(file, i, &info);
+        demand(!halfstep_safetensor_find(copy, info.name, &index), "a name is lost");
+        halfstep_get_safetensor_info(copy, index, &other);
+        demand(info.bytes == other.bytes && info.ndim == other.ndim && !strcmp(info.dtype, other.dtype), "a tensor differs");
+        demand(!info.ndim || !memcmp(info.shape, other.shape, info.ndim * sizeof *info.shape), "a shape differs");
+        unsigned char *first = malloc(info.bytes + 1), *second = malloc(info.bytes + 1);
+        demand(first && second, "out of memory");
+        demand(!halfstep_read_safetensor(file, i, 0, first, info.bytes, error, sizeof error) &&
+               !halfstep_read_safetensor(copy, index, 0, second, info.bytes, error, sizeof error) &&
+               !memcmp(first, second, info.bytes), "the contents differ");
+        free(first);
+        free(second);
+    }
+    for (uint64_t i = 0; i < pairs; i++) {
+        halfstep_get_safetensors_metadata(file, i, &key, &value);
+        const char *copied = halfstep_safetensors_metadata_find(copy, key);
+        demand(copied && !strcmp(copied, value), "metadata differs");
+    }
+    halfstep_close_safetensors(copy);
+    halfstep_destroy_safetensors_writer(writer);
+}
+
+static void check_accepted(halfstep_safetensors *file, size_t size)
+{
+    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    uint64_t count = halfstep_safetensor_count(file), reached = 0, index;
+    const char **names = malloc((count + 1) * sizeof *names);
+    demand(names != NULL, "out of memory");
+    for (uint64_t i = 0; i < count; i++) {
+        demand(!halfstep_get_safetensor_info(file, i, &info), "no info");
+        demand(info.begin == reached && info.end - info.begin == info.bytes && info.end <= size, "a hole or an overlap");
+        demand(!halfstep_safetensor_find(file, info.name, &index) && index == i, "a name is not found");
+        demand(halfstep_safetensors_dtype_bits(info.dtype) == info.dtype_bits, "dtype");
+        demand((unsigned __int128)info.elements * info.dtype_bits == (unsigned __int128)info.bytes * 8, "shape and bytes");
+        names[i] = info.name;
+        reached = info.end;
+    }
+    if (count) qsort(names, count, sizeof *names, compare_names);
+    for (uint64_t i = 1; i < count; i++) demand(strcmp(names[i - 1], names[i]), "a duplicate name");
+    free(names);
+}
+
+/* Every so many accepted inputs: a copy costs two syncs. */
+enum { COPY_EVERY = 64 };
+static unsigned long accepted, rejected;
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    halfstep_safetensors *file;
+    char path[64], error[512];
+    int fd = memory_file(path, sizeof path);
+    demand(write(fd, data, size) == (ssize_t)size, "short write");
+    int code = halfstep_open_safetensors(&file, path, error, sizeof error);
+    demand((code == HALFSTEP_OK) == (file != NULL), "code and handle disagree");
+    if (file) {
+        check_accepted(file, size);
+        if (accepted++ % COPY_EVERY == 0) check_copy(file);
+    } else {
+        rejected++;
+        demand(code == HALFSTEP_ERROR_FORMAT && strlen(error) > 20 && !strchr(error, '\n'), "an odd failure");
+    }
+    halfstep_close_safetensors(file);
+    close(fd);
+    return 0;
+}
+
+#ifndef HALFSTEP_LIBFUZZER
+
+static uint64_t state;
+
+static uint64_t draw(uint64_t below)
+{
+    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (state >> 33) % below;
+}
+
+/* A file that is good, except that now and then something about it is not. */
+static size_t make_file(uint8_t *out, size_t room)
+{
+    static const char *const oddities[] = {"-1", "1.0", "1e3", "01", "18446744073709551615", "9223372036854775807", "null",
+                                           "\"1\"", "[]", "4294967296"};
+    char header[4096];
+    size_t used = 0, offset = 0, tensors = draw(6);
+    int odd = draw(3) == 0;
+#define PUT(...) (used += (size_t)snprintf(header + used, sizeof header - used, __VA_ARGS__))
+    PUT("{");
+    if (draw(3) == 0) PUT("\"__metadata__\":{\"k%u\":\"v\\u00e9\\n\"}%s", (unsigned)draw(9), tensors ? "," : "");
+    for (size_t i = 0; i < tensors; i++) {
+        uint32_t kinds = 0;
+        while (halfstep_safetensors_dtype(kinds)) kinds++;
+        const char *dtype = halfstep_safetensors_dtype((uint32_t)draw(kinds));
+        size_t ndim = draw(4), elements = 8;
+        PUT("%s\"t%u\":{\"dtype\":\"%s\",\"shape\":[8", i ? "," : "", (unsigned)(odd ? draw(6) : i), dtype);
+        for (size_t d = 0; d < ndim; d++) {
+            size_t size = draw(4);
+            if (odd && draw(8) == 0) PUT(",%s", oddities[draw(10)]);
+            else PUT(",%u", (unsigned)size);
+            elements *= size;
+        }
+        size_t bytes = elements * halfstep_safetensors_dtype_bits(dtype) / 8;
+        if (odd && draw(6) == 0) bytes += draw(3);
+        PUT("],\"data_offsets\":[%u,%u]}", (unsigned)offset, (unsigned)(offset + bytes));
+        offset += bytes;
+    }
+    PUT("}");
+    while (used % 8) PUT(" ");
+#undef PUT
+    uint64_t length = used;
+    if (odd && draw(6) == 0) length += draw(5) - 2;
+    if (8 + used + offset > room) offset = 0;
+    for (int i = 0; i < 8; i++) out[i] = (uint8_t)(length >> 8 * i);
+    memcpy(out + 8, header, used);
+    memset(out + 8 + used, 7, offset);
+    return 8 + used + offset;
+}
+
+static size_t mutate(uint8_t *data, size_t size, size_t room)
+{
+    for (uint64_t count = draw(4); count && size; count--) {
+        size_t at = draw(size);
+        switch (draw(6)) {
+        case 0: data[at] ^= (uint8_t)(1u << draw(8)); break;
+        case 1: data[at] = (uint8_t)draw(256); break;
+        case 2: data[at] = (uint8_t)"{}[]\",:0123456789\\u "[draw(20)]; break;
+        case 3: size = at; break;
+        case 4: /* drop a byte */
+            memmove(data + at, data + at + 1, size - at - 1);
+            size--;
+            break;
+        default: /* repeat a span */
+            if (size < room - 16) {
+                size_t span = draw(16) + 1;
+                if (span > size - at) span = size - at;
+                memmove(data + at + span, data + at, size - at);
+                size += span;
+            }
+        }
+    }
+    return size;
+}
+
+static int replay(const char *path)
+{
+    size_t room = 1 << 27, size;
+    uint8_t *data = malloc(room);
+    FILE *stream = fopen(path, "rb");
+    if (!data || !stream) {
+        perror(path);
+        return 1;
+    }
+    size = fread(data, 1, room, stream);
+    fclose(stream);
+    LLVMFuzzerTestOneInput(data, size);
+    printf("%s: %s\n", path, accepted ? "accepted" : "rejected");
+    free(data);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    static uint8_t data[1 << 16];
+    char *end = NULL;
+    int is_short = argc > 1 && !strcmp(argv[1], "--short");
+    unsigned long rounds = argc > 1 && !is_short ? strtoul(argv[1], &end, 10) : is_short ? 4000 : 60000;
+    if (end && *end) {
+        int failed = 0;
+        for (int i = 1; i < argc; i++) failed |= replay(argv[i]);
+        return failed;
+    }
+    uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    printf("%lu rounds, seed %llu\n", rounds, (unsigned long long)seed);
+    fflush(stdout);
+    for (unsigned long i = 0; i < rounds; i++) {
+        state = seed * UINT64_C(0x9e3779b97f4a7c15) + i;
+        draw(2);
+        size_t size = make_file(data, sizeof data);
+        if (draw(2)) size = mutate(data, size, sizeof data);
+        LLVMFuzzerTestOneInput(data, size);
+    }
+    printf("%lu accepted, %lu rejected\n", accepted, rejected);
+    /* Both kinds must be frequent, or the mutations test nothing. */
+    return accepted * 20 < rounds || rejected * 20 < rounds;
+}
+
+#endif

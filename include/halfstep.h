@@ -1,0 +1,386 @@
+/* halfstep.h - optimizer steps on weights and states stored in 32, 16 or 8 bits and computed in fp32.
+ *
+ * This header is the manual. It includes nothing but <stddef.h> and <stdint.h>, compiles alone as C11 and C++, and uses
+ * only fixed-width integers, float, double and pointers, so that a binding can mirror it line by line.
+ *
+ *   halfstep_optimizer *opt;
+ *   int32_t group, tensor;
+ *   halfstep_create(NULL, &opt);
+ *   halfstep_add_group(opt, "adamw/bf16-sr/int8", &group);
+ *   halfstep_set_hyper(opt, group, "lr", 3e-4);
+ *   halfstep_tensor t = {sizeof t};
+ *   t.group = group; t.name = "layer.weight"; t.ndim = 2; t.rows = 1024; t.row_length = 4096; t.gradient = "bf16";
+ *   halfstep_add_tensor(opt, &t, &tensor);
+ *   halfstep_allocate_states(opt);
+ *   for (;;) { ...gradients...; halfstep_step(opt, weights, gradients); }
+ *
+ * WORDS. A *rule* is the arithmetic of one optimizer (adamw, lion, ...). A *format* is how one tensor is stored. A
+ * *recipe* names both: "rule/weight format/state format", with "+" between the formats of several states
+ * ("adamw/bf16-sr/int8+bf16-sr"). Parts left out take the rule's defaults: f32 weights and f32 states; bf16-sr states for
+ * any bf16 weight. A *slot* is one stored tensor of a parameter: its weight, its gradient, each of its states. A slot may
+ * have a second stream of bytes (*extra*): the Kahan residual, the error code, the scales of a block format.
+ *
+ * ERRORS. Every function that can fail returns int: HALFSTEP_OK, or a negative code below. halfstep_strerror() gives the
+ * kind, halfstep_error_detail() a sentence about the last failure on that handle. A failed call changes nothing. The
+ * library never prints, exits or aborts, and allocates nothing inside a step.
+ *
+ * BITS. The same inputs, seed and counters give the same bits in weights and states on every instruction set, compiler,
+ * thread count and shard layout. docs/numerics.md states the contract.
+ *
+ * THREADS. Different handles may be used at the same time, and halfstep_step_tensor() on different tensors of one handle.
+ * Everything else on one handle is the caller's to serialise. After fork() the child may go on with its copy.
+ *
+ * MEMORY. Weights and gradients always belong to the caller and need only the alignment of their element. States belong
+ * to the caller (halfstep_bind_states, halfstep_bind_slot) or to the library (halfstep_allocate_states). For best speed
+ * buffers of many megabytes should not start at equal offsets modulo large powers of two; the library's own do not. */
+#ifndef HALFSTEP_H
+#define HALFSTEP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define HALFSTEP_API
+#else
+#define HALFSTEP_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HALFSTEP_VERSION_MAJOR 0
+#define HALFSTEP_VERSION_MINOR 1
+#define HALFSTEP_VERSION_PATCH 0
+/* Raised whenever a binary built against an older header could misbehave. Part of the soname. */
+#define HALFSTEP_ABI 1
+
+/* Version as major * 10000 + minor * 100 + patch, and the ABI number, of the library that is loaded. */
+HALFSTEP_API int32_t halfstep_version(void);
+HALFSTEP_API int32_t halfstep_abi(void);
+
+/* ---- Errors. Values are pinned and never reused. ------------------------------------------------------------------- */
+
+#define HALFSTEP_OK                  0
+#define HALFSTEP_ERROR_ARGUMENT    -10 /* NULL where a pointer is needed, a wrong struct_size, an index out of range */
+#define HALFSTEP_ERROR_NAME        -11 /* an unknown rule, format, hyper-parameter, choice, instruction set ... */
+#define HALFSTEP_ERROR_RANGE       -12 /* a number outside the bounds that the matching info function tells */
+#define HALFSTEP_ERROR_SHAPE       -13 /* rows, columns or a shard that do not fit together, or overflow */
+#define HALFSTEP_ERROR_DUPLICATE   -14 /* two tensors with one id */
+#define HALFSTEP_ERROR_ORDER       -15 /* a call at the wrong time: a step before states exist, a tensor after them */
+#define HALFSTEP_ERROR_UNSUPPORTED -20 /* a combination that has no meaning, e.g. a block format for a gradient */
+#define HALFSTEP_ERROR_MEMORY      -30
+#define HALFSTEP_ERROR_FORMAT      -40 /* halfstep_io: a file that is not what it should be */
+#define HALFSTEP_ERROR_MISMATCH    -41 /* halfstep_io: a sound file that belongs to another configuration */
+#define HALFSTEP_ERROR_IO          -42 /* halfstep_io: the operating system refused */
+#define HALFSTEP_NONFINITE         -50 /* not a failure of the call: a gradient was NaN, infinite or too large, so the
+                                          step was refused and not one bit changed; see halfstep_skipped_steps() */
+
+/* Static text for a code; never NULL. */
+HALFSTEP_API const char *halfstep_strerror(int code);
+
+/* ---- What there is: rules, formats, choices ------------------------------------------------------------------------ */
+
+/* Roles of a slot: what a format must be able to hold. */
+#define HALFSTEP_ROLE_WEIGHT   1
+#define HALFSTEP_ROLE_GRADIENT 2
+#define HALFSTEP_ROLE_SIGNED   4 /* a state of either sign */
+#define HALFSTEP_ROLE_NONNEG   8 /* a state that is never negative, such as a second moment */
+
+/* Initial values of a state. */
+#define HALFSTEP_INIT_ZERO 0
+
+#define HALFSTEP_MAX_STATES 4
+
+typedef struct halfstep_rule_info {
+    uint32_t struct_size;   /* set by the caller: sizeof(halfstep_rule_info) */
+    int32_t id;             /* pinned */
+    const char *name;
+    const char *title;      /* one line for people */
+    int32_t states;         /* 0 .. HALFSTEP_MAX_STATES; a rule may need fewer for some hyper-parameters (sgd without
+                               momentum needs none) */
+    int32_t state_role[HALFSTEP_MAX_STATES];
+    const char *state_name[HALFSTEP_MAX_STATES];
+    int32_t hypers;         /* how many hyper-parameters halfstep_hyper_info() lists for it */
+    const char *decay;      /* its default decay mode */
+} halfstep_rule_info;
+
+typedef struct halfstep_format_info {
+    uint32_t struct_size;
+    int32_t id;
+    const char *name;
+    const char *title;
+    int32_t roles;          /* sum of HALFSTEP_ROLE_* that it may serve */
+    int32_t code_bits;      /* bits per element of the main stream */
+    int32_t extra_bits;     /* bits per element of the extra stream (Kahan residual, error code), or 0 */
+    int32_t block;          /* elements of a row that share one scale, or 0 */
+    int32_t scale_bytes;    /* bytes of one scale, or 0 */
+    int32_t stochastic;     /* 1: its writes consume random bits */
+    const char *code_dtype; /* safetensors dtype of the main stream, e.g. "BF16" */
+    const char *extra_dtype;/* of the extra stream, or NULL */
+} halfstep_format_info;
+
+typedef struct halfstep_hyper_info {
+    uint32_t struct_size;
+    const char *name;
+    const char *title;
+    double initial;
+    double minimum;         /* inclusive */
+    double maximum;         /* inclusive unless exclusive_maximum */
+    int32_t exclusive_maximum;
+    int32_t per_optimizer;  /* 1: belongs to the optimizer, set with group = HALFSTEP_ALL_GROUPS only */
+} halfstep_hyper_info;
+
+/* Rows are numbered 0 .. count - 1 in the order of the tables; ids are what is stored in files.
+ * _find returns the row or -1. */
+HALFSTEP_API int32_t halfstep_rule_count(void);
+HALFSTEP_API int halfstep_get_rule_info(int32_t row, halfstep_rule_info *info);
+HALFSTEP_API int32_t halfstep_rule_find(const char *name);
+HALFSTEP_API int32_t halfstep_format_count(void);
+HALFSTEP_API int halfstep_get_format_info(int32_t row, halfstep_format_info *info);
+HALFSTEP_API int32_t halfstep_format_find(const char *name);
+/* Hyper-parameter `index` (0 .. hypers - 1) of the rule in row `rule`; those common to all rules come first. */
+HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
+/* The values a choice can take, or NULL past the last; the first is the default (for "decay", the rule's own is). Choices:
+ * "decay", "schedule", "scan", "generator", "clip". */
+HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
+
+/* The full form of a recipe, every part spelled out, into text[size] (64 bytes are enough for any).
+ * Errors: NAME (which part), UNSUPPORTED (a format that cannot serve the role; a wrong number of state formats). */
+HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t size);
+
+/* Bytes that one tensor takes under a recipe, before anything exists. All out pointers may be NULL. */
+HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
+                                       uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
+
+/* ---- Instruction sets and threads ---------------------------------------------------------------------------------- */
+
+/* All instruction sets that the library knows, in ascending order of preference; available = 1 where this build and this
+ * processor have it. */
+HALFSTEP_API int32_t halfstep_isa_count(void);
+HALFSTEP_API const char *halfstep_isa_name(int32_t index);
+HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
+/* The one in use: the best available, the environment's HALFSTEP_ISA, or what halfstep_set_isa() chose for optimizers
+ * created afterwards (NULL: back to the default). Any choice gives the same bits. */
+HALFSTEP_API const char *halfstep_isa(void);
+HALFSTEP_API int halfstep_set_isa(const char *name);
+/* Features of the processor that matter here, separated by spaces. */
+HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);
+/* What "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the processors this process may use. */
+HALFSTEP_API int32_t halfstep_default_threads(void);
+
+/* ---- Optimizers ------------------------------------------------------------------------------------------------------ */
+
+typedef struct halfstep_optimizer halfstep_optimizer;
+
+/* A host that has its own threads may lend them: run(host, task, argument, n) must call task(argument, i) once for every
+ * i in 0 .. n - 1, in any order, on any threads, also one after another, and return when all are done. */
+typedef void (*halfstep_task)(void *argument, int64_t index);
+typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argument, int64_t n);
+
+typedef struct halfstep_options {
+    uint32_t struct_size;      /* sizeof(halfstep_options); zero bytes after it mean the defaults */
+    int32_t threads;           /* 0: halfstep_default_threads() at each step; else 1 .. 1024 */
+    uint64_t seed;             /* of the random bits */
+    halfstep_run_tasks run;    /* NULL: the library's own pool */
+    void *host;                /* first argument of run */
+} halfstep_options;
+
+/* options may be NULL. *optimizer is NULL after an error. */
+HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer);
+/* Frees everything the library allocated for it; NULL is fine. */
+HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
+/* A sentence about the last error or refused step on this handle, "" if there was none. Valid until the next call. */
+HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
+
+/* ---- Groups and hyper-parameters ------------------------------------------------------------------------------------ */
+
+#define HALFSTEP_ALL_GROUPS (-1)
+
+/* A group is a recipe with its hyper-parameters. Its index goes to *group. */
+HALFSTEP_API int halfstep_add_group(halfstep_optimizer *optimizer, const char *recipe, int32_t *group);
+/* Hyper-parameters are doubles, set by name, checked against their bounds, and read at each step. NaN is out of bounds.
+ * Those that belong to the optimizer ("gradient_scale", "clip_norm") and any that shall be set in every group that has it
+ * take group = HALFSTEP_ALL_GROUPS. Common to all rules:
+ *   lr               learning rate; 0 changes no bit of any weight
+ *   weight_decay     coefficient of the group's decay mode
+ *   reference_lr     "fully-decoupled" decay shrinks by (lr / reference_lr) * weight_decay; 0 (not set) is the group's lr
+ *                    as it was first set
+ *   maximize         1: ascend
+ *   centralize       0 .. 1: this fraction of the mean over all dimensions but the first is taken from the gradient of
+ *                    tensors with two or more dimensions (Yong et al. 2020)
+ *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
+ *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
+ *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)), the norm over all tensors after
+ *                    gradient_scale; 0 turns clipping off
+ * Errors: NAME, RANGE; ORDER where a value would change which states exist after they do (sgd's momentum from or to 0). */
+HALFSTEP_API int halfstep_set_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name, double value);
+HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name, double *value);
+/* Choices are names. Per group:
+ *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
+ *              "fully-decoupled": as "reference_lr" above
+ *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
+ *              "inverse-power" (the schedule of the adamw_bfloat16 package)
+ * Per optimizer (group = HALFSTEP_ALL_GROUPS):
+ *   scan       "scan": gradients are read once more before anything is written, and a step with a non-finite one is
+ *              refused whole; "per-tensor": tensors are judged one by one, the others are stepped and the call returns
+ *              HALFSTEP_NONFINITE all the same; "known-finite": the caller vouches
+ *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, "per-tensor": each tensor's own
+ *   generator  "philox7" or "mixer": the source of random bits (docs/random.md)
+ * In a step the effective gradient g counts as non-finite if |g| >= 2^62 too: its square would leave fp32. */
+HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice, const char *value);
+HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
+/* The lr that the group's next step will use: "lr" times the schedule's factor. */
+HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_t group, double *lr);
+
+/* ---- Tensors ---------------------------------------------------------------------------------------------------------- */
+
+/* A tensor is rows x row_length: dimension 0, and everything after it flattened. A tensor of one dimension has n rows of
+ * length 1; from 4096 elements up the caller may declare it as 1 row of length n instead, which makes flat buffers eligible
+ * for block formats. The part held here is a rectangle of it; its elements lie densely, row by row, in the weight,
+ * gradient and state buffers. All that depends on shape (blocks, random bits, eligibility) depends on the whole tensor. */
+typedef struct halfstep_tensor {
+    uint32_t struct_size;     /* sizeof(halfstep_tensor) */
+    int32_t group;
+    const char *name;         /* copied; errors and files call the tensor by it */
+    uint64_t id;              /* keys its random bits; 0: a hash of the name, the same on every rank */
+    int32_t ndim;             /* dimensions of the original tensor, 0 for a scalar */
+    int32_t reserved;         /* 0 */
+    int64_t rows, row_length; /* the whole tensor */
+    int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
+    const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
+} halfstep_tensor;
+
+/* Errors: SHAPE (names the tensor, and the cut that is not on a block boundary), DUPLICATE, NAME, ORDER. A part of zero
+ * elements is fine. */
+HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
+HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
+/* Row by name, or -1. */
+HALFSTEP_API int32_t halfstep_tensor_find(const halfstep_optimizer *optimizer, const char *name);
+
+/* ---- Slots and their memory ------------------------------------------------------------------------------------------ */
+
+#define HALFSTEP_SLOT_WEIGHT   0
+#define HALFSTEP_SLOT_GRADIENT 1
+#define HALFSTEP_SLOT_STATE    2 /* + index of the state */
+
+typedef struct halfstep_slot_info {
+    uint32_t struct_size;
+    int32_t format;            /* row of halfstep_get_format_info(), -1: this slot stores nothing */
+    const char *name;          /* "weight", "gradient", or the state's name, e.g. "exp_avg" */
+    uint64_t code_bytes;       /* of the part held here */
+    uint64_t extra_bytes;
+    int64_t blocks_per_row;    /* of the part held here, for block formats */
+    int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format that the recipe asks for */
+    int32_t reserved;
+    void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
+} halfstep_slot_info;
+
+HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot,
+                                        halfstep_slot_info *info);
+
+/* Bytes that halfstep_bind_states() wants for everything that is stored beside weights and gradients: states, their
+ * scales, residuals and error codes. Every stream starts on 64 bytes. */
+HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
+/* Gives the states their memory (64-byte aligned, at least that many bytes, the caller's until the handle is destroyed) and
+ * sets them to their initial values. No tensor or group can be added afterwards. */
+HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memory, uint64_t bytes);
+/* The same with the library's memory: huge pages where large, slots staggered. */
+HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
+/* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
+ * The bytes are taken as they are (all zero is the initial value of every format). Rebinding is allowed at any time
+ * between steps. Once every slot that stores something is bound, steps may be made. */
+HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code, void *extra);
+
+/* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as fp32,
+ * n_rows x n_columns of them. `data` is the caller's weight or gradient buffer for those slots and NULL for states. Writes
+ * round to nearest (ties away from zero where the format is stochastic), consume no random bits, and saturate; a weight
+ * with a residual or error code gets both parts. NaN is refused for block formats (RANGE). Negative values for a
+ * second moment are refused (RANGE). */
+HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, const void *data,
+                                    int64_t first_row, int64_t n_rows, float *out);
+HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
+                                     int64_t first_row, int64_t n_rows, const float *in);
+
+/* ---- Steps ------------------------------------------------------------------------------------------------------------ */
+
+/* One update of every tensor: weights[i] and gradients[i] belong to tensor i and are read anew at each call. A NULL
+ * gradient leaves that tensor alone, weights, states and counters; for a part of no elements pass any other address, so
+ * that its counters keep pace with those of the other shards. NULL weights with a gradient and n > 0 are an error.
+ * Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing changed, if a gradient is not finite. */
+HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients);
+
+/* The same in two halves, so that ranks that hold parts of the tensors can agree. begin reads the gradients and writes
+ * halfstep_statistics_count() integers; the caller may add those of all ranks, element by element (MPI_SUM, all_reduce);
+ * finish makes the step they describe. Shards that together cover every element once give the bits of one process. */
+HALFSTEP_API int64_t halfstep_statistics_count(const halfstep_optimizer *optimizer);
+HALFSTEP_API int halfstep_step_begin(halfstep_optimizer *optimizer, const void *const *gradients, int64_t *statistics);
+HALFSTEP_API int halfstep_step_finish(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients,
+                                      const int64_t *statistics);
+
+/* Gradient release: one update of one tensor, as soon as its gradient exists. Not finite: that tensor is left alone and
+ * HALFSTEP_NONFINITE returned. When all tensors of a round have had theirs, halfstep_end_round() advances the schedules and
+ * the delayed clipping norm. */
+HALFSTEP_API int halfstep_step_tensor(halfstep_optimizer *optimizer, int32_t tensor, void *weight, const void *gradient);
+HALFSTEP_API int halfstep_end_round(halfstep_optimizer *optimizer);
+
+/* accumulator += scale * gradient for one tensor, in the given format ("f32", "bf16", "bf16-sr", "f16"); the accumulator has
+ * the shape of the part held here. With "bf16-sr" it consumes random bits of the tensor's gradient slot. The accumulator
+ * is then the gradient of a step. Not finite values go through: the step will judge them. */
+HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tensor, void *accumulator, const char *format,
+                                     const void *gradient, const char *gradient_format, double scale);
+
+/* ---- What happened ---------------------------------------------------------------------------------------------------- */
+
+/* Steps (or, with "per-tensor" judging and in release, single tensors) refused so far because of a non-finite gradient. */
+HALFSTEP_API uint64_t halfstep_skipped_steps(const halfstep_optimizer *optimizer);
+/* Name of the first offending tensor of the last refusal on this process, "" if none (it may be on another rank). */
+HALFSTEP_API const char *halfstep_nonfinite_tensor(const halfstep_optimizer *optimizer);
+/* Global gradient norm (after gradient_scale, before clipping) of the last step that computed it (clip_norm > 0), else
+ * 0. */
+HALFSTEP_API double halfstep_gradient_norm(const halfstep_optimizer *optimizer);
+/* Puts back the norm of the last round, which "delayed" clipping in release goes by: save it with the counters.
+ * Errors: RANGE unless 0 <= norm < infinity. */
+HALFSTEP_API int halfstep_set_gradient_norm(halfstep_optimizer *optimizer, double norm);
+
+/* Counters. All of them, the seed, the generator, the states and the weights are what a checkpoint has to keep. */
+typedef struct halfstep_counters {
+    uint32_t struct_size;
+    int32_t reserved;
+    uint64_t id;
+    uint64_t state_steps;  /* updates of its states (bias correction) */
+    uint64_t full_steps;   /* updates of its weight */
+    uint64_t writes;       /* passes that may have drawn random bits: updates and stochastic accumulations */
+} halfstep_counters;
+
+HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
+/* id may be 0 to keep the tensor's own. */
+HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor, const halfstep_counters *counters);
+HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
+HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);
+HALFSTEP_API uint64_t halfstep_get_seed(const halfstep_optimizer *optimizer);
+HALFSTEP_API int halfstep_set_seed(halfstep_optimizer *optimizer, uint64_t seed);
+HALFSTEP_API int halfstep_set_skipped_steps(halfstep_optimizer *optimizer, uint64_t skipped);
+
+/* Bytes held for the part here, in the whole optimizer: the weights' and gradients' own, the extra streams of weights, the
+ * states with their scales. And how many tensors fell back from a block format. Any pointer may be NULL. */
+HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *weights, uint64_t *gradients,
+                                 uint64_t *weight_extras, uint64_t *states, int32_t *fell_back);
+
+/* ---- Tools of the trade ------------------------------------------------------------------------------------------------ */
+
+/* Schedule factor for a step, without an optimizer: name as in the choice "schedule", step counted from 0.
+ * Errors: NAME, RANGE. */
+HALFSTEP_API int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
+                                          double final_fraction, double decay_start, double power, double *factor);
+/* Raw words of a generator ("philox7", "mixer"): n 32-bit words from pair `first` of the stream (seed, id, write, slot). For
+ * statistical testers. */
+HALFSTEP_API int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
+                                       uint64_t first, uint32_t *out, size_t n);
+/* Round n floats to BF16 with the library's stochastic rule and the given words (one word serves elements 2k and 2k+1). */
+HALFSTEP_API int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uint32_t *words);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,86 @@
+#!/bin/bash
+# Experiments on a real text: prints markdown tables to stdout, leaves every report in OUT.
+#
+#   lab/experiments.sh [BUILD]           or: make experiments TEXT=FILE
+#
+#   E1  stale weights: learning rate 1e-5, constant, from scratch
+#   E2  pretraining: learning rate tuned for each recipe, warm-up, cosine to 10 %
+#   E5  memory held and at its peak, with and without gradient release
+#
+# Environment: TEXT, any large text (docs/results.md was made from tinyshakespeare.txt; without it the text of the demo
+# serves); OUT, default BUILD/experiments; ONLY="E1 E5" runs some of them; SCALE=0.02 shortens all runs to that share of
+# their steps (to try the script); SEEDS1 and SEEDS2 are the numbers of seeds of E1 and E2; THREADS. What has finished is
+# not run again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+build=${1:-$here/../build}
+text=${TEXT:-data/demo.txt}
+out=${OUT:-$build/experiments}
+halfstep=$build/halfstep
+[ -r "$text" ] || [ -n "${TEXT:-}" ] || text=$here/../data/demo.txt
+threads=${THREADS:-0}
+scale=${SCALE:-1}
+only=${ONLY:-E1 E2 E5}
+[ -x "$halfstep" ] || { echo "experiments: $halfstep is missing; run make build" >&2; exit 1; }
+[ -r "$text" ] || { echo "experiments: cannot read $text" >&2; exit 1; }
+mkdir -p "$out"
+
+# A count of the full-length experiment, scaled.
+steps() {
+    awk -v n="$1" -v s="$scale" 'BEGIN { n = int(n * s); print n < 4 ? 4 : n }'
+}
+
+wanted() {
+    case " $only " in *" $1 "*) return 0 ;; *) return 1 ;; esac
+}
+
+# compare NAME ARGUMENTS...: one comparison into OUT/NAME, unless it is complete there.
+compare() {
+    local name=$1
+    shift
+    if [ -e "$out/$name/report.json" ] && grep -q '"complete": true' "$out/$name/report.json"; then
+        echo "experiments: $name is there already" >&2
+        return
+    fi
+    echo "experiments: $name" >&2
+    "$halfstep" compare lm --data "$text" --threads "$threads" --out "$out/$name" --checkpoint "$out/$name/runs" --resume "$@" \
+        >"$out/$name.txt"
+    rm -rf "$out/$name/runs"
+}
+
+tables() {
+    python3 "$here/tables.py" "$@"
+}
+
+if wanted E1; then
+    n=$(steps 300)
+    compare e1 --recipes adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-ecc8,adamw/bf16-sr/int8,adamw/bf16-ecc8/int8 \
+        --seeds "${SEEDS1:-3}" --lr 1e-5 --weight-decay 0.01 --width 512 --depth 2 --heads 8 --context 64 --batch 8 \
+        --steps "$n" --val-every "$(steps 50)" --eval-batches "$(steps 32)"
+    tables results "E1: stale weights" "$out/e1/report.json"
+fi
+
+if wanted E2; then
+    # Every rate of the grid with every seed, so that the choice of a rate and the comparison share their runs.
+    n=$(steps 400)
+    grid=
+    for recipe in adamw/f32 adamw/bf16-sr adamw/bf16-kahan adamw/bf16-ecc8 adamw/bf16-sr/int8 adamw/bf16-ecc8/int8; do
+        for lr in ${RATES:-2e-3 4e-3}; do
+            grid=$grid,$recipe:lr=$lr
+        done
+    done
+    compare e2 --recipes "${grid#,}" --seeds "${SEEDS2:-3}" --seed 101 --width 128 --depth 4 --heads 4 --context 128 --batch 16 \
+        --weight-decay 0.1 --clip 1 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) --val-every 0 \
+        --eval-batches "$(steps 48)"
+    tables rates "E2: pretraining" "$out/e2/report.json"
+fi
+
+if wanted E5; then
+    grid=
+    for recipe in adamw/f32 adamw/bf16-sr adamw/bf16-kahan adamw/bf16-ecc8 adamw/bf16-sr/int8 adamw/bf16-ecc8/int8 lion/bf16-sr/int8; do
+        grid=$grid,$recipe,$recipe:release
+    done
+    compare e5 --recipes "${grid#,}" --lr 1e-4 --width 256 --depth 12 --heads 8 --context 64 --batch 2 --steps 4 --val-every 0 \
+        --eval-batches 1
+    tables memory "E5: memory" "$out/e5/report.json"
+fi

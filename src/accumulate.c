@@ -1,0 +1,102 @@
+/* Sums of gradients outside a step, and the bare stochastic rounding. */
+#include <string.h>
+
+#include "dispatch.h"
+#include "optimizer.h"
+
+struct accumulation {
+    const halfstep_optimizer *o;
+    const struct hstep_tensor *t;
+    int format, gradient_format;
+    char *accumulator;
+    const char *gradient;
+    float scale;
+    struct hstep_key stream;
+};
+
+/* n elements from `element` on, whose first is number `lead` of its group. */
+static void accumulate_tile(const struct accumulation *a, int64_t element, uint64_t index, int64_t n)
+{
+    const struct hstep_kernels *kernels = a->o->kernels;
+    HSTEP_ALIGNED char sum[HSTEP_TILE * 4] = {0}, term[HSTEP_TILE * 4] = {0};
+    HSTEP_ALIGNED float x[HSTEP_TILE], y[HSTEP_TILE];
+    HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
+    int64_t lead = (int64_t)(index % HSTEP_GROUP), padded = (lead + n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+    int64_t size = hstep_formats[a->format].code_bits / 8, term_size = hstep_formats[a->gradient_format].code_bits / 8;
+    memcpy(sum + lead * size, a->accumulator + element * size, (size_t)(n * size));
+    memcpy(term + lead * term_size, a->gradient + element * term_size, (size_t)(n * term_size));
+    kernels->format[a->format].decode[0](x, sum, NULL, padded);
+    kernels->format[a->gradient_format].decode[0](y, term, NULL, padded);
+    kernels->accumulate(x, y, a->scale, padded);
+    if (hstep_formats[a->format].stochastic)
+        hstep_fill_words(a->o, &a->stream, index - (uint64_t)lead, words, padded);
+    else
+        memset(words, 0, sizeof words);
+    kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0);
+    memcpy(a->accumulator + element * size, sum + lead * size, (size_t)(n * size));
+}
+
+static void accumulate_task(void *argument, int64_t i)
+{
+    const struct accumulation *a = argument;
+    const struct hstep_chunk *c = &a->o->chunks[a->t->first_chunk + i];
+    struct hstep_fp fp = hstep_fp_enter();
+    for (int64_t run = c->run; run < c->run + c->runs; run++) {
+        int64_t element = run * a->t->run_length + c->offset, left = c->length;
+        uint64_t index = a->t->index0 + (uint64_t)(run * a->t->index_stride) + (uint64_t)c->offset;
+        while (left > 0) {
+            int64_t n = HSTEP_TILE - (int64_t)(index % HSTEP_GROUP);
+            if (n > left) n = left;
+            accumulate_tile(a, element, index, n);
+            element += n;
+            index += (uint64_t)n;
+            left -= n;
+        }
+    }
+    hstep_fp_leave(fp);
+}
+
+int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
+                        const char *gradient_format, double scale)
+{
+    if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
+    if (tensor < 0 || tensor >= o->n_tensors)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    struct hstep_tensor *t = &o->tensors[tensor];
+    struct accumulation a = {.o = o, .t = t, .accumulator = accumulator, .gradient = gradient, .scale = (float)scale};
+    a.format = halfstep_format_find(format);
+    a.gradient_format = halfstep_format_find(gradient_format);
+    if (a.format < 0 || a.gradient_format < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "no format is called '%s'", a.format < 0 ? format : gradient_format);
+    if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits)
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
+    if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
+    if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
+    if (t->runs && (!accumulator || !gradient))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", t->name);
+    int error = hstep_settle(o);
+    if (error) return error;
+    a.stream = hstep_key_stream(o->seed, t->id, t->writes, HALFSTEP_SLOT_GRADIENT);
+    hstep_run(o, accumulate_task, &a, t->chunks);
+    if (hstep_formats[a.format].stochastic) t->writes++;
+    return HALFSTEP_OK;
+}
+
+int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uint32_t *words)
+{
+    if (n && (!in || !out || !words)) return HALFSTEP_ERROR_ARGUMENT;
+    const struct hstep_kernels *kernels = hstep_isa_kernels(hstep_isa_find(halfstep_isa()));
+    for (size_t i = 0; i < n; i += HSTEP_TILE) {
+        HSTEP_ALIGNED float plain[HSTEP_TILE] = {0}, x[HSTEP_TILE];
+        HSTEP_ALIGNED uint16_t codes[HSTEP_TILE];
+        HSTEP_ALIGNED uint32_t random[HSTEP_TILE_WORDS] = {0};
+        size_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
+        memcpy(plain, in + i, count * 4);
+        memcpy(random, words + i / 2, (count + 1) / 2 * 4);
+        kernels->from_plain(plain, x, HSTEP_TILE);
+        kernels->format[HSTEP_FORMAT_bf16_sr].encode[0](x, (char *)codes, NULL, random, HSTEP_TILE, 0);
+        memcpy(out + i, codes, count * 2);
+    }
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,33 @@
+/* BF16, the high half of fp32, rounded to nearest even; 2 bytes an element. Relative error at most 2^-9 for normals.
+ * Saturates at 0x7F7F; a state below 2^-126 is stored as +0. */
+#ifndef HSTEP_BF16_H
+#define HSTEP_BF16_H
+
+#include "formats/bf16_round.h"
+
+V_OP void bf16_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    (void)extra;
+    vi ue, uo;
+    vp_load_hi16(code + 2 * i, &ue, &uo);
+    *e = v_from_bits(ue);
+    *o = v_from_bits(uo);
+}
+
+V_OP void bf16_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    (void)extra, (void)words;
+    vi re, ro;
+    hstep_bf16_nearest(e, o, &re, &ro);
+    if (state)
+        vp_store_hi16_normal(code + 2 * i, re, ro);
+    else
+        vp_store_hi16(code + 2 * i, re, ro);
+}
+
+V_OP void bf16_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    bf16_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
+}
+
+#endif

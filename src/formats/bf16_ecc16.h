@@ -1,0 +1,42 @@
+/* BF16 weight and a signed 16-bit error code e; 4 bytes an element, exactly fp32:
+ *
+ *   e = signed low half of the pattern u      weight = (u - e) >> 16      decode: (weight << 16) + e
+ *
+ * modulo 2^32, so every pattern but NaN comes back, also those whose weight alone rounds to infinity; a NaN becomes the
+ * quiet one of its sign with e = 0. */
+#ifndef HSTEP_BF16_ECC16_H
+#define HSTEP_BF16_ECC16_H
+
+#include "formats/bf16_round.h"
+
+V_OP void bf16_ecc16_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    vi we, wo, ce, co;
+    vp_load_hi16(code + 2 * i, &we, &wo);
+    vp_load_s16(extra + 2 * i, &ce, &co);
+    *e = v_from_bits(vi_add(we, ce));
+    *o = v_from_bits(vi_add(wo, co));
+}
+
+V_OP vi hstep_ecc16_quiet(vi u)
+{
+    vi quiet = vi_or(vi_and(u, vi_set(0x80000000)), vi_set(0x7fc00000));
+    return vi_select(vi_gt(vi_and(u, vi_set(0x7fffffff)), vi_set(0x7f800000)), quiet, u);
+}
+
+V_OP void bf16_ecc16_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    (void)words;
+    vi ue = hstep_ecc16_quiet(v_bits(e)), uo = hstep_ecc16_quiet(v_bits(o));
+    if (state) ue = hstep_flush(ue), uo = hstep_flush(uo);
+    vi ce = vi_sra(vi_shl(ue, 16), 16), co = vi_sra(vi_shl(uo, 16), 16);
+    vp_store_hi16(code + 2 * i, vi_sub(ue, ce), vi_sub(uo, co));
+    vp_store_16(extra + 2 * i, ce, co);
+}
+
+V_OP void bf16_ecc16_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    bf16_ecc16_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
+}
+
+#endif

@@ -1,0 +1,67 @@
+/* BF16 weight and a BF16 residual c; 4 bytes an element. The number meant is weight + c.
+ *
+ * A change d is taken from the residual first, c32 = c - d, so that it is kept to the residual's precision; then
+ * weight' = nearest(weight + c32) and c' = stochastic(c32 + (weight - weight')). Stochastic rounding of the residual is
+ * what lets changes below its last place accumulate (Kahan 1965 assumes the residual holds them). A change of exactly
+ * zero leaves both parts as they are. Error of the pair below 2^-16 of the weight. */
+#ifndef HSTEP_BF16_KAHAN_H
+#define HSTEP_BF16_KAHAN_H
+
+#include "formats/bf16.h"
+
+V_OP void bf16_kahan_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    vf ce, co;
+    bf16_decode(code, NULL, i, e, o);
+    bf16_decode(extra, NULL, i, &ce, &co);
+    *e = v_add(*e, ce);
+    *o = v_add(*o, co);
+}
+
+/* The residuals as stored patterns. Beside a saturated weight they are cut instead of rounded, so that the pair stays
+ * finite. */
+V_OP void bf16_kahan_residual(vi we, vi wo, vf ce, vf co, vi words, vi *re, vi *ro)
+{
+    hstep_bf16_stochastic(ce, co, words, re, ro);
+    if (__builtin_expect(hstep_bf16_special(we, wo), 0)) {
+        vi limit = vi_set(0x7fffffff), largest = vi_set(0x7f7f0000);
+        *re = vi_select(vi_eq(vi_and(we, limit), largest), v_bits(ce), *re);
+        *ro = vi_select(vi_eq(vi_and(wo, limit), largest), v_bits(co), *ro);
+    }
+}
+
+V_OP void bf16_kahan_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    vi we, wo, re, ro;
+    if (state) {
+        e = v_from_bits(hstep_flush(v_bits(e)));
+        o = v_from_bits(hstep_flush(v_bits(o)));
+    }
+    hstep_bf16_nearest(e, o, &we, &wo);
+    we = hstep_bf16_clear(we);
+    wo = hstep_bf16_clear(wo);
+    bf16_kahan_residual(we, wo, v_sub(e, v_from_bits(we)), v_sub(o, v_from_bits(wo)), words, &re, &ro);
+    vp_store_hi16(code + 2 * i, we, wo);
+    vp_store_hi16(extra + 2 * i, re, ro);
+}
+
+V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    (void)we, (void)wo;
+    vi we1, wo1, ce1, co1, we2, wo2, ce2, co2;
+    vp_load_hi16(code + 2 * i, &we1, &wo1);
+    vp_load_hi16(extra + 2 * i, &ce1, &co1);
+    vf ce = v_sub(v_from_bits(ce1), de), co = v_sub(v_from_bits(co1), d_o);
+    hstep_bf16_nearest(v_add(v_from_bits(we1), ce), v_add(v_from_bits(wo1), co), &we2, &wo2);
+    we2 = hstep_bf16_clear(we2);
+    wo2 = hstep_bf16_clear(wo2);
+    ce = v_add(ce, v_sub(v_from_bits(we1), v_from_bits(we2)));
+    co = v_add(co, v_sub(v_from_bits(wo1), v_from_bits(wo2)));
+    bf16_kahan_residual(we2, wo2, ce, co, words, &ce2, &co2);
+    /* A residual that stochastic rounding brought to half a unit would move the weight without this. */
+    vm same_e = v_eq(de, v_set(0.0f)), same_o = v_eq(d_o, v_set(0.0f));
+    vp_store_hi16(code + 2 * i, vi_select(same_e, we1, we2), vi_select(same_o, wo1, wo2));
+    vp_store_hi16(extra + 2 * i, vi_select(same_e, ce1, ce2), vi_select(same_o, co1, co2));
+}
+
+#endif

@@ -1,0 +1,30 @@
+/* BF16 with stochastic rounding; 2 bytes an element. Unbiased: away from zero with probability exactly (dropped half) /
+ * 65536, so a representable value never changes. Error below one unit in the last place, 2^-7 relative. Saturates at
+ * 0x7F7F; a state below 2^-126 is stored as +0. */
+#ifndef HSTEP_BF16_SR_H
+#define HSTEP_BF16_SR_H
+
+#include "formats/bf16.h"
+
+V_OP void bf16_sr_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    bf16_decode(code, extra, i, e, o);
+}
+
+V_OP void bf16_sr_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    (void)extra;
+    vi re, ro;
+    hstep_bf16_stochastic(e, o, words, &re, &ro);
+    if (state)
+        vp_store_hi16_normal(code + 2 * i, re, ro);
+    else
+        vp_store_hi16(code + 2 * i, re, ro);
+}
+
+V_OP void bf16_sr_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    bf16_sr_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
+}
+
+#endif

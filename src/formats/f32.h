@@ -1,0 +1,28 @@
+/* fp32: 4 bytes an element, exact. A state below 2^-126 in magnitude is stored as +0. */
+#ifndef HSTEP_F32_H
+#define HSTEP_F32_H
+
+#include "formats/bf16_round.h"
+
+V_OP void f32_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    (void)extra;
+    vp_load_f32(code + 4 * i, e, o);
+}
+
+V_OP void f32_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    (void)extra, (void)words;
+    if (state) {
+        e = v_from_bits(hstep_flush(v_bits(e)));
+        o = v_from_bits(hstep_flush(v_bits(o)));
+    }
+    vp_store_f32(code + 4 * i, e, o);
+}
+
+V_OP void f32_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    f32_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
+}
+
+#endif

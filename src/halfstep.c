@@ -1,0 +1,614 @@
+/* Handles, groups and tensors: arguments are checked here, so that a step has nothing left to refuse but gradients.
+ * Over 500 lines because the public functions with their checks are many and share nothing worth a second file. */
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "dispatch.h"
+#include "optimizer.h"
+#include "threads.h"
+
+int32_t halfstep_version(void)
+{
+    return HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH;
+}
+
+int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
+
+const char *halfstep_strerror(int code)
+{
+    switch (code) {
+    case HALFSTEP_OK: return "ok";
+    case HALFSTEP_ERROR_ARGUMENT: return "invalid argument";
+    case HALFSTEP_ERROR_NAME: return "unknown name";
+    case HALFSTEP_ERROR_RANGE: return "value out of range";
+    case HALFSTEP_ERROR_SHAPE: return "invalid shape";
+    case HALFSTEP_ERROR_DUPLICATE: return "duplicate tensor id";
+    case HALFSTEP_ERROR_ORDER: return "call out of order";
+    case HALFSTEP_ERROR_UNSUPPORTED: return "unsupported combination";
+    case HALFSTEP_ERROR_MEMORY: return "out of memory";
+    case HALFSTEP_ERROR_FORMAT: return "malformed file";
+    case HALFSTEP_ERROR_MISMATCH: return "file belongs to another configuration";
+    case HALFSTEP_ERROR_IO: return "input or output failed";
+    case HALFSTEP_NONFINITE: return "step refused: gradient not finite";
+    default: return "unknown error";
+    }
+}
+
+/* The detail is not part of what a const handle promises to keep; several threads may fail in step_tensor at once. */
+int hstep_fail(const halfstep_optimizer *const_o, int code, const char *format, ...)
+{
+    halfstep_optimizer *o = (halfstep_optimizer *)const_o;
+    char text[sizeof o->detail];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    while (atomic_flag_test_and_set(&o->detail_lock)) {
+    }
+    memcpy(o->detail, text, sizeof text);
+    atomic_flag_clear(&o->detail_lock);
+    return code;
+}
+
+/* ---- Instruction sets and threads ---- */
+
+static atomic_int chosen_isa = -1;
+
+static int isa_in_use(void)
+{
+    int chosen = atomic_load(&chosen_isa);
+    return chosen >= 0 ? chosen : hstep_isa_best();
+}
+
+int32_t halfstep_isa_count(void) { return hstep_isa_count(); }
+const char *halfstep_isa_name(int32_t index)
+{
+    return index < 0 || index >= hstep_isa_count() ? NULL : hstep_isa_name(index);
+}
+int32_t halfstep_isa_available(int32_t index)
+{
+    return index >= 0 && index < hstep_isa_count() && hstep_isa_available(index);
+}
+const char *halfstep_isa(void) { return hstep_isa_name(isa_in_use()); }
+int halfstep_set_isa(const char *name)
+{
+    int isa = -1;
+    if (name) {
+        isa = hstep_isa_find(name);
+        if (isa < 0) return HALFSTEP_ERROR_NAME;
+        if (!hstep_isa_available(isa)) return HALFSTEP_ERROR_UNSUPPORTED;
+    }
+    atomic_store(&chosen_isa, isa);
+    return HALFSTEP_OK;
+}
+
+void halfstep_cpu_features(char *text, size_t size)
+{
+    if (text && size) hstep_cpu_features(text, size);
+}
+
+int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
+
+/* ---- Handles ---- */
+
+int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer)
+{
+    if (!optimizer) return HALFSTEP_ERROR_ARGUMENT;
+    *optimizer = NULL;
+    if (options && (options->struct_size != sizeof *options || options->threads < 0 || options->threads > 1024))
+        return options->struct_size != sizeof *options ? HALFSTEP_ERROR_ARGUMENT : HALFSTEP_ERROR_RANGE;
+    halfstep_optimizer *o = calloc(1, sizeof *o);
+    if (!o) return HALFSTEP_ERROR_MEMORY;
+    o->kernels = hstep_isa_kernels(isa_in_use());
+    if (options) {
+        o->threads = options->threads;
+        o->seed = options->seed;
+        o->run = options->run;
+        o->host = options->host;
+    }
+    o->gradient_scale = 1.0;
+    atomic_init(&o->skipped, 0);
+    atomic_init(&o->nonfinite_tensor, -1);
+    atomic_flag_clear(&o->detail_lock);
+    *optimizer = o;
+    return HALFSTEP_OK;
+}
+
+void halfstep_destroy(halfstep_optimizer *o)
+{
+    if (!o) return;
+    for (int i = 0; i < o->n_tensors; i++) free(o->tensors[i].name);
+    free(o->tensors);
+    free(o->groups);
+    free(o->chunks);
+    free(o->updates);
+    free(o->statistics);
+    hstep_free(o->memory);
+    free(o);
+}
+
+const char *halfstep_error_detail(const halfstep_optimizer *o) { return o ? o->detail : ""; }
+
+/* Room for one more element; on failure the array is as it was. */
+static int grow(void **array, int count, int *capacity, size_t size)
+{
+    if (count < *capacity) return HALFSTEP_OK;
+    int wanted = *capacity ? *capacity * 2 : 8;
+    if (wanted <= count) return HALFSTEP_ERROR_MEMORY;
+    void *larger = realloc(*array, (size_t)wanted * size);
+    if (!larger) return HALFSTEP_ERROR_MEMORY;
+    *array = larger;
+    *capacity = wanted;
+    return HALFSTEP_OK;
+}
+
+/* ---- Groups ---- */
+
+int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group)
+{
+    if (!o || !recipe || !group) return HALFSTEP_ERROR_ARGUMENT;
+    if (o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the states exist");
+    struct hstep_group g = {0};
+    char detail[sizeof o->detail];
+    int error = hstep_recipe_parse(recipe, &g.recipe, detail, sizeof detail);
+    if (error) return hstep_fail(o, error, "%s", detail);
+    for (int i = 0; i < HSTEP_GROUP_HYPERS; i++) g.hyper[i] = hstep_rule_hyper(g.recipe.rule, i).initial;
+    for (int i = 0; i < hstep_rule_hypers(g.recipe.rule); i++) g.own[i] = hstep_rules[g.recipe.rule].hyper[i].initial;
+    g.first_lr = g.hyper[HSTEP_LR];
+    g.decay = hstep_choice_find("decay", hstep_rules[g.recipe.rule].decay);
+    if (grow((void **)&o->groups, o->n_groups, &o->capacity_groups, sizeof g))
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for another group");
+    o->groups[o->n_groups] = g;
+    *group = o->n_groups++;
+    return HALFSTEP_OK;
+}
+
+static int check_group(const halfstep_optimizer *o, int32_t group)
+{
+    if (group >= 0 && group < o->n_groups) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d (%d exist)", (int)group, o->n_groups);
+}
+
+/* Row among common and own hyper-parameters, or -1. */
+static int find_hyper(int rule, const char *name)
+{
+    for (int i = 0; i < HSTEP_COMMON_HYPERS + (rule < 0 ? 0 : hstep_rule_hypers(rule)); i++)
+        if (!strcmp(i < HSTEP_COMMON_HYPERS ? hstep_common_hypers[i].name : hstep_rule_hyper(rule, i).name, name)) return i;
+    return -1;
+}
+
+double hstep_state_beta(const struct hstep_group *group, int state)
+{
+    return group->own[find_hyper(group->recipe.rule, hstep_rules[group->recipe.rule].state[state].beta) -
+                      HSTEP_COMMON_HYPERS];
+}
+
+static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *hyper, double value)
+{
+    int above = hyper->exclusive ? !(value < hyper->maximum) : !(value <= hyper->maximum);
+    if (value >= hyper->minimum && !above) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not in [%g, %g%c", hyper->name, value, hyper->minimum,
+                      hyper->maximum, hyper->exclusive ? ')' : ']');
+}
+
+int hstep_state_needed(const struct hstep_group *group, int state)
+{
+    const char *unless = hstep_rules[group->recipe.rule].state[state].unless;
+    return !unless || group->own[find_hyper(group->recipe.rule, unless) - HSTEP_COMMON_HYPERS] != 0.0;
+}
+
+int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
+{
+    int block = format < 0 ? 0 : hstep_formats[format].block;
+    return block ? (t->n_columns + block - 1) / block : 0;
+}
+
+static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
+{
+    if (slot->format < 0) return;
+    const struct hstep_format *f = &hstep_formats[slot->format];
+    uint64_t elements = (uint64_t)t->n_rows * (uint64_t)t->n_columns;
+    slot->code_bytes = elements * (uint64_t)f->code_bits / 8;
+    slot->extra_bytes = f->block ? (uint64_t)t->n_rows * (uint64_t)hstep_blocks_per_row(t, slot->format) * 2
+                                 : elements * (uint64_t)f->extra_bits / 8;
+}
+
+/* The formats of a tensor's states under the group's hyper-parameters. */
+static int choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name, struct hstep_tensor *t)
+{
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+        struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
+        *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE};
+        if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i)) continue;
+        slot->format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
+        slot->fell_back = slot->format != g->recipe.state[i];
+        slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
+        size_slot(t, slot);
+        int block = hstep_formats[slot->format].block;
+        int64_t end = t->first_column + t->n_columns;
+        if (block && (t->first_column % block || (end % block && end != t->row_length)))
+            return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                              "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
+                              (long long)t->first_column, (long long)t->n_columns, block, hstep_formats[slot->format].name);
+    }
+    return HALFSTEP_OK;
+}
+
+/* dry: only tells whether it could. */
+static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int dry)
+{
+    if (index < HSTEP_COMMON_HYPERS) {
+        if (dry) return HALFSTEP_OK;
+        g->hyper[index] = value;
+        if (index == HSTEP_LR && !g->lr_was_set) {
+            g->first_lr = value;
+            g->lr_was_set = 1;
+        }
+        return HALFSTEP_OK;
+    }
+    struct hstep_group changed = *g;
+    changed.own[index - HSTEP_COMMON_HYPERS] = value;
+    int other_states = 0;
+    for (int i = 0; i < hstep_rule_states(g->recipe.rule); i++)
+        other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
+    if (other_states && o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist",
+                          hstep_rule_hyper(g->recipe.rule, index).name);
+    /* All tensors of the group can follow, or nothing changes. */
+    for (int pass = 0; other_states && pass < (dry ? 1 : 2); pass++)
+        for (int i = 0; i < o->n_tensors; i++) {
+            struct hstep_tensor *t = &o->tensors[i], trial = *t;
+            if (t->group != (int)(g - o->groups)) continue;
+            int error = choose_states(o, &changed, t->name, pass ? t : &trial);
+            if (error) return error;
+        }
+    if (!dry) *g = changed;
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int error;
+    if (group != HALFSTEP_ALL_GROUPS) {
+        if ((error = check_group(o, group))) return error;
+        struct hstep_group *g = &o->groups[group];
+        int index = find_hyper(g->recipe.rule, name);
+        if (index < 0)
+            return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name,
+                              name);
+        if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s belongs to the optimizer, not to a group", name);
+        struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
+        if ((error = check_bounds(o, &hyper, value))) return error;
+        return set_group_hyper(o, g, index, value, 0);
+    }
+    int index = find_hyper(-1, name);
+    if (index == HSTEP_GRADIENT_SCALE || index == HSTEP_CLIP_NORM) {
+        if ((error = check_bounds(o, &hstep_common_hypers[index], value))) return error;
+        *(index == HSTEP_GRADIENT_SCALE ? &o->gradient_scale : &o->clip_norm) = value;
+        return HALFSTEP_OK;
+    }
+    /* All groups or none: bounds and order are tried on every group first. */
+    int found = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < o->n_groups; i++) {
+            struct hstep_group *g = &o->groups[i];
+            index = find_hyper(g->recipe.rule, name);
+            if (index < 0) continue;
+            found = 1;
+            struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
+            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass))) return error;
+        }
+    if (!found) return hstep_fail(o, HALFSTEP_ERROR_NAME, "no group has a hyper-parameter '%s'", name);
+    return HALFSTEP_OK;
+}
+
+int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *name, double *value)
+{
+    if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
+    if (group == HALFSTEP_ALL_GROUPS) {
+        int index = find_hyper(-1, name);
+        if (index == HSTEP_GRADIENT_SCALE)
+            *value = o->gradient_scale;
+        else if (index == HSTEP_CLIP_NORM)
+            *value = o->clip_norm;
+        else
+            return hstep_fail(o, HALFSTEP_ERROR_NAME, "the optimizer has no hyper-parameter '%s'", name);
+        return HALFSTEP_OK;
+    }
+    int error = check_group(o, group);
+    if (error) return error;
+    const struct hstep_group *g = &o->groups[group];
+    int index = find_hyper(g->recipe.rule, name);
+    if (index < 0 || (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name, name);
+    if (index >= HSTEP_COMMON_HYPERS)
+        *value = g->own[index - HSTEP_COMMON_HYPERS];
+    else if (index == HSTEP_REFERENCE_LR && g->hyper[index] == 0.0)
+        *value = g->first_lr;
+    else
+        *value = g->hyper[index];
+    return HALFSTEP_OK;
+}
+
+/* Where a choice is kept; NULL if it does not exist at that level. */
+static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
+{
+    if (group == HALFSTEP_ALL_GROUPS)
+        return !strcmp(choice, "scan") ? &o->scan
+               : !strcmp(choice, "clip") ? &o->clip
+               : !strcmp(choice, "generator") ? &o->generator
+                                              : NULL;
+    return !strcmp(choice, "decay") ? &o->groups[group].decay
+           : !strcmp(choice, "schedule") ? &o->groups[group].schedule
+                                         : NULL;
+}
+
+int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
+{
+    if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
+    int error;
+    if (group != HALFSTEP_ALL_GROUPS && (error = check_group(o, group))) return error;
+    if (!halfstep_choice_value(choice, 0)) return hstep_fail(o, HALFSTEP_ERROR_NAME, "there is no choice '%s'", choice);
+    int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
+    if (found < 0) return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' is no value of '%s'", value, choice);
+    if (place) {
+        *place = found;
+        return HALFSTEP_OK;
+    }
+    if (group != HALFSTEP_ALL_GROUPS)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "'%s' belongs to the optimizer, not to a group", choice);
+    for (int i = 0; i < o->n_groups; i++) *choice_place(o, i, choice) = found;
+    return HALFSTEP_OK;
+}
+
+const char *halfstep_get_choice(const halfstep_optimizer *o, int32_t group, const char *choice)
+{
+    if (!o || !choice || (group != HALFSTEP_ALL_GROUPS && (group < 0 || group >= o->n_groups))) return NULL;
+    const int *place = choice_place((halfstep_optimizer *)o, group, choice);
+    return place ? halfstep_choice_value(choice, *place) : NULL;
+}
+
+int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
+{
+    if (!o || !lr) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_group(o, group);
+    if (error) return error;
+    *lr = hstep_group_lr(&o->groups[group]);
+    return HALFSTEP_OK;
+}
+
+/* ---- Tensors ---- */
+
+/* Keeps index space, bytes of any format and their sums within int64. */
+#define MAX_ELEMENTS ((int64_t)1 << 52)
+
+static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
+{
+    if (d->ndim < 0 || d->rows < 0 || d->row_length < 0 || d->row_length > MAX_ELEMENTS ||
+        d->rows > MAX_ELEMENTS / (d->row_length + 31))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': %lld rows of %lld elements are no shape", d->name,
+                          (long long)d->rows, (long long)d->row_length);
+    if (d->ndim <= 1 && d->row_length != 1 && !(d->rows == 1 && d->row_length >= 4096) && d->rows && d->row_length)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
+                          (int)d->ndim, d->ndim == 1 ? "" : "s");
+    t->first_row = d->first_row;
+    t->n_rows = d->n_rows;
+    t->first_column = d->first_column;
+    t->n_columns = d->n_columns;
+    if (!d->first_row && !d->n_rows && !d->first_column && !d->n_columns) {
+        t->n_rows = d->rows;
+        t->n_columns = d->row_length;
+    }
+    if (t->first_row < 0 || t->n_rows < 0 || t->first_row > d->rows || t->n_rows > d->rows - t->first_row)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': rows %lld + %lld are not within its %lld rows", d->name,
+                          (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
+    if (t->first_column < 0 || t->n_columns < 0 || t->first_column > d->row_length ||
+        t->n_columns > d->row_length - t->first_column)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': columns %lld + %lld are not within its rows of %lld",
+                          d->name, (long long)t->first_column, (long long)t->n_columns, (long long)d->row_length);
+    return HALFSTEP_OK;
+}
+
+static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
+{
+    int gradient = halfstep_format_find(d->gradient);
+    if (gradient < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': no gradient format is called '%s'", d->name,
+                          d->gradient ? d->gradient : "(null)");
+    if (!(hstep_formats[gradient].roles & HALFSTEP_ROLE_GRADIENT))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name, d->gradient);
+    t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
+    t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
+    size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
+    size_slot(t, &t->slot[HALFSTEP_SLOT_GRADIENT]);
+    return choose_states(o, &o->groups[t->group], d->name, t);
+}
+
+int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
+{
+    if (!o || !d || !index || d->struct_size != sizeof *d || d->reserved) return HALFSTEP_ERROR_ARGUMENT;
+    if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor needs a name");
+    if (o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist", d->name);
+    struct hstep_tensor t = {.group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+    int error = check_group(o, d->group);
+    if (error || (error = check_shape(o, d, &t)) || (error = choose_formats(o, d, &t))) return error;
+    t.id = d->id ? d->id : hstep_hash_name(d->name);
+    for (int i = 0; i < o->n_tensors; i++)
+        if (o->tensors[i].id == t.id)
+            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensors '%s' and '%s' have one id, %016llx: they would share "
+                              "their random bits", o->tensors[i].name, d->name, (unsigned long long)t.id);
+
+    int64_t stride = hstep_row_stride(t.row_length);
+    int dense = t.n_columns == stride; /* rows follow each other in index space as they do in memory */
+    t.runs = dense ? 1 : t.n_rows;
+    t.run_length = dense ? t.n_rows * t.n_columns : t.n_columns;
+    if (!t.n_rows || !t.n_columns) t.runs = t.run_length = 0;
+    t.index0 = (uint64_t)t.first_row * (uint64_t)stride + (uint64_t)t.first_column;
+    t.index_stride = stride;
+
+    size_t length = strlen(d->name) + 1;
+    if (grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) || !(t.name = malloc(length)))
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for tensor '%s'", d->name);
+    memcpy(t.name, d->name, length);
+    o->tensors[o->n_tensors] = t;
+    *index = o->n_tensors++;
+    return HALFSTEP_OK;
+}
+
+int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
+
+int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
+{
+    for (int i = 0; o && name && i < o->n_tensors; i++)
+        if (!strcmp(o->tensors[i].name, name)) return i;
+    return -1;
+}
+
+/* ---- What happened ---- */
+
+uint64_t halfstep_skipped_steps(const halfstep_optimizer *o) { return o ? atomic_load(&o->skipped) : 0; }
+
+int halfstep_set_skipped_steps(halfstep_optimizer *o, uint64_t skipped)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    atomic_store(&o->skipped, skipped);
+    return HALFSTEP_OK;
+}
+
+const char *halfstep_nonfinite_tensor(const halfstep_optimizer *o)
+{
+    int tensor = o ? atomic_load(&o->nonfinite_tensor) : -1;
+    return tensor < 0 ? "" : o->tensors[tensor].name;
+}
+
+double halfstep_gradient_norm(const halfstep_optimizer *o) { return o ? o->gradient_norm : 0.0; }
+
+int halfstep_set_gradient_norm(halfstep_optimizer *o, double norm)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (!(norm >= 0.0 && norm < INFINITY)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%g is no gradient norm", norm);
+    o->gradient_norm = o->round_norm = norm;
+    return HALFSTEP_OK;
+}
+
+static int check_tensor(const halfstep_optimizer *o, int32_t tensor)
+{
+    if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+}
+
+int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_counters *c)
+{
+    if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_tensor(o, tensor);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    *c = (halfstep_counters){.struct_size = sizeof *c, .id = t->id, .state_steps = t->state_steps,
+                             .full_steps = t->full_steps, .writes = t->writes};
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_counters *c)
+{
+    if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_tensor(o, tensor);
+    if (error) return error;
+    for (int i = 0; c->id && i < o->n_tensors; i++)
+        if (i != tensor && o->tensors[i].id == c->id)
+            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->tensors[i].name,
+                              (unsigned long long)c->id);
+    struct hstep_tensor *t = &o->tensors[tensor];
+    if (c->id) t->id = c->id;
+    t->state_steps = c->state_steps;
+    t->full_steps = c->full_steps;
+    t->writes = c->writes;
+    return HALFSTEP_OK;
+}
+
+int halfstep_get_group_steps(const halfstep_optimizer *o, int32_t group, uint64_t *steps)
+{
+    if (!o || !steps) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_group(o, group);
+    if (!error) *steps = o->groups[group].steps;
+    return error;
+}
+
+int halfstep_set_group_steps(halfstep_optimizer *o, int32_t group, uint64_t steps)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_group(o, group);
+    if (!error) o->groups[group].steps = steps;
+    return error;
+}
+
+uint64_t halfstep_get_seed(const halfstep_optimizer *o) { return o ? o->seed : 0; }
+
+int halfstep_set_seed(halfstep_optimizer *o, uint64_t seed)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    o->seed = seed;
+    return HALFSTEP_OK;
+}
+
+int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gradients, uint64_t *weight_extras,
+                    uint64_t *states, int32_t *fell_back)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t sum[4] = {0};
+    int32_t fallen = 0;
+    for (int i = 0; i < o->n_tensors; i++) {
+        const struct hstep_slot *slot = o->tensors[i].slot;
+        int fell = 0;
+        sum[0] += slot[HALFSTEP_SLOT_WEIGHT].code_bytes;
+        sum[1] += slot[HALFSTEP_SLOT_GRADIENT].code_bytes;
+        sum[2] += slot[HALFSTEP_SLOT_WEIGHT].extra_bytes;
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
+            sum[3] += slot[s].code_bytes + slot[s].extra_bytes;
+            fell |= slot[s].fell_back;
+        }
+        fallen += fell;
+    }
+    if (weights) *weights = sum[0];
+    if (gradients) *gradients = sum[1];
+    if (weight_extras) *weight_extras = sum[2];
+    if (states) *states = sum[3];
+    if (fell_back) *fell_back = fallen;
+    return HALFSTEP_OK;
+}
+
+/* ---- Tools of the trade ---- */
+
+int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
+                             double final_fraction, double decay_start, double power, double *factor)
+{
+    if (!name || !factor) return HALFSTEP_ERROR_ARGUMENT;
+    int kind = hstep_choice_find("schedule", name);
+    if (kind < 0) return HALFSTEP_ERROR_NAME;
+    const double values[] = {warmup_steps, total_steps, final_fraction, decay_start, power};
+    const int rows[] = {HSTEP_WARMUP_STEPS, HSTEP_TOTAL_STEPS, HSTEP_FINAL_FRACTION, HSTEP_DECAY_START, HSTEP_POWER};
+    for (int i = 0; i < 5; i++)
+        if (!(values[i] >= hstep_common_hypers[rows[i]].minimum && values[i] <= hstep_common_hypers[rows[i]].maximum))
+            return HALFSTEP_ERROR_RANGE;
+    struct hstep_schedule schedule = {.kind = kind, .warmup = (uint64_t)warmup_steps, .total = (uint64_t)total_steps,
+                                      .final = final_fraction, .decay_start = decay_start, .power = power};
+    *factor = hstep_schedule_factor(&schedule, step);
+    return HALFSTEP_OK;
+}
+
+int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot, uint64_t first,
+                          uint32_t *out, size_t n)
+{
+    if (!generator || (n && !out)) return HALFSTEP_ERROR_ARGUMENT;
+    int row = hstep_choice_find("generator", generator);
+    if (row < 0) return HALFSTEP_ERROR_NAME;
+    struct hstep_key key = hstep_key_stream(seed, id, write, (uint32_t)slot);
+    hstep_random_words(hstep_generator_id(row), &key, first, n, out);
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,486 @@
+/* The operating system, POSIX. A port to another system rewrites this file and no other of halfstep_io. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "files.h"
+
+/* Linux transfers at most 0x7ffff000 bytes in a call; smaller pieces also keep the address arithmetic far from SSIZE_MAX. */
+#define HSTEP_PIECE ((size_t)1 << 30)
+
+struct hstep_file {
+    int fd;
+    char path[]; /* for error texts */
+};
+
+struct hstep_lock {
+    int fd;
+};
+
+static int fail_system(hstep_error *error, const char *what, const char *path)
+{
+    char text[256];
+    int number = errno;
+    error->missing = number == ENOENT || number == ENOTDIR;
+    return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what, path,
+                      strerror_r(number, text, sizeof text));
+}
+
+static int open_retrying(const char *path, int flags, mode_t mode)
+{
+    int fd;
+    do fd = open(path, flags | O_CLOEXEC, mode);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* Linux closes the descriptor even when it reports EINTR, and another thread may have it by then: never repeated. */
+static int close_once(int fd)
+{
+    return close(fd) && errno != EINTR ? -1 : 0;
+}
+
+static int sync_retrying(int fd)
+{
+    int result;
+    do result = fsync(fd);
+    while (result && errno == EINTR);
+    return result;
+}
+
+/* ---- Files ---------------------------------------------------------------------------------------------------------- */
+
+static int wrap_descriptor(hstep_file **file, int fd, const char *path, hstep_error *error)
+{
+    size_t bytes = strlen(path) + 1;
+    hstep_file *made = malloc(sizeof *made + bytes);
+    if (!made) {
+        close_once(fd);
+        return hstep_fail_memory(error);
+    }
+    made->fd = fd;
+    memcpy(made->path, path, bytes);
+    *file = made;
+    return HALFSTEP_OK;
+}
+
+int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_error *error)
+{
+    *file = NULL;
+    /* Without O_NONBLOCK, opening a pipe would wait for its other end. */
+    int fd = open_retrying(path, O_RDONLY | O_NONBLOCK, 0);
+    if (fd < 0) return fail_system(error, "open", path);
+    struct stat status;
+    if (fstat(fd, &status)) {
+        int code = fail_system(error, "inspect", path);
+        close_once(fd);
+        return code;
+    }
+    if (!S_ISREG(status.st_mode)) {
+        close_once(fd);
+        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
+                          S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
+    }
+    *bytes = (uint64_t)status.st_size;
+    return wrap_descriptor(file, fd, path, error);
+}
+
+int hstep_create_file(hstep_file **file, const char *path, const char *shown, hstep_error *error)
+{
+    *file = NULL;
+    int fd = open_retrying(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    if (fd < 0) return fail_system(error, "create", shown);
+    int code = wrap_descriptor(file, fd, shown, error);
+    if (code) unlink(path);
+    return code;
+}
+
+int hstep_file_bytes(const hstep_file *file, uint64_t *bytes, hstep_error *error)
+{
+    struct stat status;
+    if (fstat(file->fd, &status)) return fail_system(error, "inspect", file->path);
+    *bytes = (uint64_t)status.st_size;
+    return HALFSTEP_OK;
+}
+
+const char *hstep_file_path(const hstep_file *file)
+{
+    return file->path;
+}
+
+int hstep_read_at(const hstep_file *file, uint64_t offset, void *data, size_t bytes, hstep_error *error)
+{
+    char *next = data;
+    while (bytes) {
+        ssize_t got = pread(file->fd, next, bytes < HSTEP_PIECE ? bytes : HSTEP_PIECE, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return fail_system(error, "read", file->path);
+        if (got == 0)
+            return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends at byte %llu, while it is being read", file->path,
+                              (unsigned long long)offset);
+        next += got;
+        offset += (uint64_t)got;
+        bytes -= (size_t)got;
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_write(hstep_file *file, const void *data, uint64_t bytes, hstep_error *error)
+{
+    const char *next = data;
+    while (bytes) {
+        ssize_t put = write(file->fd, next, bytes < HSTEP_PIECE ? (size_t)bytes : HSTEP_PIECE);
+        if (put < 0 && errno == EINTR) continue;
+        if (put == 0) errno = EIO;
+        if (put <= 0) return fail_system(error, "write", file->path);
+        next += put;
+        bytes -= (uint64_t)put;
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_sync(hstep_file *file, hstep_error *error)
+{
+    /* After a failed fsync the kernel may drop the dirty pages and report success the next time: a failure is final. */
+    return sync_retrying(file->fd) ? fail_system(error, "sync", file->path) : HALFSTEP_OK;
+}
+
+int hstep_close(hstep_file *file, hstep_error *error)
+{
+    if (!file) return HALFSTEP_OK;
+    int code = close_once(file->fd) ? fail_system(error, "close", file->path) : HALFSTEP_OK;
+    free(file);
+    return code;
+}
+
+int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *bytes, hstep_error *error)
+{
+    hstep_file *file;
+    hstep_error ignored = {0};
+    uint64_t length = 0;
+    *data = NULL;
+    int code = hstep_open_file(&file, path, &length, error);
+    if (code) return code;
+    if (length > limit)
+        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, more than the %llu allowed", path,
+                          (unsigned long long)length, (unsigned long long)limit);
+    else if (!(*data = malloc((size_t)length + 1)))
+        code = hstep_fail_memory(error);
+    else
+        code = hstep_read_at(file, 0, *data, (size_t)length, error);
+    hstep_close(file, &ignored);
+    if (code) {
+        free(*data);
+        *data = NULL;
+        return code;
+    }
+    (*data)[length] = 0;
+    *bytes = (size_t)length;
+    return HALFSTEP_OK;
+}
+
+/* ---- Replacing a file ----------------------------------------------------------------------------------------------- */
+
+int hstep_begin_replacement(hstep_replacement *replacement, const char *path, const char *prefix, hstep_error *error)
+{
+    hstep_replacement made = {0};
+    struct stat status;
+    int exists = !stat(path, &status), code;
+
+    memset(replacement, 0, sizeof *replacement);
+    if (!exists && errno != ENOENT) return fail_system(error, "inspect", path);
+    if (exists && S_ISDIR(status.st_mode)) {
+        errno = EISDIR;
+        return fail_system(error, "write", path);
+    }
+    if (exists && !S_ISREG(status.st_mode)) {
+        if (!(made.target = hstep_copy(path))) return hstep_fail_memory(error);
+        int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
+        code = fd < 0 ? fail_system(error, "open", path) : wrap_descriptor(&made.file, fd, path, error);
+        if (code) {
+            free(made.target);
+            return code;
+        }
+        *replacement = made;
+        return HALFSTEP_OK;
+    }
+
+    /* Renaming onto a symbolic link would replace the link, not the file that the user has put elsewhere. */
+    made.target = exists ? realpath(path, NULL) : hstep_copy(path);
+    if (!made.target) return errno == ENOMEM || !exists ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
+    char *parent = hstep_parent_path(made.target);
+    made.temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
+    free(parent);
+    code = made.temporary ? hstep_create_file(&made.file, made.temporary, path, error) : hstep_fail_memory(error);
+    if (!code && exists && fchmod(made.file->fd, status.st_mode & 07777))
+        code = fail_system(error, "set the mode of", path);
+    if (code) {
+        hstep_error ignored = {0};
+        if (made.file) {
+            hstep_close(made.file, &ignored);
+            unlink(made.temporary);
+        }
+        free(made.temporary);
+        free(made.target);
+        return code;
+    }
+    *replacement = made;
+    return HALFSTEP_OK;
+}
+
+static void free_replacement(hstep_replacement *replacement)
+{
+    free(replacement->temporary);
+    free(replacement->target);
+    memset(replacement, 0, sizeof *replacement);
+}
+
+int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *renamed, hstep_error *error)
+{
+    *renamed = 0;
+    if (!replacement->temporary) {
+        int code = hstep_close(replacement->file, error);
+        free_replacement(replacement);
+        return code;
+    }
+    char *parent = hstep_parent_path(replacement->target);
+    int code = parent ? HALFSTEP_OK : hstep_fail_memory(error);
+    if (!code && sync) code = hstep_sync(replacement->file, error);
+    hstep_error ignored = {0};
+    int closed = hstep_close(replacement->file, code ? &ignored : error);
+    if (!code) code = closed;
+    replacement->file = NULL;
+    if (!code) {
+        code = hstep_rename(replacement->temporary, replacement->target, error);
+        *renamed = !code;
+        if (!code && sync && (code = hstep_sync_directory(parent, error)))
+            hstep_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
+                       replacement->target);
+    }
+    if (!*renamed) unlink(replacement->temporary);
+    free(parent);
+    free_replacement(replacement);
+    return code;
+}
+
+void hstep_cancel_replacement(hstep_replacement *replacement)
+{
+    hstep_error ignored = {0};
+    hstep_close(replacement->file, &ignored);
+    if (replacement->temporary) unlink(replacement->temporary);
+    free_replacement(replacement);
+}
+
+/* ---- Directories ---------------------------------------------------------------------------------------------------- */
+
+char *hstep_join_path(const char *directory, const char *name)
+{
+    size_t length = strlen(directory);
+    return hstep_format("%s%s%s", directory, length && directory[length - 1] != '/' ? "/" : "", name);
+}
+
+char *hstep_parent_path(const char *path)
+{
+    size_t end = strlen(path);
+    while (end > 1 && path[end - 1] == '/') end--;
+    while (end && path[end - 1] != '/') end--;
+    while (end > 1 && path[end - 1] == '/') end--;
+    if (!end) return hstep_copy(".");
+    return hstep_format("%.*s", (int)(end < INT_MAX ? end : INT_MAX), path);
+}
+
+char *hstep_temporary_path(const char *directory, const char *prefix)
+{
+    static _Atomic unsigned counter;
+    char name[128];
+    struct stat status;
+    for (;;) {
+        snprintf(name, sizeof name, "%s%ld-%u", prefix, (long)getpid(), atomic_fetch_add(&counter, 1));
+        char *path = hstep_join_path(directory, name);
+        /* A process with the same number may have been killed here before. */
+        if (!path || lstat(path, &status)) return path;
+        free(path);
+    }
+}
+
+int hstep_make_directory(const char *path, int *created, hstep_error *error)
+{
+    *created = !mkdir(path, 0777);
+    if (*created) return HALFSTEP_OK;
+    struct stat status;
+    int number = errno;
+    if (number == EEXIST && !stat(path, &status) && S_ISDIR(status.st_mode)) return HALFSTEP_OK;
+    errno = number;
+    return fail_system(error, "create directory", path);
+}
+
+int hstep_sync_directory(const char *path, hstep_error *error)
+{
+    int fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
+    if (fd < 0) return fail_system(error, "open directory", path);
+    int code = HALFSTEP_OK;
+    /* Some network file systems cannot sync a directory and say so this way; they order renames themselves. */
+    if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP) code = fail_system(error, "sync directory", path);
+    close_once(fd);
+    return code;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+void hstep_free_names(char **names, size_t count)
+{
+    for (size_t i = 0; i < count; i++) free(names[i]);
+    free(names);
+}
+
+int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_error *error)
+{
+    size_t room = 0, found = 0;
+    char **list = NULL;
+    int code = HALFSTEP_OK;
+    *names = NULL;
+    *count = 0;
+    DIR *stream = opendir(path);
+    if (!stream) return fail_system(error, "list", path);
+    for (;;) {
+        errno = 0;
+        struct dirent *entry = readdir(stream);
+        if (!entry) {
+            if (errno) code = fail_system(error, "list", path);
+            break;
+        }
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (!hstep_grow((void **)&list, found, &room, sizeof *list) || !(list[found] = hstep_copy(entry->d_name))) {
+            code = hstep_fail_memory(error);
+            break;
+        }
+        found++;
+    }
+    closedir(stream);
+    if (code) {
+        hstep_free_names(list, found);
+        return code;
+    }
+    if (found) qsort(list, found, sizeof *list, compare_names);
+    *names = list;
+    *count = found;
+    return HALFSTEP_OK;
+}
+
+int hstep_rename(const char *from, const char *to, hstep_error *error)
+{
+    if (!rename(from, to)) return HALFSTEP_OK;
+    return fail_system(error, "rename its temporary to", to);
+}
+
+int hstep_remove(const char *path, hstep_error *error)
+{
+    struct stat status;
+    if (lstat(path, &status)) return errno == ENOENT ? HALFSTEP_OK : fail_system(error, "inspect", path);
+    if (!S_ISDIR(status.st_mode))
+        return unlink(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
+    char **names;
+    size_t count;
+    int code = hstep_list_directory(path, &names, &count, error);
+    if (code) return code;
+    for (size_t i = 0; i < count && !code; i++) {
+        char *inner = hstep_join_path(path, names[i]);
+        if (!inner) code = hstep_fail_memory(error);
+        else if (unlink(inner) && errno != ENOENT) code = fail_system(error, "remove", inner);
+        free(inner);
+    }
+    hstep_free_names(names, count);
+    if (!code && rmdir(path) && errno != ENOENT) code = fail_system(error, "remove", path);
+    return code;
+}
+
+void hstep_remove_empty_directory(const char *path)
+{
+    rmdir(path);
+}
+
+int hstep_exists(const char *path)
+{
+    struct stat status;
+    return !lstat(path, &status);
+}
+
+int hstep_same_file(const char *a, const char *b)
+{
+    struct stat first, second;
+    return !stat(a, &first) && !stat(b, &second) && first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+}
+
+int hstep_link(const char *base, const char *inner, const char *name, const char *prefix, hstep_error *error)
+{
+    char *relative = hstep_join_path(inner, name);
+    char *source = relative ? hstep_join_path(base, relative) : NULL;
+    char *path = hstep_join_path(base, name);
+    char *temporary = hstep_temporary_path(base, prefix);
+    int code = HALFSTEP_OK;
+    if (!source || !path || !temporary) {
+        code = hstep_fail_memory(error);
+    } else if (link(source, temporary) && symlink(relative, temporary)) {
+        code = fail_system(error, "make a link at", path);
+    } else {
+        code = hstep_rename(temporary, path, error);
+        /* Renaming one name of a file onto another name of it leaves both. */
+        unlink(temporary);
+    }
+    free(relative);
+    free(source);
+    free(path);
+    free(temporary);
+    return code;
+}
+
+/* ---- Locks ---------------------------------------------------------------------------------------------------------- */
+
+int hstep_lock_directory(hstep_lock **lock, const char *path, int mode, int *busy, hstep_error *error)
+{
+    *lock = NULL;
+    *busy = 0;
+    hstep_lock *made = malloc(sizeof *made);
+    if (!made) return hstep_fail_memory(error);
+    made->fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
+    if (made->fd < 0) {
+        int code = fail_system(error, "open directory", path);
+        free(made);
+        return code;
+    }
+    int result;
+    do result = flock(made->fd, (mode == HSTEP_LOCK_SHARED ? LOCK_SH : LOCK_EX) | LOCK_NB);
+    while (result && errno == EINTR);
+    if (result && errno == EWOULDBLOCK) {
+        close_once(made->fd);
+        free(made);
+        *busy = 1;
+        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process", path);
+    }
+    *lock = made;
+    return HALFSTEP_OK;
+}
+
+void hstep_unlock_directory(hstep_lock *lock)
+{
+    if (!lock) return;
+    /* Explicitly, because a child that was forked meanwhile shares the lock and would keep it. */
+    flock(lock->fd, LOCK_UN);
+    close_once(lock->fd);
+    free(lock);
+}
+
+void hstep_call_once(void (*function)(void))
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, function);
+}

@@ -1,0 +1,124 @@
+#include "json.h"
+
+#include "text.h"
+
+int hstep_json_fail(hstep_json *json, const char *problem)
+{
+    if (!json->problem) json->problem = problem;
+    return 0;
+}
+
+static void skip_blanks(hstep_json *json)
+{
+    while (json->at < json->bytes && memchr(" \t\r\n", json->text[json->at], 4)) json->at++;
+}
+
+int hstep_json_take(hstep_json *json, char mark)
+{
+    if (json->problem) return 0;
+    skip_blanks(json);
+    if (json->at == json->bytes || json->text[json->at] != mark) return 0;
+    json->at++;
+    return 1;
+}
+
+int hstep_json_expect(hstep_json *json, char mark)
+{
+    if (hstep_json_take(json, mark)) return 1;
+    return hstep_json_fail(json, mark == '{' ? "expected '{'" : mark == '}' ? "expected ',' or '}'" :
+                                 mark == '[' ? "expected '['" : mark == ']' ? "expected ',' or ']'" :
+                                 mark == ':' ? "expected ':'" : "expected ','");
+}
+
+int hstep_json_number(hstep_json *json, uint64_t *number)
+{
+    uint64_t value = 0;
+    if (json->problem) return 0;
+    skip_blanks(json);
+    size_t start = json->at, at = start;
+    for (; at < json->bytes && json->text[at] >= '0' && json->text[at] <= '9'; at++) {
+        unsigned digit = (unsigned)(json->text[at] - '0');
+        /* The bound is that of signed 64-bit integers, which other readers may have nothing beyond. */
+        if (value > ((uint64_t)INT64_MAX - digit) / 10) return hstep_json_fail(json, "the integer is too large");
+        value = value * 10 + digit;
+    }
+    if (at == start || (json->text[start] == '0' && at > start + 1) || (at < json->bytes && strchr(".eE+-", json->text[at])))
+        return hstep_json_fail(json, "expected a plain decimal integer");
+    json->at = at;
+    *number = value;
+    return 1;
+}
+
+/* Four hexadecimal digits behind \u; -1 if they are not. */
+static long read_hex(const hstep_json *json, size_t at)
+{
+    long value = 0;
+    if (json->bytes - at < 4) return -1;
+    for (int i = 0; i < 4; i++) {
+        char c = json->text[at + (size_t)i];
+        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 :
+                    c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        if (digit < 0) return -1;
+        value = value << 4 | digit;
+    }
+    return value;
+}
+
+/* Decodes what follows a backslash at `*at` to `out`, and moves both on. An escape is never shorter than its UTF-8. */
+static int read_escape(hstep_json *json, size_t *at, char **out)
+{
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    char c = *at < json->bytes ? json->text[*at] : 0;
+    const char *simple = c ? strchr(from, c) : NULL;
+    ++*at;
+    if (simple) {
+        *(*out)++ = to[simple - from];
+        return 1;
+    }
+    long code = c == 'u' ? read_hex(json, *at) : -1;
+    if (code <= 0) return hstep_json_fail(json, c == 'u' && !code ? "\\u0000 in a string" : "a malformed escape");
+    *at += 4;
+    if (code >= 0xd800 && code < 0xe000) {
+        long low = code < 0xdc00 && json->bytes - *at >= 6 && json->text[*at] == '\\' && json->text[*at + 1] == 'u'
+                       ? read_hex(json, *at + 2) : -1;
+        if (low < 0xdc00 || low > 0xdfff) return hstep_json_fail(json, "half a surrogate pair");
+        *at += 6;
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+        *(*out)++ = (char)(0xf0 | code >> 18);
+        *(*out)++ = (char)(0x80 | (code >> 12 & 0x3f));
+    } else if (code >= 0x800) {
+        *(*out)++ = (char)(0xe0 | code >> 12);
+    } else if (code < 0x80) {
+        *(*out)++ = (char)code;
+        return 1;
+    } else {
+        *(*out)++ = (char)(0xc0 | code >> 6);
+        *(*out)++ = (char)(0x80 | (code & 0x3f));
+        return 1;
+    }
+    *(*out)++ = (char)(0x80 | (code >> 6 & 0x3f));
+    *(*out)++ = (char)(0x80 | (code & 0x3f));
+    return 1;
+}
+
+int hstep_json_string(hstep_json *json, const char **string)
+{
+    if (json->problem) return 0;
+    if (!hstep_json_take(json, '"')) return hstep_json_fail(json, "expected a string");
+    char *start = json->text + json->at, *out = start;
+    size_t at = json->at;
+    for (;;) {
+        unsigned char c = at < json->bytes ? (unsigned char)json->text[at] : 0;
+        if (c < 0x20)
+            return hstep_json_fail(json, at < json->bytes ? "a control character in a string" : "an unfinished string");
+        at++;
+        if (c == '"') break;
+        if (c != '\\') *out++ = (char)c;
+        else if (!read_escape(json, &at, &out)) return 0;
+    }
+    *out = 0;
+    if (!hstep_is_utf8(start)) return hstep_json_fail(json, "a string that is not UTF-8");
+    json->at = at;
+    *string = start;
+    return 1;
+}

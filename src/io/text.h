@@ -1,0 +1,169 @@
+/* One-line error texts, a growing byte buffer, and JSON strings. */
+#ifndef HALFSTEP_IO_TEXT_H
+#define HALFSTEP_IO_TEXT_H
+
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep_io.h"
+
+/* For %llu and %llx, which uint64_t does not fit on every system. */
+static inline unsigned long long ull(uint64_t value)
+{
+    return value;
+}
+
+/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals. */
+typedef struct hstep_error {
+    char *text;
+    size_t size;
+    int missing;
+} hstep_error;
+
+static inline hstep_error hstep_make_error(char *text, size_t size)
+{
+    hstep_error error = {text, text ? size : 0, 0};
+    if (error.size) text[0] = 0;
+    return error;
+}
+
+/* Returns code, so that a failure is one statement. Names come from files: control characters would break the promise of
+ * one line, and could drive a terminal. */
+__attribute__((format(printf, 3, 4)))
+static inline int hstep_fail(hstep_error *error, int code, const char *format, ...)
+{
+    if (error->size) {
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(error->text, error->size, format, arguments);
+        va_end(arguments);
+        for (char *c = error->text; *c; c++)
+            if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
+    }
+    return code;
+}
+
+static inline int hstep_fail_memory(hstep_error *error)
+{
+    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory");
+}
+
+__attribute__((format(printf, 1, 2)))
+static inline char *hstep_format(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    int length = vsnprintf(NULL, 0, format, arguments);
+    va_end(arguments);
+    char *text = length < 0 ? NULL : malloc((size_t)length + 1);
+    if (!text) return NULL;
+    va_start(arguments, format);
+    vsnprintf(text, (size_t)length + 1, format, arguments);
+    va_end(arguments);
+    return text;
+}
+
+static inline char *hstep_copy(const char *text)
+{
+    size_t bytes = strlen(text) + 1;
+    char *copy = malloc(bytes);
+    if (copy) memcpy(copy, text, bytes);
+    return copy;
+}
+
+/* Grows *array to hold one more than count elements. Returns 0 when memory is short, and leaves the array as it was. */
+static inline int hstep_grow(void **array, size_t count, size_t *room, size_t element)
+{
+    if (count < *room) return 1;
+    size_t wanted = *room ? 2 * *room : 16;
+    if (wanted > SIZE_MAX / element) return 0;
+    void *larger = realloc(*array, wanted * element);
+    if (!larger) return 0;
+    *array = larger;
+    *room = wanted;
+    return 1;
+}
+
+/* A byte buffer that remembers a failed allocation, so that a long series of appends is checked once. */
+typedef struct hstep_buffer {
+    char *data;
+    size_t bytes, room;
+    int failed;
+} hstep_buffer;
+
+static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
+{
+    if (buffer->failed) return;
+    if (bytes > buffer->room - buffer->bytes) {
+        size_t room = buffer->room ? buffer->room : 4096;
+        while (room - buffer->bytes < bytes && room <= SIZE_MAX / 2) room *= 2;
+        char *larger = room - buffer->bytes < bytes ? NULL : realloc(buffer->data, room);
+        if (!larger) {
+            buffer->failed = 1;
+            return;
+        }
+        buffer->data = larger;
+        buffer->room = room;
+    }
+    if (bytes) memcpy(buffer->data + buffer->bytes, data, bytes);
+    buffer->bytes += bytes;
+}
+
+static inline void hstep_append_text(hstep_buffer *buffer, const char *text)
+{
+    hstep_append(buffer, text, strlen(text));
+}
+
+static inline void hstep_append_number(hstep_buffer *buffer, uint64_t number)
+{
+    char digits[24];
+    snprintf(digits, sizeof digits, "%llu", (unsigned long long)number);
+    hstep_append_text(buffer, digits);
+}
+
+/* The text as a JSON string, quotes included. */
+static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
+{
+    hstep_append(buffer, "\"", 1);
+    for (; *text; text++) {
+        unsigned char c = (unsigned char)*text;
+        char escape[8];
+        if (c == '"' || c == '\\') {
+            escape[0] = '\\';
+            escape[1] = (char)c;
+            hstep_append(buffer, escape, 2);
+        } else if (c < 0x20) {
+            snprintf(escape, sizeof escape, "\\u%04x", c);
+            hstep_append(buffer, escape, 6);
+        } else {
+            hstep_append(buffer, text, 1);
+        }
+    }
+    hstep_append(buffer, "\"", 1);
+}
+
+/* Well-formed UTF-8: shortest form, no surrogates, nothing above U+10FFFF. */
+static inline int hstep_is_utf8(const char *text)
+{
+    const unsigned char *s = (const unsigned char *)text;
+    while (*s) {
+        if (*s < 0x80) {
+            s++;
+            continue;
+        }
+        int more = *s >= 0xc2 && *s < 0xe0 ? 1 : (*s & 0xf0) == 0xe0 ? 2 : *s >= 0xf0 && *s < 0xf5 ? 3 : 0;
+        if (!more) return 0;
+        unsigned char low = *s == 0xe0 ? 0xa0 : *s == 0xf0 ? 0x90 : 0x80;
+        unsigned char high = *s == 0xed ? 0x9f : *s == 0xf4 ? 0x8f : 0xbf;
+        if (s[1] < low || s[1] > high) return 0;
+        for (int i = 2; i <= more; i++)
+            if ((s[i] & 0xc0) != 0x80) return 0;
+        s += more + 1;
+    }
+    return 1;
+}
+
+#endif

@@ -1,0 +1,80 @@
+/* The table of kernels that kernels.c emits once per instruction set, and what its functions share with step.c.
+ *
+ * A tile is up to 256 elements, a whole number of groups of 32. Tile functions work on fp32 scratch whose order is private
+ * to the instruction set (vec/README.md); only whole slots, statistics and single values leave it. `nonneg` says that a
+ * state is never negative, `words` holds one random word per pair of elements. */
+#ifndef HSTEP_KERNELS_H
+#define HSTEP_KERNELS_H
+
+#include <stdint.h>
+
+#include "rng.h"
+#include "rules/rule.h"
+#include "tables.h"
+
+#define HSTEP_GROUP 32
+#define HSTEP_TILE 256
+#define HSTEP_TILE_WORDS (HSTEP_TILE / 2)
+/* One key of the mixer serves this many elements. */
+#define HSTEP_SEGMENT (2 * (int64_t)HSTEP_SEGMENT_WORDS)
+
+#define HSTEP_SLOTS (2 + HALFSTEP_MAX_STATES)
+#define HSTEP_ALIGNED __attribute__((aligned(64)))
+
+/* What a fused kernel needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of 32. */
+struct hstep_fused {
+    char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
+    uint64_t index;
+    int64_t n;
+    const float *k;             /* the rule's constants */
+    float gradient_scale;
+    uint32_t stochastic;        /* bit s: slot s draws random bits (block codes of slow states) */
+    const struct hstep_key *key; /* segment keys of the mixer, one per slot */
+};
+
+struct hstep_fused_row {
+    const char *rule; /* function prefix: rows of rules.def may share it */
+    int weight, gradient, state[2];
+    void (*step)(const struct hstep_fused *);
+};
+
+/* Of one storage format. NULL where it does not apply: block formats hold no weights and no gradients. */
+struct hstep_format_kernels {
+    void (*decode[2])(float *x, const char *code, const char *extra, int64_t n); /* by nonneg, as is encode */
+    void (*encode[2])(const float *x, char *code, char *extra, const uint32_t *words, int64_t n, int state);
+    void (*apply)(const float *w, const float *d, char *code, char *extra, const uint32_t *words, int64_t n);
+    /* Largest magnitude as an fp32 pattern (NaN sorts above infinity); n is any multiple of 32. */
+    uint32_t (*maximum)(const char *code, int64_t n);
+    /* 16 partial sums in double of the squares, of the values: n <= 256. Combined by hstep_tree_sum(). */
+    void (*squares)(const char *code, int64_t n, double *sums, uint32_t *maximum);
+    void (*sums)(const char *code, int64_t n, double *sums);
+};
+
+struct hstep_kernels {
+    const char *name;
+    int lanes;
+    struct hstep_format_kernels format[HSTEP_FORMATS];
+    void (*rule[HSTEP_RULES][2])(const float *k, const float *w, const float *g, float *d, float *const *s, int64_t n);
+    /* g = g * scale - mean + l2 * w */
+    void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);
+    /* g += scale * x */
+    void (*accumulate)(float *g, const float *x, float scale, int64_t n);
+    /* Scratch to elements in order, and back, for reading and writing slots. */
+    void (*to_plain)(const float *x, float *plain, int64_t n);
+    void (*from_plain)(const float *plain, float *x, int64_t n);
+    /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer; by generator row. */
+    void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
+    const struct hstep_fused_row *fused;
+    int fused_rows;
+};
+
+/* The one order in which 16 partial sums are added. */
+static inline double hstep_tree_sum(const double *s)
+{
+    double t[8];
+    for (int i = 0; i < 8; i++) t[i] = s[i] + s[i + 8];
+    for (int i = 0; i < 4; i++) t[i] = t[i] + t[i + 4];
+    return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
+#endif

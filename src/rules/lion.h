@@ -1,0 +1,31 @@
+/* Lion (Chen et al. 2023, algorithm 2):
+ *
+ *   d = lr * sign(b1 m + (1 - b1) g) + decay * w        m = b2 m + (1 - b2) g
+ *
+ * The sign uses the momentum before this gradient; sign(0) = 0. */
+#ifndef HSTEP_LION_H
+#define HSTEP_LION_H
+
+#include "rules/rule.h"
+
+enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY };
+
+static inline void lion_prepare(float *k, const struct hstep_prepare *p)
+{
+    k[LION_BETA1] = (float)p->hyper[0];
+    k[LION_NEW1] = (float)(1.0 - p->hyper[0]);
+    k[LION_BETA2] = (float)p->hyper[1];
+    k[LION_NEW2] = (float)(1.0 - p->hyper[1]);
+    k[LION_LR] = (float)p->lr;
+    k[LION_DECAY] = (float)p->decay;
+}
+
+V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+{
+    (void)clamp;
+    vf update = v_sign(v_add(v_mul(k[LION_BETA1], s[0]), v_mul(k[LION_NEW1], g)));
+    s[0] = v_add(v_mul(k[LION_BETA2], s[0]), v_mul(k[LION_NEW2], g));
+    return v_add(v_mul(k[LION_LR], update), v_mul(k[LION_DECAY], w));
+}
+
+#endif

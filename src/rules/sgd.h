@@ -1,0 +1,35 @@
+/* Stochastic gradient descent, as torch.optim.SGD defines its momentum (Sutskever et al. 2013, without lr in the buffer):
+ *
+ *   b = mu b + (1 - dampening) g     (first update: b = g)
+ *   u = g + mu b (Nesterov), b (momentum), g (none)
+ *   d = lr * u + decay * w
+ *
+ * Without momentum the buffer is g itself and is not stored. */
+#ifndef HSTEP_SGD_H
+#define HSTEP_SGD_H
+
+#include "rules/rule.h"
+
+enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY };
+
+static inline void sgd_prepare(float *k, const struct hstep_prepare *p)
+{
+    double momentum = p->hyper[0], dampening = p->hyper[1];
+    int first = p->t == 1 || momentum == 0.0, nesterov = p->hyper[2] != 0.0 && momentum != 0.0;
+    k[SGD_MOMENTUM] = first ? 0.0f : (float)momentum;
+    k[SGD_NEW] = first ? 1.0f : (float)(1.0 - dampening);
+    k[SGD_GRADIENT] = nesterov ? 1.0f : 0.0f;
+    k[SGD_BUFFER] = nesterov ? (float)momentum : 1.0f;
+    k[SGD_LR] = (float)p->lr;
+    k[SGD_DECAY] = (float)p->decay;
+}
+
+V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+{
+    (void)clamp;
+    s[0] = v_add(v_mul(k[SGD_MOMENTUM], s[0]), v_mul(k[SGD_NEW], g));
+    vf update = v_add(v_mul(k[SGD_GRADIENT], g), v_mul(k[SGD_BUFFER], s[0]));
+    return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));
+}
+
+#endif

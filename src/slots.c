@@ -1,0 +1,283 @@
+/* Where states live, and reading and writing slots as fp32. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "optimizer.h"
+#include "threads.h"
+
+static int check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
+{
+    if (tensor < 0 || tensor >= o->n_tensors)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    int states = hstep_rule_states(o->groups[o->tensors[tensor].group].recipe.rule);
+    if (slot < 0 || slot >= HALFSTEP_SLOT_STATE + states)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no slot %d", o->tensors[tensor].name, (int)slot);
+    return HALFSTEP_OK;
+}
+
+static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
+{
+    if (slot == HALFSTEP_SLOT_WEIGHT) return "weight";
+    if (slot == HALFSTEP_SLOT_GRADIENT) return "gradient";
+    return hstep_rules[o->groups[o->tensors[tensor].group].recipe.rule].state[slot - HALFSTEP_SLOT_STATE].name;
+}
+
+int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
+{
+    if (!o || !info || info->struct_size != sizeof *info) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    *info = (halfstep_slot_info){.struct_size = sizeof *info, .format = s->format, .name = slot_name(o, tensor, slot),
+                                 .code_bytes = s->code_bytes, .extra_bytes = s->extra_bytes,
+                                 .blocks_per_row = hstep_blocks_per_row(t, s->format), .fell_back = s->fell_back,
+                                 .code = s->code, .extra = s->extra};
+    return HALFSTEP_OK;
+}
+
+/* Calls back for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
+static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **place, uint64_t bytes), void *arg)
+{
+    for (int i = 0; i < o->n_tensors; i++)
+        for (int s = 0; s < HSTEP_SLOTS; s++) {
+            struct hstep_slot *slot = &o->tensors[i].slot[s];
+            if (s >= HALFSTEP_SLOT_STATE && slot->code_bytes) visit(arg, &slot->code, slot->code_bytes);
+            if (slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
+        }
+}
+
+struct layout {
+    char *base;
+    uint64_t offset;
+};
+
+static void place_stream(void *arg, char **place, uint64_t bytes)
+{
+    struct layout *layout = arg;
+    if (layout->base) *place = layout->base + layout->offset;
+    layout->offset += (bytes + 63) / 64 * 64;
+    /* Streams at exact power-of-two distances fight for the same cache sets and halve the speed. */
+    if (bytes >= 1 << 20) layout->offset += 4096 + 64;
+}
+
+int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
+{
+    if (!o || !bytes) return HALFSTEP_ERROR_ARGUMENT;
+    struct layout layout = {NULL, 0};
+    each_stream(o, place_stream, &layout);
+    *bytes = layout.offset;
+    return HALFSTEP_OK;
+}
+
+struct zeroing {
+    char *memory;
+    uint64_t bytes;
+};
+
+#define ZERO_PIECE ((uint64_t)4 << 20)
+
+/* By all threads, so that a page comes to lie near the thread that will step it. */
+static void zero_piece(void *arg, int64_t i)
+{
+    struct zeroing *z = arg;
+    uint64_t start = (uint64_t)i * ZERO_PIECE, rest = z->bytes - start;
+    memset(z->memory + start, 0, rest < ZERO_PIECE ? rest : ZERO_PIECE);
+}
+
+static void place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
+{
+    struct layout layout = {memory, 0};
+    struct zeroing zeroing = {memory, bytes};
+    each_stream(o, place_stream, &layout);
+    hstep_run(o, zero_piece, &zeroing, (int64_t)((bytes + ZERO_PIECE - 1) / ZERO_PIECE));
+}
+
+int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t needed;
+    halfstep_state_bytes(o, &needed);
+    if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the states need memory");
+    if ((uintptr_t)memory % 64) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for states must be 64-byte aligned");
+    if (bytes < needed)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
+                          (unsigned long long)needed, (unsigned long long)bytes);
+    int error = hstep_settle(o);
+    if (error) return error;
+    place_all(o, memory, needed);
+    hstep_free(o->memory);
+    o->memory = NULL;
+    return HALFSTEP_OK;
+}
+
+int halfstep_allocate_states(halfstep_optimizer *o)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t bytes;
+    halfstep_state_bytes(o, &bytes);
+    if (bytes > SIZE_MAX / 2) return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
+    void *memory = hstep_allocate((size_t)bytes);
+    if (!memory) return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for %llu bytes of states", (unsigned long long)bytes);
+    int error = hstep_settle(o);
+    if (error) {
+        hstep_free(memory);
+        return error;
+    }
+    place_all(o, memory, bytes);
+    hstep_free(o->memory);
+    o->memory = memory;
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *code, void *extra)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    struct hstep_slot *s = &o->tensors[tensor].slot[slot];
+    const char *name = o->tensors[tensor].name;
+    if (slot == HALFSTEP_SLOT_GRADIENT || (slot == HALFSTEP_SLOT_WEIGHT && code))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step", name);
+    if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
+    if ((error = hstep_settle(o))) return error;
+    s->code = code;
+    s->extra = extra;
+    return HALFSTEP_OK;
+}
+
+int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
+{
+    for (int i = first; i < first + n; i++)
+        for (int s = 0; s < HSTEP_SLOTS; s++) {
+            const struct hstep_slot *slot = &o->tensors[i].slot[s];
+            if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
+                return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->tensors[i].name,
+                                  slot_name(o, i, s));
+        }
+    return HALFSTEP_OK;
+}
+
+/* ---- Reading and writing ---- */
+
+/* A piece of up to 256 elements of one row, through padded copies: its elements, and from where in each stream. */
+struct piece {
+    int64_t element, block, n;
+};
+
+static void fetch(const struct hstep_slot *s, const char *code, const struct piece *p, char *code_out, char *extra_out)
+{
+    const struct hstep_format *f = &hstep_formats[s->format];
+    memset(code_out, 0, HSTEP_TILE * 4);
+    memset(extra_out, 0, HSTEP_TILE * 2);
+    memcpy(code_out, code + p->element * f->code_bits / 8, (size_t)(p->n * f->code_bits / 8));
+    if (f->block)
+        memcpy(extra_out, s->extra + p->block * 2, (size_t)((p->n + f->block - 1) / f->block * 2));
+    else if (f->extra_bits)
+        memcpy(extra_out, s->extra + p->element * f->extra_bits / 8, (size_t)(p->n * f->extra_bits / 8));
+}
+
+static void put(struct hstep_slot *s, char *code, const struct piece *p, const char *code_in, const char *extra_in)
+{
+    const struct hstep_format *f = &hstep_formats[s->format];
+    memcpy(code + p->element * f->code_bits / 8, code_in, (size_t)(p->n * f->code_bits / 8));
+    if (f->block)
+        memcpy(s->extra + p->block * 2, extra_in, (size_t)((p->n + f->block - 1) / f->block * 2));
+    else if (f->extra_bits)
+        memcpy(s->extra + p->element * f->extra_bits / 8, extra_in, (size_t)(p->n * f->extra_bits / 8));
+}
+
+static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                      int64_t n_rows, const void *values)
+{
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    if (first_row < 0 || n_rows < 0 || first_row > t->n_rows || n_rows > t->n_rows - first_row)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here", t->name,
+                          (long long)first_row, (long long)n_rows, (long long)t->n_rows);
+    if (s->format < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", t->name, slot_name(o, tensor, slot));
+    if (!n_rows || !t->n_columns) return HALFSTEP_OK;
+    if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", t->name);
+    if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", t->name, slot_name(o, tensor, slot));
+    return HALFSTEP_OK;
+}
+
+/* Pieces in order: along each row for block formats, else straight through memory. */
+static int next_piece(const struct hstep_tensor *t, int format, int64_t first_row, int64_t n_rows, struct piece *p)
+{
+    int64_t end = (first_row + n_rows) * t->n_columns;
+    p->element = p->n ? p->element + p->n : first_row * t->n_columns;
+    if (p->element >= end) return 0;
+    p->n = end - p->element;
+    if (hstep_formats[format].block) {
+        int64_t row = p->element / t->n_columns, column = p->element % t->n_columns;
+        p->block = row * hstep_blocks_per_row(t, format) + column / hstep_formats[format].block;
+        p->n = t->n_columns - column;
+    }
+    if (p->n > HSTEP_TILE) p->n = HSTEP_TILE;
+    return 1;
+}
+
+int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                       int64_t n_rows, float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_rows(o, tensor, slot, data, first_row, n_rows, out);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
+    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+    struct piece p = {0};
+    while (next_piece(t, s->format, first_row, n_rows, &p)) {
+        fetch(s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+        int64_t padded = (p.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+        o->kernels->format[s->format].decode[s->nonneg](x, code, extra, padded);
+        o->kernels->to_plain(x, plain, padded);
+        memcpy(out + (p.element - first_row * t->n_columns), plain, (size_t)p.n * 4);
+    }
+    return HALFSTEP_OK;
+}
+
+int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
+                        const float *in)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    struct hstep_slot *s = &t->slot[slot];
+    int64_t n = n_rows * t->n_columns;
+    int block = hstep_formats[s->format].block;
+    for (int64_t i = 0; i < n && (block || s->nonneg); i++) {
+        uint32_t bits;
+        memcpy(&bits, in + i, 4);
+        if (block && (bits & 0x7fffffff) >= 0x7f800000)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite", t->name, (long long)i,
+                              slot_name(o, tensor, slot));
+        if (s->nonneg && in[i] < 0.0f)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative", t->name, (long long)i,
+                              slot_name(o, tensor, slot));
+    }
+    HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
+    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+    HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
+    /* The random number that is half of everything: stochastic formats round to nearest with it. */
+    for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
+    struct piece p = {0};
+    while (next_piece(t, s->format, first_row, n_rows, &p)) {
+        memset(plain, 0, sizeof plain);
+        memcpy(plain, in + (p.element - first_row * t->n_columns), (size_t)p.n * 4);
+        int64_t padded = (p.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+        o->kernels->from_plain(plain, x, padded);
+        o->kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded, slot >= HALFSTEP_SLOT_STATE);
+        put(s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+    }
+    return HALFSTEP_OK;
+}

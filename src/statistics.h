@@ -1,0 +1,21 @@
+#ifndef HSTEP_STATISTICS_H
+#define HSTEP_STATISTICS_H
+
+#include "optimizer.h"
+
+/* Adds the squares of the gradients of n tensors from `first` on to the limbs (NULL: no norm is wanted), and sets the flag of
+ * every tensor whose gradient is not finite (NULL: nobody asks). gradients and flags count from `first`. */
+void hstep_scan_tensors(const halfstep_optimizer *o, int first, int n, const void *const *gradients, int64_t *squares,
+                        int64_t *flags);
+
+/* Adds limbs to limbs, safe against other threads that do the same. */
+void hstep_merge_squares(int64_t *to, const int64_t *from);
+
+/* Mean of a whole row of a raw gradient, by the same chunks and exact sum as norms. */
+double hstep_row_mean(const halfstep_optimizer *o, const struct hstep_slot *slot, const char *code, int64_t n);
+
+/* Up to a tile of elements, padded with zeros in `room` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n with
+ * them; returns where they are. */
+const char *hstep_whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *room);
+
+#endif

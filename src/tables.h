@@ -1,0 +1,92 @@
+/* The rows of formats.def and rules.def as data, and recipes parsed against them. */
+#ifndef HSTEP_TABLES_H
+#define HSTEP_TABLES_H
+
+#include "halfstep.h"
+
+/* Row numbers, in the order of the .def files. */
+enum {
+#define ELEMENT_FORMAT(id, name, fn, ...) HSTEP_FORMAT_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) HSTEP_FORMAT_##fn,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    HSTEP_FORMATS
+};
+#define HSTEP_FORMAT_NONE (-1)
+
+enum {
+#define RULE(id, name, ...) HSTEP_RULE_ROW_##id,
+#include "rules/rules.def"
+#undef RULE
+    HSTEP_RULES
+};
+
+#define HSTEP_MAX_OWN_HYPERS 8
+
+struct hstep_format {
+    int id;
+    const char *name, *title;
+    int roles, code_bits, extra_bits, block, stochastic;
+    const char *code_dtype, *extra_dtype;
+};
+
+struct hstep_hyper {
+    const char *name, *title;
+    double initial, minimum, maximum;
+    int exclusive;
+};
+
+struct hstep_state {
+    const char *name;
+    int role;
+    const char *beta, *unless;
+};
+
+struct hstep_rule {
+    int id;
+    const char *name, *kernel, *title; /* kernel: the function prefix */
+    double lr, weight_decay; /* initial values */
+    const char *decay;
+    struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */
+    struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
+};
+
+extern const struct hstep_format hstep_formats[HSTEP_FORMATS];
+extern const struct hstep_rule hstep_rules[HSTEP_RULES];
+int hstep_rule_states(int rule);
+int hstep_rule_hypers(int rule); /* the rule's own */
+/* Row `index` of those of the rule, the common ones first, with the rule's initial value. */
+struct hstep_hyper hstep_rule_hyper(int rule, int index);
+
+/* Hyper-parameters that every rule has, in the order of struct hstep_group's values. */
+enum {
+    HSTEP_LR, HSTEP_WEIGHT_DECAY, HSTEP_REFERENCE_LR, HSTEP_MAXIMIZE, HSTEP_CENTRALIZE, HSTEP_WARMUP_STEPS,
+    HSTEP_TOTAL_STEPS, HSTEP_FINAL_FRACTION, HSTEP_DECAY_START, HSTEP_POWER, HSTEP_GROUP_HYPERS,
+    HSTEP_GRADIENT_SCALE = HSTEP_GROUP_HYPERS, HSTEP_CLIP_NORM, HSTEP_COMMON_HYPERS
+};
+extern const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
+
+enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAYS };
+enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
+enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
+
+enum { HSTEP_CHOICE_DECAY, HSTEP_CHOICE_SCHEDULE, HSTEP_CHOICE_SCAN, HSTEP_CHOICE_CLIP, HSTEP_CHOICE_GENERATOR,
+       HSTEP_CHOICES };
+
+struct hstep_recipe {
+    int rule, weight, state[HALFSTEP_MAX_STATES];
+};
+
+/* HALFSTEP_OK, or an error with a sentence in detail[size]. */
+int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size);
+
+/* What a block format becomes for a tensor whose rows it cannot serve. */
+int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length);
+
+/* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed by. */
+int64_t hstep_row_stride(int64_t row_length);
+
+int hstep_choice_find(const char *choice, const char *value);
+
+#endif

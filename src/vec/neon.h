@@ -1,0 +1,190 @@
+/* The vocabulary for AArch64 Advanced SIMD, 4 lanes, little-endian.
+ *
+ * Needs: the base instruction set of ARMv8-A.
+ * Slow: division and square root (one per 10 to 20 cycles on many cores), vm_any and vi_hmax (across lanes, then to a
+ * general register), sums (the 16 accumulators take 8 registers of 2).
+ * Not used: fmin and fmax (they return the number where one operand is NaN, and order zeros), fused multiply-add (another
+ * rounding), frecpe and frsqrte (estimates), half-precision arithmetic, BFCVT (its NaNs are its own). Shifts are the
+ * compilers' vector operators, because the intrinsics refuse a shift right by 0. */
+#ifndef HSTEP_VEC_NEON_H
+#define HSTEP_VEC_NEON_H
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+#define HSTEP_VEC_NAME "neon"
+#define VL 4
+
+typedef float32x4_t vf;
+typedef uint32x4_t vi;
+typedef uint32x4_t vm; /* all bits of a lane, or none */
+typedef struct { float64x2_t pair[8]; } va;
+
+#define V_OP static inline __attribute__((always_inline, unused))
+
+V_OP vf v_set(float x) { return vdupq_n_f32(x); }
+V_OP vi vi_set(uint32_t x) { return vdupq_n_u32(x); }
+V_OP vi v_bits(vf x) { return vreinterpretq_u32_f32(x); }
+V_OP vf v_from_bits(vi i) { return vreinterpretq_f32_u32(i); }
+V_OP int32x4_t vi_signed(vi x) { return vreinterpretq_s32_u32(x); }
+
+V_OP vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
+V_OP vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
+V_OP vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
+V_OP vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
+V_OP vf v_div0(vf a, vf b) { return v_from_bits(vbicq_u32(v_bits(vdivq_f32(a, b)), vceqzq_f32(b))); }
+V_OP vf v_sqrt(vf a) { return vsqrtq_f32(a); }
+V_OP vf v_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+V_OP vf v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+V_OP vf v_abs(vf a) { return v_from_bits(vbicq_u32(v_bits(a), vi_set(0x80000000u))); }
+V_OP vf v_neg(vf a) { return v_from_bits(veorq_u32(v_bits(a), vi_set(0x80000000u))); }
+/* One with the sign of a, except where a is zero or NaN: |a| > |0| is false for both. */
+V_OP vf v_sign(vf a)
+{
+    vi one = vorrq_u32(vandq_u32(v_bits(a), vi_set(0x80000000u)), vi_set(0x3f800000u));
+    return v_from_bits(vandq_u32(vcagtq_f32(a, v_set(0.0f)), one));
+}
+
+V_OP vm v_gt(vf a, vf b) { return vcgtq_f32(a, b); }
+V_OP vm v_lt(vf a, vf b) { return vcltq_f32(a, b); }
+V_OP vm v_eq(vf a, vf b) { return vceqq_f32(a, b); }
+V_OP vm vi_gt(vi a, vi b) { return vcgtq_s32(vi_signed(a), vi_signed(b)); }
+V_OP vm vi_eq(vi a, vi b) { return vceqq_u32(a, b); }
+V_OP vf v_select(vm m, vf a, vf b) { return vbslq_f32(m, a, b); }
+V_OP vi vi_select(vm m, vi a, vi b) { return vbslq_u32(m, a, b); }
+V_OP int vm_any(vm m) { return vmaxvq_u32(m) != 0; }
+
+V_OP vi v_round(vf a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
+V_OP vf v_from_int(vi a) { return vcvtq_f32_s32(vi_signed(a)); }
+
+V_OP vi vi_add(vi a, vi b) { return vaddq_u32(a, b); }
+V_OP vi vi_sub(vi a, vi b) { return vsubq_u32(a, b); }
+V_OP vi vi_mul(vi a, vi b) { return vmulq_u32(a, b); }
+V_OP vi vi_mulhi(vi a, vi b)
+{
+    uint64x2_t low = vmull_u32(vget_low_u32(a), vget_low_u32(b)), high = vmull_high_u32(a, b);
+    return vuzp2q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high));
+}
+V_OP vi vi_and(vi a, vi b) { return vandq_u32(a, b); }
+V_OP vi vi_or(vi a, vi b) { return vorrq_u32(a, b); }
+V_OP vi vi_xor(vi a, vi b) { return veorq_u32(a, b); }
+V_OP vi vi_andnot(vi a, vi b) { return vbicq_u32(b, a); }
+#define vi_shl(x, n) ((vi)((vi)(x) << (n)))
+#define vi_shr(x, n) ((vi)((vi)(x) >> (n)))
+#define vi_sra(x, n) ((vi)(vi_signed(x) >> (n)))
+V_OP vi vi_min(vi a, vi b) { return vreinterpretq_u32_s32(vminq_s32(vi_signed(a), vi_signed(b))); }
+V_OP vi vi_max(vi a, vi b) { return vreinterpretq_u32_s32(vmaxq_s32(vi_signed(a), vi_signed(b))); }
+V_OP int32_t vi_hmax(vi a) { return vmaxvq_s32(vi_signed(a)); }
+V_OP vi vi_iota(void)
+{
+    const vi lanes = {0, 1, 2, 3};
+    return lanes;
+}
+
+V_OP vf v_load(const float *p) { return vld1q_f32(p); }
+V_OP void v_store(float *p, vf x) { vst1q_f32(p, x); }
+V_OP vi vi_load(const uint32_t *p) { return vld1q_u32(p); }
+V_OP void vi_store(uint32_t *p, vi x) { vst1q_u32(p, x); }
+/* Pairwise maxima leave two rows side by side, then four. */
+V_OP vi vi_hmax_rows(const uint32_t *p)
+{
+    int32x4_t ab = vpmaxq_s32(vi_signed(vi_load(p)), vi_signed(vi_load(p + VL)));
+    int32x4_t cd = vpmaxq_s32(vi_signed(vi_load(p + 2 * VL)), vi_signed(vi_load(p + 3 * VL)));
+    return vreinterpretq_u32_s32(vpmaxq_s32(ab, cd));
+}
+
+/* Unaligned memory is read and written as bytes, which promises the compiler nothing about the address. */
+V_OP vi v_load_integers(const void *p) { return vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)p)); }
+V_OP void v_store_integers(void *p, vi x) { vst1q_u8((uint8_t *)p, vreinterpretq_u8_u32(x)); }
+V_OP vf v_loadu(const void *p) { return v_from_bits(v_load_integers(p)); }
+V_OP void v_storeu(void *p, vf x) { v_store_integers(p, v_bits(x)); }
+
+V_OP void vp_load_f32(const void *p, vf *e, vf *o)
+{
+    vf low = v_loadu(p), high = v_loadu((const char *)p + 16);
+    *e = vuzp1q_f32(low, high);
+    *o = vuzp2q_f32(low, high);
+}
+V_OP void vp_store_f32(void *p, vf e, vf o)
+{
+    v_storeu(p, vzip1q_f32(e, o));
+    v_storeu((char *)p + 16, vzip2q_f32(e, o));
+}
+
+V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
+{
+    vi w = v_load_integers(p);
+    *e = vshlq_n_u32(w, 16);
+    *o = vandq_u32(w, vi_set(0xffff0000u));
+}
+/* Shift and insert keeps the other half of its first operand: one instruction per pair. */
+V_OP void vp_store_hi16(void *p, vi e, vi o) { v_store_integers(p, vsriq_n_u32(o, e, 16)); }
+V_OP void vp_store_hi16_normal(void *p, vi e, vi o)
+{
+    uint16x8_t codes = vreinterpretq_u16_u32(vsriq_n_u32(o, e, 16));
+    uint16x8_t normal = vtstq_u16(codes, vdupq_n_u16(0x7f80));
+    v_store_integers(p, vreinterpretq_u32_u16(vandq_u16(codes, normal)));
+}
+V_OP void vp_load_s16(const void *p, vi *e, vi *o)
+{
+    vi w = v_load_integers(p);
+    *e = vi_sra(vshlq_n_u32(w, 16), 16);
+    *o = vi_sra(w, 16);
+}
+V_OP void vp_store_16(void *p, vi e, vi o) { v_store_integers(p, vsliq_n_u32(e, o, 16)); }
+V_OP void vp_load_s8(const void *p, vi *e, vi *o)
+{
+    vi w = vreinterpretq_u32_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8((const uint8_t *)p))));
+    *e = vi_sra(vshlq_n_u32(w, 16), 16);
+    *o = vi_sra(w, 16);
+}
+V_OP void vp_load_u8(const void *p, vi *e, vi *o)
+{
+    vi w = vreinterpretq_u32_u16(vmovl_u8(vld1_u8((const uint8_t *)p)));
+    *e = vandq_u32(w, vi_set(0xffffu));
+    *o = vshrq_n_u32(w, 16);
+}
+V_OP void vp_store_8(void *p, vi e, vi o)
+{
+    vst1_u8((uint8_t *)p, vmovn_u16(vreinterpretq_u16_u32(vsliq_n_u32(e, o, 16))));
+}
+
+V_OP void vp_load_f16(const void *p, vf *e, vf *o)
+{
+    uint16x8_t w = vreinterpretq_u16_u32(v_load_integers(p));
+    uint16x4_t low = vget_low_u16(w), high = vget_high_u16(w);
+    *e = vcvt_f32_f16(vreinterpret_f16_u16(vuzp1_u16(low, high)));
+    *o = vcvt_f32_f16(vreinterpret_f16_u16(vuzp2_u16(low, high)));
+}
+V_OP void vp_store_f16(void *p, vf e, vf o)
+{
+    uint16x4_t even = vreinterpret_u16_f16(vcvt_f16_f32(e)), odd = vreinterpret_u16_f16(vcvt_f16_f32(o));
+    v_store_integers(p, vreinterpretq_u32_u16(vcombine_u16(vzip1_u16(even, odd), vzip2_u16(even, odd))));
+}
+
+V_OP float64x2_t v_low_double(vf x) { return vcvt_f64_f32(vget_low_f32(x)); }
+V_OP float64x2_t v_high_double(vf x) { return vcvt_high_f64_f32(x); }
+
+V_OP va va_zero(void)
+{
+    float64x2_t zero = vdupq_n_f64(0.0);
+    return (va){{zero, zero, zero, zero, zero, zero, zero, zero}};
+}
+V_OP void va_add(va *a, int part, vf x)
+{
+    float64x2_t *pair = a->pair + 2 * part;
+    pair[0] = vaddq_f64(pair[0], v_low_double(x));
+    pair[1] = vaddq_f64(pair[1], v_high_double(x));
+}
+V_OP void va_add_product(va *a, int part, vf x, vf y)
+{
+    float64x2_t *pair = a->pair + 2 * part;
+    pair[0] = vaddq_f64(pair[0], vmulq_f64(v_low_double(x), v_low_double(y)));
+    pair[1] = vaddq_f64(pair[1], vmulq_f64(v_high_double(x), v_high_double(y)));
+}
+V_OP void va_store(va a, double *p)
+{
+    for (int i = 0; i < 8; i++) vst1q_f64(p + 2 * i, a.pair[i]);
+}
+
+#endif

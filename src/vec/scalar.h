@@ -1,0 +1,161 @@
+/* The vocabulary in plain C, one lane. It is the portable build, and the reference every other header is judged by.
+ * gcc may turn its loops into vector code on its own; that changes the speed, never the bits. */
+#ifndef HSTEP_VEC_SCALAR_H
+#define HSTEP_VEC_SCALAR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define HSTEP_VEC_NAME "scalar"
+#define VL 1
+
+typedef float vf;
+typedef uint32_t vi;
+typedef int vm;
+typedef struct { double lane[16]; } va;
+
+#define V_OP static inline __attribute__((always_inline, unused))
+
+V_OP vf v_set(float x) { return x; }
+V_OP vi vi_set(uint32_t x) { return x; }
+V_OP vi v_bits(vf x) { vi i; memcpy(&i, &x, 4); return i; }
+V_OP vf v_from_bits(vi i) { vf x; memcpy(&x, &i, 4); return x; }
+
+V_OP vf v_add(vf a, vf b) { return a + b; }
+V_OP vf v_sub(vf a, vf b) { return a - b; }
+V_OP vf v_mul(vf a, vf b) { return a * b; }
+V_OP vf v_div(vf a, vf b) { return a / b; }
+V_OP vf v_div0(vf a, vf b) { return b == 0.0f ? 0.0f : a / b; }
+V_OP vf v_sqrt(vf a) { return sqrtf(a); }
+V_OP vf v_min(vf a, vf b) { return a < b ? a : b; }
+V_OP vf v_max(vf a, vf b) { return a > b ? a : b; }
+V_OP vf v_abs(vf a) { return v_from_bits(v_bits(a) & 0x7fffffffu); }
+V_OP vf v_neg(vf a) { return v_from_bits(v_bits(a) ^ 0x80000000u); }
+V_OP vf v_sign(vf a) { return (float)((a > 0.0f) - (a < 0.0f)); }
+
+V_OP vm v_gt(vf a, vf b) { return a > b; }
+V_OP vm v_lt(vf a, vf b) { return a < b; }
+V_OP vm v_eq(vf a, vf b) { return a == b; }
+V_OP vm vi_gt(vi a, vi b) { return (int32_t)a > (int32_t)b; }
+V_OP vm vi_eq(vi a, vi b) { return a == b; }
+V_OP vf v_select(vm m, vf a, vf b) { return m ? a : b; }
+V_OP vi vi_select(vm m, vi a, vi b) { return m ? a : b; }
+V_OP int vm_any(vm m) { return m; }
+
+/* lrintf rounds by the current mode; the step sets it to nearest even. */
+V_OP vi v_round(vf a) { return (vi)(int32_t)lrintf(a); }
+V_OP vf v_from_int(vi a) { return (float)(int32_t)a; }
+
+V_OP vi vi_add(vi a, vi b) { return a + b; }
+V_OP vi vi_sub(vi a, vi b) { return a - b; }
+V_OP vi vi_mul(vi a, vi b) { return a * b; }
+V_OP vi vi_mulhi(vi a, vi b) { return (vi)(((uint64_t)a * b) >> 32); }
+V_OP vi vi_and(vi a, vi b) { return a & b; }
+V_OP vi vi_or(vi a, vi b) { return a | b; }
+V_OP vi vi_xor(vi a, vi b) { return a ^ b; }
+V_OP vi vi_andnot(vi a, vi b) { return ~a & b; }
+#define vi_shl(x, n) ((vi)((vi)(x) << (n)))
+#define vi_shr(x, n) ((vi)((vi)(x) >> (n)))
+#define vi_sra(x, n) ((vi)((int32_t)(x) >> (n)))
+V_OP vi vi_min(vi a, vi b) { return (int32_t)a < (int32_t)b ? a : b; }
+V_OP vi vi_max(vi a, vi b) { return (int32_t)a > (int32_t)b ? a : b; }
+V_OP int32_t vi_hmax(vi a) { return (int32_t)a; }
+V_OP vi vi_hmax_rows(const uint32_t *p) { return *p; }
+V_OP vi vi_iota(void) { return 0; }
+
+V_OP vf v_load(const float *p) { return *p; }
+V_OP void v_store(float *p, vf x) { *p = x; }
+V_OP vf v_loadu(const void *p) { vf x; memcpy(&x, p, 4); return x; }
+V_OP void v_storeu(void *p, vf x) { memcpy(p, &x, 4); }
+V_OP vi vi_load(const uint32_t *p) { return *p; }
+V_OP void vi_store(uint32_t *p, vi x) { *p = x; }
+
+V_OP void vp_load_f32(const void *p, vf *e, vf *o) { memcpy(e, p, 4); memcpy(o, (const char *)p + 4, 4); }
+V_OP void vp_store_f32(void *p, vf e, vf o) { memcpy(p, &e, 4); memcpy((char *)p + 4, &o, 4); }
+
+V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
+{
+    uint16_t c[2];
+    memcpy(c, p, 4);
+    *e = (vi)c[0] << 16;
+    *o = (vi)c[1] << 16;
+}
+V_OP void vp_store_hi16(void *p, vi e, vi o)
+{
+    uint16_t c[2] = {(uint16_t)(e >> 16), (uint16_t)(o >> 16)};
+    memcpy(p, c, 4);
+}
+V_OP void vp_store_hi16_normal(void *p, vi e, vi o)
+{
+    vp_store_hi16(p, e & 0x7f800000u ? e : 0, o & 0x7f800000u ? o : 0);
+}
+V_OP void vp_load_s16(const void *p, vi *e, vi *o)
+{
+    int16_t c[2];
+    memcpy(c, p, 4);
+    *e = (vi)(int32_t)c[0];
+    *o = (vi)(int32_t)c[1];
+}
+V_OP void vp_store_16(void *p, vi e, vi o)
+{
+    uint16_t c[2] = {(uint16_t)e, (uint16_t)o};
+    memcpy(p, c, 4);
+}
+V_OP void vp_load_s8(const void *p, vi *e, vi *o)
+{
+    int8_t c[2];
+    memcpy(c, p, 2);
+    *e = (vi)(int32_t)c[0];
+    *o = (vi)(int32_t)c[1];
+}
+V_OP void vp_load_u8(const void *p, vi *e, vi *o)
+{
+    uint8_t c[2];
+    memcpy(c, p, 2);
+    *e = c[0];
+    *o = c[1];
+}
+V_OP void vp_store_8(void *p, vi e, vi o)
+{
+    uint8_t c[2] = {(uint8_t)e, (uint8_t)o};
+    memcpy(p, c, 2);
+}
+
+V_OP vf hstep_half_decode(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+    if (magnitude >= 0x7c00u) /* Inf keeps its bits; NaN comes out quiet, as the hardware conversions do */
+        return v_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
+    /* A half below 2^-14 is subnormal: scaling the integer is exact and covers both cases' zero. */
+    if (magnitude < 0x400u) return v_from_bits(sign | v_bits((float)magnitude * 0x1p-24f));
+    return v_from_bits(sign | ((magnitude << 13) + 0x38000000u));
+}
+V_OP uint16_t hstep_half_encode(vf x)
+{
+    uint32_t u = v_bits(x), sign = u >> 16 & 0x8000u, magnitude = u & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x1ffu));
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (magnitude < 0x38800000u) /* adding 0.5 puts the units of 2^-24 into the low mantissa bits, rounded to even */
+        return (uint16_t)(sign | (v_bits(v_from_bits(magnitude) + 0.5f) - 0x3f000000u));
+    return (uint16_t)(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13));
+}
+V_OP void vp_load_f16(const void *p, vf *e, vf *o)
+{
+    uint16_t c[2];
+    memcpy(c, p, 4);
+    *e = hstep_half_decode(c[0]);
+    *o = hstep_half_decode(c[1]);
+}
+V_OP void vp_store_f16(void *p, vf e, vf o)
+{
+    uint16_t c[2] = {hstep_half_encode(e), hstep_half_encode(o)};
+    memcpy(p, c, 4);
+}
+
+V_OP va va_zero(void) { va a; memset(&a, 0, sizeof a); return a; }
+V_OP void va_add(va *a, int part, vf x) { a->lane[part] += (double)x; }
+V_OP void va_add_product(va *a, int part, vf x, vf y) { a->lane[part] += (double)x * (double)y; }
+V_OP void va_store(va a, double *p) { memcpy(p, a.lane, sizeof a.lane); }
+
+#endif

@@ -1,0 +1,41 @@
+#!/bin/bash
+# The README's line for building the core library without any build system works as it is printed there.
+. "$(dirname "$0")/lib.sh"
+need cc
+make_scratch
+line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*src\/\*\.c.*\)$/\1/p' "$source_dir/README.md" | head -1)
+[ -n "$line" ] || fail "README.md has no line that begins with cc and compiles src/*.c"
+echo "$line"
+cp -R "$source_dir/include" "$source_dir/src" "$scratch"
+cd "$scratch"
+bash -c "$line" || fail "that line"
+library=$(ls ./*.so | head -1)
+cat >main.c <<'C'
+#include <halfstep.h>
+#include <stdio.h>
+int main(void)
+{
+    float w[40] = {0}, g[40];
+    void *weights[1] = {w};
+    const void *gradients[1] = {g};
+    halfstep_optimizer *optimizer;
+    int32_t group, index;
+    halfstep_tensor t = {sizeof t};
+    for (int i = 0; i < 40; i++) g[i] = 1;
+    t.name = "w";
+    t.ndim = 2;
+    t.rows = 1;
+    t.row_length = 40;
+    t.gradient = "f32";
+    if (halfstep_create(NULL, &optimizer) || halfstep_add_group(optimizer, "adamw/f32/f32", &group)) return 1;
+    t.group = group;
+    if (halfstep_add_tensor(optimizer, &t, &index) || halfstep_allocate_states(optimizer)) return 2;
+    if (halfstep_step(optimizer, weights, gradients)) return 3;
+    printf("%s %g\n", halfstep_isa(), w[39]);
+    halfstep_destroy(optimizer);
+    return !(w[39] < 0);
+}
+C
+cc -Iinclude main.c -o main "$library" -lm -pthread || fail "linking with $library"
+LD_LIBRARY_PATH=. ./main || fail "exit status $?"
+echo "ok   library built by hand"

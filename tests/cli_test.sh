@@ -1,0 +1,280 @@
+#!/bin/bash
+# The program as scripts and people use it: usage errors, help, JSON, resuming bit for bit, signals, kills.
+. "$(dirname "$0")/lib.sh"
+need python3 timeout
+halfstep=$build_dir/halfstep
+[ -x "$halfstep" ] || skip "$halfstep is not built"
+data=$source_dir/data/demo.txt
+make_scratch
+cd "$scratch"
+passed=0
+ok() { echo "ok   $1"; passed=$((passed + 1)); }
+
+# expect STATUS PATTERN ARGUMENT...: the exit status, and one line on stderr that matches.
+expect() {
+    local status=$1 pattern=$2 got=0
+    shift 2
+    "$halfstep" "$@" >out 2>err </dev/null || got=$?
+    [ "$got" = "$status" ] || fail "halfstep $*: exit $got, expected $status: $(cat err)"
+    [ "$(wc -l <err)" = 1 ] || fail "halfstep $*: not one line on stderr: $(cat err)"
+    grep -qE -- "^halfstep: .*$pattern" err || fail "halfstep $*: $(cat err) does not match $pattern"
+    [ ! -s out ] || fail "halfstep $*: wrote to stdout in spite of the error"
+}
+small=(train lm --data "$data" --width 32 --depth 2 --heads 2 --context 32 --batch 4 --threads 1 --val-every 4
+    --eval-batches 2 --sample-bytes 20)
+lm() { "$halfstep" "${small[@]}" "$@"; }
+# value FILE KEY: one value of a JSON object.
+value() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$1" "$2"; }
+valid() { python3 -m json.tool "$1" >/dev/null || fail "$2: not valid JSON"; }
+
+expect 2 'unknown command foo' foo
+expect 2 'unknown option --foo \(see halfstep train lm --help\)' train lm --foo
+expect 2 'did you mean --width' train lm --data "$data" --widht 3
+expect 2 '--steps needs a value' train lm --data "$data" --steps
+expect 2 '"abc" is not a number' train lm --data "$data" --steps abc
+expect 2 'whole number' train lm --data "$data" --steps 1.5
+expect 2 'at least 0' train lm --data "$data" --steps=-1
+expect 2 '--data FILE is missing' train lm
+expect 2 'takes no value' train lm --data "$data" --release=1
+expect 2 'unknown rule "adamx", did you mean adam' train lm --data "$data" --recipe adamx
+expect 2 'unknown weight format "bf17"' train lm --data "$data" --recipe adamw/bf17
+expect 2 'unknown state format "int9"' train lm --data "$data" --recipe adamw/bf16/int9
+expect 2 'cannot store exp_avg_sq' train lm --data "$data" --recipe adamw/bf16/bf16-kahan
+expect 2 'names 3 state formats; adamw has 2' train lm --data "$data" --recipe adamw/bf16/int8+int8+int8
+expect 2 'multiple of 4 heads' train lm --data "$data" --width 30 --heads 4
+expect 2 'beta1 = 1 is not in' train lm --data "$data" --beta1 1
+expect 2 'no such hyper-parameter, did you mean beta' train lm --data "$data" --hyper beta3=0.5
+expect 2 'use --lr' train lm --data "$data" --hyper lr=1
+expect 2 'one of bf16, f32' train lm --data "$data" --compute f64
+expect 2 'needs --checkpoint' train lm --data "$data" --resume
+expect 2 'one of --params, --checkpoint, --width' plan
+expect 2 'bytes' plan --params 7e9 --memory 24Q
+expect 1 'nowhere' train lm --data nowhere
+expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
+expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv
+expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere --resume
+expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
+expect 1 'nowhere' inspect nowhere
+expect 1 'data/demo.txt' inspect "$data"
+[ "$(ls)" = $'err\nout' ] || fail "failed commands left files behind: $(ls)"
+ok "usage errors: one line, the right exit status, nothing left behind"
+
+"$halfstep" --help >out
+commands=$(sed -nE 's/^  ([a-z]+) .*/\1/p' out | grep -v halfstep)
+[ "$(echo "$commands" | wc -w)" -ge 10 ] || fail "--help lists only: $commands"
+for command in $commands; do
+    words=$command
+    case $command in train | compare) words="$command lm" ;; esac
+    # shellcheck disable=SC2086
+    "$halfstep" $words --help >out 2>err || fail "$words --help exits $?"
+    grep -q '^Usage: halfstep' out || fail "$words --help prints no usage"
+    [ ! -s err ] || fail "$words --help writes to stderr"
+    # shellcheck disable=SC2086
+    "$halfstep" help $words >out2 || fail "help $words exits $?"
+    cmp -s out out2 || fail "help $words differs from $words --help"
+done
+"$halfstep" --version | grep -qE '^halfstep [0-9]+\.[0-9]+\.[0-9]+ ' || fail "--version"
+ok "help of every command"
+
+"$halfstep" info --json >info.json
+valid info.json "info --json"
+python3 - info.json <<'PY' || fail "info --json"
+import json, sys
+info = json.load(open(sys.argv[1]))
+assert info["isa"] in info["isas"] and info["threads"] >= 1, info
+assert "adamw" in info["rules"] and "bf16-sr" in info["weight_formats"] and "int8" in info["state_formats"], info
+PY
+"$halfstep" plan --params 7e9 --memory 24G --json >plan.json
+valid plan.json "plan --json"
+python3 - plan.json <<'PY' || fail "plan --json"
+import json, sys
+rows = {r["recipe"]: r for r in json.load(open(sys.argv[1]))["recipes"]}
+near = lambda a, b: abs(a - b) < 1e-6
+assert near(rows["adamw/f32/f32"]["bytes_per_param"]["total"], 16), rows["adamw/f32/f32"]
+assert near(rows["adamw/bf16-sr/bf16-sr"]["bytes_per_param"]["total"], 8), rows["adamw/bf16-sr/bf16-sr"]
+assert near(rows["adamw/bf16-sr/int8"]["bytes_per_param"]["total"], 6.125), rows["adamw/bf16-sr/int8"]
+assert not rows["adamw/f32/f32"]["fits"], rows["adamw/f32/f32"]
+sizes = [r["total_bytes"] for r in json.load(open(sys.argv[1]))["recipes"]]
+assert sizes == sorted(sizes)
+PY
+ok "info and plan"
+
+lm --steps 8 --json >run.json 2>progress
+valid run.json "train lm --json"
+python3 - run.json <<'PY' || fail "keys of train lm --json"
+import json, sys
+run = json.load(open(sys.argv[1]))
+for key in "recipe compute seed steps train_loss val_loss tokens_per_s skipped_steps bytes_per_param state_hash".split():
+    assert key in run, key
+held = run["bytes_per_param"]
+assert run["recipe"] == "adamw/bf16-sr/bf16-sr" and run["steps"] == 8 and run["skipped_steps"] == 0, run
+assert held["weights"] == 2 and held["gradients"] == 2 and held["states"] == 4 and held["total"] == 8, held
+assert 4 < run["train_loss"] < 6 and len(run["sample"]) > 0, run
+PY
+grep -q 'step 8/8' progress || fail "no progress lines on stderr"
+grep -q $'[\r\033]' progress && fail "control characters in a progress that is no terminal"
+ok "results as JSON, progress as plain lines"
+
+lm --steps 6 --json --recipe adamw/bf16-sr/int8 --release --quiet >release.json 2>err
+[ ! -s err ] || fail "--quiet: $(cat err)"
+python3 - release.json <<'PY' || fail "--release holds more than one layer's gradients"
+import json, sys
+run = json.load(open(sys.argv[1]))
+assert 0 < run["bytes_per_param"]["gradients"] < 1.9, run
+PY
+ok "gradient release"
+
+# n steps = k + save + load + (n - k), for each way of storing, with the state that only the trainer has (clipping with
+# release) as well.
+resume_case() {
+    lm --steps 12 --json --quiet "$@" >whole.json
+    rm -rf run
+    lm --steps 5 --json --quiet --checkpoint run "$@" >half.json
+    HALFSTEP_ISA=scalar lm --steps 12 --json --quiet --checkpoint run --resume "$@" >rest.json
+    for key in state_hash train_loss val_loss skipped_steps weights_changed_percent sample; do
+        [ "$(value whole.json $key)" = "$(value rest.json $key)" ] ||
+            fail "resumed, $*: $key is $(value rest.json $key), uninterrupted $(value whole.json $key)"
+    done
+    [ "$(value whole.json state_hash)" != "$(value half.json state_hash)" ] || fail "$*: seven steps changed nothing"
+}
+for weight in $(python3 -c 'import json; print(*json.load(open("info.json"))["weight_formats"])'); do
+    resume_case --recipe "adamw/$weight"
+done
+for rule in $(python3 -c 'import json; print(*json.load(open("info.json"))["rules"])'); do
+    resume_case --recipe "$rule/bf16-sr/int8"
+done
+resume_case --recipe sgd/bf16-kahan --momentum 0.9 --weight-decay 0.1
+resume_case --recipe adamw/bf16-ecc8/int8+bf16-sr --release --clip 0.5 --generator mixer
+resume_case --gradients f16 --clip 1 --warmup 3
+ok "a resumed run ends with the bits of an uninterrupted one"
+
+rm -rf run log.csv
+lm --steps 6 --quiet --checkpoint run --log log.csv --recipe adamw/bf16-sr/int8 >out
+[ "$(wc -l <log.csv)" = 7 ] || fail "log of 6 steps: $(wc -l <log.csv) lines"
+resume() { "$halfstep" train lm --checkpoint run --resume "$@"; }
+expect 1 '--recipe is adamw/f32/f32 here but adamw/bf16-sr/int8 in run' train lm --checkpoint run --resume --recipe adamw
+expect 1 '--width is 64 here but 32 in run' train lm --checkpoint run --resume --width 64
+expect 1 '--lr is 0.1 here but 0.001 in run' train lm --checkpoint run --resume --lr 0.1
+expect 1 'beta1 is 0.8 here but 0.9 in run' train lm --checkpoint run --resume --beta1 0.8
+expect 1 'run is already at step 6' train lm --checkpoint run --resume --steps 3
+expect 1 'run already holds a checkpoint of step 6' train lm --checkpoint run --data "$data"
+head -c 100000 "$data" >other.txt
+expect 1 '--data holds other bytes' train lm --checkpoint run --resume --data other.txt
+# Rows after the checkpoint, and one cut off, are replaced.
+printf '7,1,1,1,1,1,1,0\n8,1,1' >>log.csv
+resume --steps 9 --quiet >out
+[ "$(cut -d, -f1 log.csv | paste -sd,)" = step,1,2,3,4,5,6,7,8,9 ] || fail "log after resuming: $(cat log.csv)"
+[ "$(sort -u log.csv | wc -l)" = 10 ] || fail "the log has a line twice"
+grep -q '^7,1,1' log.csv && fail "a row of the lost steps stayed in the log"
+rm -rf cosine
+lm --steps 6 --quiet --checkpoint cosine --schedule cosine >out
+expect 1 'the cosine schedule of the steps already made depends on it' train lm --checkpoint cosine --resume --steps 9
+ok "resuming names what differs, and continues the log"
+
+"$halfstep" generate --checkpoint run --prompt 'The ' --bytes 50 --seed 3 --json >text.json
+valid text.json "generate --json"
+"$halfstep" generate --checkpoint run --prompt 'The ' --bytes 50 --seed 3 >text1
+"$halfstep" generate --checkpoint run --prompt 'The ' --bytes 50 --seed 3 >text2
+cmp -s text1 text2 || fail "generate differs between two calls"
+[ "$(wc -c <text1)" = 55 ] || fail "generate wrote $(wc -c <text1) bytes"
+"$halfstep" inspect run --json >inspect.json
+valid inspect.json "inspect --json"
+[ "$(value inspect.json step)" = 9 ] && [ "$(value inspect.json recipe)" = adamw/bf16-sr/int8 ] || fail "inspect --json"
+"$halfstep" inspect run/model.safetensors --json >inspect.json
+valid inspect.json "inspect FILE --json"
+"$halfstep" inspect run | grep -q 'lm_head.weight' || fail "inspect does not list the tensors"
+ok "generate and inspect"
+
+# Full precision through an error code that keeps all of fp32: the same weights whether they come as F32 or as BF16 + code.
+lm --steps 4 --quiet --recipe adamw/bf16-ecc16/f32 --checkpoint ecc >out
+lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init ecc >a.json
+lm --steps 0 --quiet --recipe adamw/f32/f32 --init ecc --checkpoint wide >out
+lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init wide >b.json
+[ "$(value a.json state_hash)" = "$(value b.json state_hash)" ] || fail "--init lost bits"
+"$halfstep" train lm --data "$data" --init ecc --steps 0 --quiet --json >c.json
+[ "$(value c.json params)" = "$(value a.json params)" ] || fail "--init does not bring its shape"
+expect 1 'has shape' train lm --data "$data" --init ecc --width 64 --heads 2
+ok "--init takes the weights in full"
+
+# Damage of any kind is one line, never a crash.
+damage() {
+    cp -r run damaged
+    "$@"
+    expect 1 damaged train lm --checkpoint damaged --resume --steps 20
+    expect 1 damaged generate --checkpoint damaged
+    rm -rf damaged
+}
+truncate_model() { truncate -s -1 "$(ls -d damaged/checkpoint-*)"/model.safetensors; }
+flip_model() { printf 'x' | dd of="$(ls -d damaged/checkpoint-*)"/model.safetensors bs=1 seek=5000 conv=notrunc 2>/dev/null; }
+drop_model() { rm "$(ls -d damaged/checkpoint-*)"/model.safetensors; }
+break_manifest() { echo '{' >damaged/manifest.json; }
+for kind in truncate_model flip_model drop_model break_manifest; do damage $kind; done
+ok "damaged checkpoints are refused in one line"
+
+interrupt_case() {
+    rm -rf run log.csv
+    # Not through lm(): the signal is for the program, not for a shell around it. Nor does a failed test leave it running.
+    timeout -k 1 30 "$halfstep" "${small[@]}" --steps 1000000 --quiet --checkpoint run --log log.csv \
+        >out 2>err &
+    local pid=$! got=0 waited=0
+    until [ "$(cat log.csv 2>/dev/null | wc -l)" -gt 3 ] || [ $waited = 200 ]; do
+        sleep 0.1
+        waited=$((waited + 1))
+    done
+    kill -"$1" $pid
+    wait $pid || got=$?
+    [ $got = "$2" ] || fail "SIG$1: exit $got: $(cat err)"
+    grep -q 'interrupted after step [0-9]*; saved in run' err || fail "SIG$1: $(cat err)"
+    local step
+    step=$("$halfstep" inspect run --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["step"])')
+    lm --steps "$step" --json --quiet >whole.json
+    resume --steps "$step" --json --quiet >rest.json
+    [ "$(value whole.json state_hash)" = "$(value rest.json state_hash)" ] || fail "SIG$1 at step $step saved other bits"
+}
+interrupt_case INT 130
+interrupt_case TERM 143
+ok "SIGINT and SIGTERM finish the step, save and exit 130 and 143"
+
+# Killed at any instant while saving after every step, the directory holds a checkpoint that goes on to the same end.
+rm -rf run
+lm --steps 3 --quiet --checkpoint run --checkpoint-every 1 >out
+for i in 1 2 3 4 5 6 7 8; do
+    { timeout -s KILL "$((RANDOM % 2)).$((RANDOM % 5 + 5))$((RANDOM % 10))" \
+        "$halfstep" train lm --checkpoint run --resume --steps 1000000 --quiet --checkpoint-every 1 >out || true; } 2>/dev/null
+    "$halfstep" inspect run --json >inspect.json || fail "kill $i left no sound checkpoint"
+done
+step=$(value inspect.json step)
+[ "$step" -gt 3 ] || fail "eight runs of a second made no step"
+lm --steps "$step" --json --quiet >whole.json
+resume --steps "$step" --json --quiet >rest.json
+[ "$(value whole.json state_hash)" = "$(value rest.json state_hash)" ] || fail "after 8 kills, step $step has other bits"
+ok "kills while saving ($step steps survived)"
+
+# One NaN in the embedding of one byte: steps that see the byte are refused whole, are counted and told once.
+poison() {
+    python3 - "$1" "$2" <<'PY'
+import json, struct, sys
+source, byte = sys.argv[1], int(sys.argv[2])
+raw = bytearray(open(source, "rb").read())
+size = struct.unpack("<Q", raw[:8])[0]
+tensor = json.loads(raw[8:8 + size])["model.embed_tokens.weight"]
+at = 8 + size + tensor["data_offsets"][0] + byte * tensor["shape"][1] * 4
+raw[at:at + 4] = struct.pack("<I", 0x7fc00000)
+open("poisoned.safetensors", "wb").write(raw)
+PY
+}
+nan_run() { lm --recipe sgd/f32/f32 --steps 40 --sample-bytes 0 --init poisoned.safetensors "$@"; }
+poison "$(ls -d wide/checkpoint-*)"/model.safetensors 66
+nan_run --json >some.json 2>err
+valid some.json "train lm --json with NaN losses"
+skipped=$(value some.json skipped_steps)
+[ "$skipped" -gt 0 ] && [ "$skipped" -lt 40 ] || fail "a rare NaN: $skipped of 40 steps skipped"
+[ "$(grep -c 'is not finite' err)" = 1 ] || fail "a rare NaN is not told once: $(cat err)"
+poison "$(ls -d wide/checkpoint-*)"/model.safetensors 32
+got=0
+nan_run --quiet --json >out 2>err || got=$?
+[ $got = 1 ] && [ ! -s out ] && grep -q '20 steps in a row had gradients that are not finite' err ||
+    fail "nothing but NaN: exit $got: $(cat err)"
+ok "gradients that are not finite"
+
+echo "$passed passed, 0 failed"

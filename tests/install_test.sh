@@ -1,0 +1,76 @@
+#!/bin/bash
+# An installed tree that was moved serves find_package and pkg-config, shared and static, and its program runs.
+. "$(dirname "$0")/lib.sh"
+need cmake cc pkg-config
+make_scratch
+
+cmake --install "$build_dir" --prefix "$scratch/first" >"$scratch/log" || { cat "$scratch/log"; fail "cmake --install"; }
+mv "$scratch/first" "$scratch/moved prefix"
+prefix="$scratch/moved prefix"
+# CMake 3.25 and later may be told not to look at its registry of build folders; naming the path is enough for all.
+if grep -rlF "$scratch/first" "$prefix" || grep -rlIF "$source_dir" "$prefix"; then
+    fail "an installed file names the prefix or the source folder"
+fi
+
+mkdir "$scratch/consumer"
+cat >"$scratch/consumer/main.c" <<'C'
+#include <halfstep.h>
+#include <stdio.h>
+int main(void)
+{
+    halfstep_optimizer *optimizer;
+    int32_t group;
+    int error = halfstep_create(NULL, &optimizer);
+    if (!error) error = halfstep_add_group(optimizer, "adamw/bf16-sr/int8", &group);
+    if (!error && halfstep_abi() != HALFSTEP_ABI) error = 1;
+    halfstep_destroy(optimizer);
+    printf("%d %d\n", (int)halfstep_version(), error);
+    return error != 0;
+}
+C
+expected=$(sed -n 's/^#define HALFSTEP_VERSION_[A-Z]* *//p' "$source_dir/include/halfstep.h" |
+    awk '{ v = v * 100 + $1 } END { print v " 0" }')
+check() {
+    out=$("${@:2}") || fail "$1: exit status $?, $out"
+    [ "$out" = "$expected" ] || fail "$1: printed '$out', not '$expected'"
+    echo "ok   $1"
+}
+
+io=
+[ -e "$prefix/include/halfstep_io.h" ] && io=io
+cat >"$scratch/consumer/CMakeLists.txt" <<C
+cmake_minimum_required(VERSION 3.18)
+project(consumer LANGUAGES C)
+find_package(halfstep $(echo "$expected" | awk '{ print int($1 / 10000) "." int($1 / 100) % 100 }') REQUIRED COMPONENTS halfstep $io)
+add_executable(shared main.c)
+target_link_libraries(shared PRIVATE halfstep::halfstep ${io:+halfstep::io})
+add_executable(static main.c)
+target_link_libraries(static PRIVATE halfstep::static)
+C
+{
+    cmake -S "$scratch/consumer" -B "$scratch/consumer/build" -DCMAKE_PREFIX_PATH="$prefix" &&
+    cmake --build "$scratch/consumer/build"
+} >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "find_package(halfstep)"; }
+check "find_package, shared" "$scratch/consumer/build/shared"
+check "find_package, static" "$scratch/consumer/build/static"
+
+package=$(dirname "$(find "$prefix" -name halfstep.pc)")
+library=$(dirname "$package")
+export PKG_CONFIG_PATH=$package
+flags() { pkg-config "$@" halfstep | xargs -n1 | sed 's/.*/"&"/' | tr '\n' ' '; }
+eval "cc $(flags --cflags) '$scratch/consumer/main.c' -o '$scratch/by_pc' $(flags --libs)" || fail "pkg-config"
+check "pkg-config, shared" env LD_LIBRARY_PATH="$library" "$scratch/by_pc"
+eval "cc $(flags --cflags) '$scratch/consumer/main.c' -o '$scratch/by_pc_static' '$library/libhalfstep.a' -lm -pthread" ||
+    fail "static by hand"
+check "pkg-config, static" "$scratch/by_pc_static"
+[ -z "$io" ] || pkg-config --exists halfstep_io || fail "halfstep_io.pc"
+
+soname=$(readelf -d "$library/libhalfstep.so" | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
+abi=$(sed -n 's/^#define HALFSTEP_ABI *//p' "$source_dir/include/halfstep.h")
+[ "$soname" = "libhalfstep.so.$abi" ] || fail "soname $soname, ABI $abi"
+echo "ok   soname"
+
+if [ -x "$prefix/bin/halfstep" ]; then
+    env -u LD_LIBRARY_PATH "$prefix/bin/halfstep" info >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "installed program"; }
+    echo "ok   installed program"
+fi

@@ -1,0 +1,32 @@
+# Sourced by the test scripts: where things are, and what to do when something is absent.
+set -eu
+source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
+build_dir=${HALFSTEP_BUILD:-$source_dir/build}
+# A make above this script must not pass its job server on to the builds in here.
+unset MAKEFLAGS MFLAGS MAKELEVEL
+
+fail() {
+    echo "FAIL $*"
+    echo "     reproduce: HALFSTEP_BUILD=$build_dir bash $0"
+    exit 1
+}
+
+skip() {
+    if [ "${CI:-}" = true ]; then
+        fail "$* (skipped outside CI)"
+    fi
+    echo "skipped: $*"
+    exit 77
+}
+
+need() {
+    for program; do
+        command -v "$program" >/dev/null || skip "$program is not installed"
+    done
+}
+
+# A folder that goes away with the script.
+make_scratch() {
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+}

@@ -1,0 +1,17 @@
+#!/bin/bash
+# The core compiles and links for 64-bit Windows: no symbol is missing when every object is in one program.
+. "$(dirname "$0")/lib.sh"
+need cmake x86_64-w64-mingw32-gcc
+make_scratch
+folder=$build_dir/mingw
+cmake -S "$source_dir" -B "$folder" -DCMAKE_TOOLCHAIN_FILE="$source_dir/cmake/mingw-w64.cmake" -DHALFSTEP_WERROR=ON \
+    -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
+cmake --build "$folder" --target halfstep_static
+cat >"$scratch/main.c" <<'C'
+#include "halfstep.h"
+int main(void) { return halfstep_abi() != HALFSTEP_ABI; }
+C
+compiler=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' "$folder/CMakeCache.txt")
+"${compiler:-x86_64-w64-mingw32-gcc}" -I"$source_dir/include" "$scratch/main.c" -o "$scratch/main.exe" \
+    -Wl,--whole-archive "$folder/libhalfstep.a" -Wl,--no-whole-archive -lm -pthread || fail "linking"
+echo "ok   core library for Windows"

@@ -1,0 +1,67 @@
+"""The reference safetensors package reads what `train lm` writes: names, shapes and values of a Llama checkpoint."""
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+
+import numpy
+import safetensors
+
+
+def read_raw(path):
+    """Header and bytes by hand, to judge the package's answer by."""
+    with open(path, "rb") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(length))
+        return header, f.read()
+
+
+def check_file(path, names):
+    header, data = read_raw(path)
+    metadata = header.pop("__metadata__", {})
+    with safetensors.safe_open(path, framework="numpy") as f:
+        keys = set(f.keys())
+        assert keys == set(header), f"{path}: the package lists {sorted(keys ^ set(header))} differently"
+        assert (f.metadata() or {}) == metadata, f"{path}: metadata differ"
+        for name in sorted(keys):
+            entry = header[name]
+            view = f.get_slice(name)
+            assert list(view.get_shape()) == entry["shape"], f"{name}: shape {view.get_shape()}"
+            assert view.get_dtype() == entry["dtype"], f"{name}: dtype {view.get_dtype()}"
+            if entry["dtype"] not in ("F32", "I8", "I16"):
+                continue  # numpy has no BF16
+            begin, end = entry["data_offsets"]
+            assert f.get_tensor(name).tobytes() == data[begin:end], f"{name}: other bytes"
+    missing = set(names) - keys
+    assert not missing, f"{path}: no {sorted(missing)}"
+
+
+def main():
+    program = os.path.join(os.environ["HALFSTEP_BUILD"], "halfstep")
+    source = os.environ["HALFSTEP_SOURCE"]
+    depth = 2
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    for layer in range(depth):
+        prefix = f"model.layers.{layer}."
+        names += [prefix + part + ".weight" for part in (
+            "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+            "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+    for recipe in ("adamw/f32", "adamw/bf16-sr/int8", "adamw/bf16-ecc16/bf16-kahan+int8", "lion/bf16-kahan/int8"):
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([program, "train", "lm", "--data", os.path.join(source, "data", "demo.txt"), "--recipe", recipe,
+                            "--steps", "2", "--width", "64", "--depth", str(depth), "--heads", "2", "--context", "32",
+                            "--batch", "2", "--eval-batches", "1", "--checkpoint", folder, "--json"],
+                           check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            check_file(os.path.join(folder, "model.safetensors"), names)
+            check_file(os.path.join(folder, "optimizer.safetensors"), [])
+            with open(os.path.join(folder, "config.json")) as f:
+                config = json.load(f)
+            assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == depth
+        print(f"ok   {recipe}")
+    print("4 passed, 0 failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

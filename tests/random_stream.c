@@ -1,0 +1,54 @@
+/* Endless raw random words on stdout, for statistical testers: random_stream GENERATOR KIND [SEED]
+ *   elements  pairs 0, 1, 2, ... of one stream
+ *   writes    one pair of one tensor, write 0, 1, 2, ...
+ *   tensors   one pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default
+ *   slots     8 slots of one tensor, taken in turns, pair by pair */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "rng.h"
+
+enum { CHUNK = 8192, SLOTS = 8 };
+
+static uint32_t at(int generator, struct hstep_key key, uint64_t pair)
+{
+    uint32_t word;
+    hstep_random_words(generator, &key, pair, 1, &word);
+    return word;
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const kinds[] = {"elements", "writes", "tensors", "slots"};
+    static uint32_t words[CHUNK], slot_words[CHUNK / SLOTS];
+    int generator = argc > 2 ? hstep_generator_find(argv[1]) : 0, kind = 0;
+    while (kind < 4 && (argc < 3 || strcmp(argv[2], kinds[kind]) != 0)) kind++;
+    if (generator == 0 || kind == 4) {
+        fprintf(stderr, "usage: random_stream philox7|mixer elements|writes|tensors|slots [SEED]\n");
+        return 2;
+    }
+    uint64_t seed = argc > 3 ? strtoull(argv[3], NULL, 0) : 1, id = hstep_hash_name("layers.0.weight");
+    for (uint64_t n = 0;; n += CHUNK) {
+        struct hstep_key key = hstep_key_stream(seed, id, 0, 0);
+        if (kind == 0) {
+            hstep_random_words(generator, &key, n, CHUNK, words);
+        } else if (kind == 1) {
+            for (int j = 0; j < CHUNK; j++)
+                words[j] = at(generator, hstep_key_stream(seed, id, n + (uint64_t)j, 0), 12345);
+        } else if (kind == 2) {
+            for (int j = 0; j < CHUNK; j++) {
+                char name[64];
+                snprintf(name, sizeof name, "layers.%llu.weight", (unsigned long long)(n + (uint64_t)j));
+                words[j] = at(generator, hstep_key_stream(seed, hstep_hash_name(name), 0, 0), 12345);
+            }
+        } else {
+            for (uint32_t slot = 0; slot < SLOTS; slot++) {
+                key = hstep_key_stream(seed, id, 0, slot);
+                hstep_random_words(generator, &key, n / SLOTS, CHUNK / SLOTS, slot_words);
+                for (uint32_t j = 0; j < CHUNK / SLOTS; j++) words[j * SLOTS + slot] = slot_words[j];
+            }
+        }
+        if (fwrite(words, sizeof words, 1, stdout) != 1) return 0;
+    }
+}

@@ -1,0 +1,170 @@
+/* One optimizer with one tensor and its buffers, and values for it: what most tests of the arithmetic need. Failures of the
+ * library itself end the program, for nothing that follows would mean anything. */
+#ifndef HALFSTEP_TEST_FIXTURE_H
+#define HALFSTEP_TEST_FIXTURE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep.h"
+
+#define MUST(call) must((call), #call, __FILE__, __LINE__)
+static inline void must(int result, const char *call, const char *file, int line)
+{
+    if (result == HALFSTEP_OK) return;
+    printf("FAIL %s:%d: %s: %s\n", file, line, call, halfstep_strerror(result));
+    exit(1);
+}
+
+static inline void *zeroed(size_t bytes)
+{
+    void *memory = calloc(1, bytes ? bytes : 1);
+    if (!memory) exit(1);
+    return memory;
+}
+
+/* ---- Random values ---------------------------------------------------------------------------------------------------- */
+
+struct source {
+    uint64_t state;
+};
+
+static inline uint64_t next64(struct source *s)
+{
+    uint64_t z = s->state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+static inline double next_unit(struct source *s) { return ((double)(next64(s) >> 11) + 0.5) * 0x1p-53; }
+
+static inline double next_normal(struct source *s)
+{
+    double radius = sqrt(-2.0 * log(next_unit(s)));
+    return radius * cos(6.283185307179586 * next_unit(s));
+}
+
+static inline float from_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint32_t to_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+/* To nearest, ties to even: what the peers' BF16 does. */
+static inline float bf16_nearest(float x)
+{
+    uint32_t u = to_bits(x);
+    return from_bits((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000u);
+}
+
+/* ---- One tensor ------------------------------------------------------------------------------------------------------- */
+
+struct one {
+    halfstep_optimizer *o;
+    int ndim;
+    int64_t rows, row_length, n;
+    const char *gradient_format;
+    void *weight, *gradient;
+    size_t weight_bytes, gradient_bytes;
+    float *room; /* n values */
+};
+
+static inline void one_open(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
+                            const char *gradient)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
+    int32_t group;
+    memset(t, 0, sizeof *t);
+    t->ndim = ndim;
+    t->rows = rows;
+    t->row_length = row_length;
+    t->n = rows * row_length;
+    t->gradient_format = gradient;
+    MUST(halfstep_create(&options, &t->o));
+    MUST(halfstep_add_group(t->o, recipe, &group));
+}
+
+/* Once all hyper-parameters that decide about states are set. */
+static inline void one_start(struct one *t)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    int32_t index;
+    halfstep_tensor d = {.struct_size = sizeof d, .group = 0, .name = "w", .ndim = t->ndim, .rows = t->rows,
+                         .row_length = t->row_length, .gradient = t->gradient_format};
+    MUST(halfstep_add_tensor(t->o, &d, &index));
+    MUST(halfstep_allocate_states(t->o));
+    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT, &info));
+    t->weight_bytes = (size_t)info.code_bytes;
+    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_GRADIENT, &info));
+    t->gradient_bytes = (size_t)info.code_bytes;
+    t->weight = zeroed(t->weight_bytes);
+    t->gradient = zeroed(t->gradient_bytes);
+    t->room = zeroed((size_t)t->n * 4);
+}
+
+static inline void one_close(struct one *t)
+{
+    halfstep_destroy(t->o);
+    free(t->weight);
+    free(t->gradient);
+    free(t->room);
+}
+
+static inline void one_hyper(struct one *t, const char *name, double value) { MUST(halfstep_set_hyper(t->o, 0, name, value)); }
+
+static inline void one_write(struct one *t, int slot, const float *values)
+{
+    void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
+    MUST(halfstep_write_slot(t->o, 0, slot, data, 0, t->rows, values));
+}
+
+static inline void one_read(struct one *t, int slot, float *values)
+{
+    void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
+    MUST(halfstep_read_slot(t->o, 0, slot, data, 0, t->rows, values));
+}
+
+/* Every element of a slot the same. */
+static inline void one_fill(struct one *t, int slot, float value)
+{
+    for (int64_t i = 0; i < t->n; i++) t->room[i] = value;
+    one_write(t, slot, t->room);
+}
+
+static inline int one_step(struct one *t)
+{
+    void *weights[1] = {t->weight};
+    const void *gradients[1] = {t->gradient};
+    return halfstep_step(t->o, weights, gradients);
+}
+
+static inline double one_mean(struct one *t, int slot)
+{
+    double sum = 0;
+    one_read(t, slot, t->room);
+    for (int64_t i = 0; i < t->n; i++) sum += (double)t->room[i];
+    return sum / (double)t->n;
+}
+
+/* ---- Names from the tables --------------------------------------------------------------------------------------------- */
+
+/* The format in a row if it may serve all of `roles`, else NULL. */
+static inline const char *format_for(int32_t row, int32_t roles)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & roles) == roles ? info.name : NULL;
+}
+
+#endif

@@ -1,0 +1,85 @@
+#!/bin/bash
+# Who may see whom, by reading the sources: the dependency order of the library, and where hardware may be named.
+. "$(dirname "$0")/lib.sh"
+need cc nm
+cd "$source_dir"
+[ -e "$build_dir/libhalfstep.so" ] || fail "$build_dir/libhalfstep.so is not built"
+failures=0
+
+# judge WHAT OFFENCES: every line of OFFENCES breaks the rule WHAT.
+judge() {
+    if [ -n "$2" ]; then
+        echo "FAIL $1"
+        echo "$2" | sed 's/^/     /'
+        failures=$((failures + 1))
+    else
+        echo "ok   $1"
+    fi
+}
+# sources FOLDER...: their C files. having PATTERN FILE...: lines that match, also when there are no files.
+sources() {
+    for folder; do
+        [ ! -d "$folder" ] || find "$folder" -name '*.[ch]'
+    done
+}
+having() { grep -nE -- "$@" /dev/null || true; }
+except() { grep -vE -- "$1" || true; }
+
+hardware='__(x86_64|i386|amd64|SSE|AVX|F16C|FMA|ARM|aarch64|arm|CUDA|NVCC|HIP)|_M_(X64|IX86|ARM)|HSTEP_HAVE_'
+hardware_homes='^src/(vec|cuda)/|^src/dispatch\.c$'
+judge "#if on hardware only in src/vec, src/cuda and src/dispatch.c" \
+    "$(having "^ *# *(if|ifdef|ifndef|elif).*($hardware)" $(sources src tools include | except "$hardware_homes"))"
+judge "intrinsics and CUDA headers likewise" \
+    "$(having '# *include *<([a-z]+intrin|arm_neon|cpuid|cuda[a-z_]*)\.h>' $(sources src tools | except "$hardware_homes"))"
+
+judge "rules include no format" "$(having '# *include.*formats/' $(sources src/rules))"
+judge "formats include no rule" "$(having '# *include.*rules/' $(sources src/formats))"
+judge "vec includes nothing of ours" "$(having '# *include *"' $(sources src/vec))"
+# prepare.c evaluates the rules' own prologues, in scalars.
+judge "only kernels.c and prepare.c see a vector header" \
+    "$(having '# *include *(HSTEP_VEC_HEADER|"(\.\./)?vec/.*\.h)' $(sources src | except '^src/(kernels|prepare)\.c$|^src/cuda/'))"
+
+# An internal header of the core, by path or by name; a header beside the including file may share the name.
+# examples/skeleton_*.h are rules and formats to copy from, so they belong inside.
+users=$(sources tools examples bench src/io src/dist | except '^examples/skeleton_')
+judge "tools, examples, io and dist include nothing of the core's folders" \
+    "$(having '# *include *"(\.\./)*(src/|vec/|rules/|formats/)' $users)"
+internal=
+for header in src/*.h; do
+    name=$(basename "$header")
+    for file in $(grep -lE "# *include *\"(\.\./)*${name/./\\.}\"" $users /dev/null); do
+        [ -e "$(dirname "$file")/$name" ] || [ -e "tools/halfstep/$name" ] || internal="$internal$file: $name"$'\n'
+    done
+done
+judge "nor its internal headers" "$internal"
+
+judge "no fused multiply-add" "$(having '\b(v_fma|fmaf?)\(|_mm[0-9]*_(mask_)?f?n?m(add|sub)_p[sd]|vfm[as]q?_' $(sources src))"
+judge "the library does not print, exit or abort" \
+    "$(having '\b(printf|puts|perror|exit|abort|assert)\(|fprintf\(std(out|err)|# *include *<assert\.h>' $(sources src))"
+
+# A list kept in a build file would be a second one.
+isas=$(sed -nE 's/^ISA\( *([a-z0-9_]+).*/\1/p' src/vec/isas.def | grep -v '^scalar$' | paste -sd '|')
+[ -n "$isas" ] || fail "src/vec/isas.def has no rows"
+judge "instruction sets are listed in isas.def only" \
+    "$(having "\b($isas)\b" CMakeLists.txt cmake/*.cmake CMakePresets.json Makefile scripts/*)"
+
+exported() { nm -D --defined-only "$1" | awk '$2 != "A" { print $3 }' | sed 's/@.*//' | sort; }
+declared() {
+    echo "#include \"$1\"" | cc -E -P -Iinclude -x c - | tr '\n' ' ' | tr ';' '\n' | grep 'visibility("default")' |
+        sed -E 's/.*visibility\("default"\)+//' | grep -oE '\bhalfstep_[a-z0-9_]+ *\(' | tr -d ' (' | sort -u
+}
+check_exports() {
+    local library=$build_dir/$1 count
+    # Both headers declare; each library exports what its own declares.
+    judge "$1 exports what include/$2 declares, nothing else" "$(diff <(declared "$2" | except "${3:-^\$}") <(exported "$library"))"
+    count=$(exported "$library" | wc -l)
+    [ "$count" -gt 0 ] || judge "$1 exports something" "no symbol"
+}
+check_exports libhalfstep.so halfstep.h
+if [ -e "$build_dir/libhalfstep_io.so" ]; then
+    check_exports libhalfstep_io.so halfstep_io.h "^($(declared halfstep.h | paste -sd '|'))\$"
+fi
+judge "linked symbols begin with halfstep_ or hstep_" \
+    "$(nm --defined-only --extern-only "$build_dir/libhalfstep.a" | awk 'NF == 3 { print $3 }' | except '^(halfstep|hstep)_')"
+
+[ "$failures" = 0 ] || fail "$failures rules are broken"

@@ -1,0 +1,75 @@
+/* The smallest possible test kit: named groups, checks that say what differed and how to run it again.
+ * A test program is one main(): TEST("name") opens a group, CHECK() judges, test_done() prints the total
+ * and gives the exit status. Command line: an optional substring selects groups (`test_vec load`). */
+#ifndef HALFSTEP_TEST_H
+#define HALFSTEP_TEST_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *test_program = "test", *test_filter = "", *test_group = "";
+static int test_passed, test_failed, test_group_failed;
+
+static inline void test_init(int argc, char **argv)
+{
+    test_program = argv[0];
+    if (argc > 1) test_filter = argv[1];
+    setvbuf(stdout, NULL, _IOLBF, 0);
+}
+
+static inline void test_close_group(void)
+{
+    if (!test_group[0]) return;
+    printf("%s %s\n", test_group_failed ? "FAIL" : "ok  ", test_group);
+    if (test_group_failed) {
+        test_failed++;
+        printf("     reproduce: %s '%s'\n", test_program, test_group);
+    } else {
+        test_passed++;
+    }
+    test_group = "";
+}
+
+static inline int test_open_group(const char *name)
+{
+    test_close_group();
+    if (!strstr(name, test_filter)) return 0;
+    test_group = name;
+    test_group_failed = 0;
+    return 1;
+}
+
+/* Only the first few failures of a group are printed: one wrong kernel fails for millions of values. */
+__attribute__((format(printf, 3, 4)))
+static inline void test_fail(const char *file, int line, const char *format, ...)
+{
+    if (test_group_failed++ >= 8) return;
+    va_list arguments;
+    va_start(arguments, format);
+    printf("     %s:%d: ", file, line);
+    vprintf(format, arguments);
+    printf("\n");
+    va_end(arguments);
+}
+
+static inline int test_done(void)
+{
+    test_close_group();
+    printf("%d passed, %d failed\n", test_passed, test_failed);
+    return test_failed != 0;
+}
+
+#define TEST(name) if (test_open_group(name))
+
+/* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to real
+ * processors. */
+#ifdef HSTEP_TEST_EMULATED
+#define TEST_UNLESS_EMULATED(name) if (0)
+#else
+#define TEST_UNLESS_EMULATED(name) TEST(name)
+#endif
+#define CHECK(condition, ...) do { if (!(condition)) test_fail(__FILE__, __LINE__, __VA_ARGS__); } while (0)
+
+#endif

@@ -1,0 +1,838 @@
+/* The public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises about
+ * halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <math.h>
+#include <stdint.h>
+
+#ifndef _WIN32
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
+#include "ref/fixture.h"
+#include "test.h"
+
+/* Starting threads in the child of a threaded process is what one test is about; TSan refuses it unless told. */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void) { return "die_after_fork=0"; }
+
+#define EXPECT(call, code) expect((call), (code), #call, __LINE__)
+static void expect(int result, int code, const char *call, int line)
+{
+    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
+          halfstep_strerror(code));
+}
+
+/* Also that the sentence names the thing. */
+#define EXPECT_NAMED(o, call, code, word)                                                                        \
+    do {                                                                                                         \
+        EXPECT(call, code);                                                                                      \
+        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o),  \
+              (word));                                                                                           \
+    } while (0)
+
+static halfstep_tensor matrix(const char *name, int64_t rows, int64_t row_length)
+{
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor), .name = name, .ndim = 2, .rows = rows,
+                             .row_length = row_length, .gradient = "f32"};
+}
+
+/* ---- Tables --------------------------------------------------------------------------------------------------------------- */
+
+static void test_tables(void)
+{
+    TEST("version, ABI and error texts") {
+        CHECK(halfstep_version() == HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH,
+              "version %d", (int)halfstep_version());
+        CHECK(halfstep_abi() == HALFSTEP_ABI, "ABI %d", (int)halfstep_abi());
+        const int codes[] = {0, -10, -11, -12, -13, -14, -15, -20, -30, -40, -41, -42, -50};
+        for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++)
+            CHECK(*halfstep_strerror(codes[i]) && strcmp(halfstep_strerror(codes[i]), halfstep_strerror(12345)), "code %d has no text",
+                  codes[i]);
+    }
+    TEST("infos need their struct_size and a row that exists") {
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        halfstep_format_info format = {.struct_size = sizeof format};
+        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        EXPECT(halfstep_get_rule_info(halfstep_rule_count(), &rule), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_rule_info(-1, &rule), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_rule_info(0, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_format_info(halfstep_format_count(), &format), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_format_info(0, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_hyper_info(0, -1, &hyper), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_hyper_info(-1, 0, &hyper), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_rule_info(0, &rule), HALFSTEP_OK);
+        EXPECT(halfstep_get_hyper_info(0, rule.hypers, &hyper), HALFSTEP_ERROR_ARGUMENT);
+        rule.struct_size--, format.struct_size = 0, hyper.struct_size++;
+        EXPECT(halfstep_get_rule_info(0, &rule), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_format_info(0, &format), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_hyper_info(0, 0, &hyper), HALFSTEP_ERROR_ARGUMENT);
+        CHECK(halfstep_rule_find("nonsense") == -1 && halfstep_rule_find(NULL) == -1, "a rule that is none was found");
+        CHECK(halfstep_format_find("") == -1 && halfstep_format_find(NULL) == -1, "a format that is none was found");
+        CHECK(!halfstep_choice_value("decay", 99) && !halfstep_choice_value("nonsense", 0) && !halfstep_choice_value(NULL, 0) &&
+              !halfstep_choice_value("scan", -1), "choices go on past their end");
+        CHECK(!halfstep_isa_name(-1) && !halfstep_isa_name(halfstep_isa_count()), "instruction sets go on past their end");
+        EXPECT(halfstep_set_isa("nonsense"), HALFSTEP_ERROR_NAME);
+    }
+    TEST("recipes") {
+        char text[64];
+        static const struct {
+            const char *recipe, *full;
+        } good[] = {{"adamw", "adamw/f32/f32"}, {"adamw/bf16", "adamw/bf16/bf16-sr"}, {"lion/bf16-kahan", "lion/bf16-kahan/bf16-sr"},
+                    {"adamw/bf16-sr/int8+bf16-sr", "adamw/bf16-sr/int8+bf16-sr"}, {"adam/f32/int8+int8", "adam/f32/int8"},
+                    {"sgd", "sgd/f32/f32"}};
+        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+            EXPECT(halfstep_recipe_full(good[i].recipe, text, sizeof text), HALFSTEP_OK);
+            CHECK(!strcmp(text, good[i].full), "%s became %s", good[i].recipe, text);
+        }
+        static const char *const unknown[] = {"", "adamx", "adamw/", "adamw/bf17", "adamw/f32/x", "adamw/f32/f32/f32", "adamw/f32/f32+",
+                                              "adamw//f32", " adamw", "adamw/f32/", "ADAMW"};
+        for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++)
+            EXPECT(halfstep_recipe_full(unknown[i], text, sizeof text), HALFSTEP_ERROR_NAME);
+        static const char *const impossible[] = {"adamw/int8", "adamw/f16", "lion/f32/f32+f32", "adamw/f32/f16", "adamw/f32/f32+f32+f32",
+                                                 "adamw/f32/f32+bf16-kahan"};
+        for (size_t i = 0; i < sizeof impossible / sizeof impossible[0]; i++)
+            EXPECT(halfstep_recipe_full(impossible[i], text, sizeof text), HALFSTEP_ERROR_UNSUPPORTED);
+        EXPECT(halfstep_recipe_full(NULL, text, sizeof text), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_recipe_full("adamw", NULL, 0), HALFSTEP_ERROR_ARGUMENT);
+        CHECK(halfstep_recipe_full("adamw", text, 5) != HALFSTEP_OK, "a recipe fits into too little room");
+        uint64_t w, e, s;
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 64, &w, &e, &s), HALFSTEP_OK);
+        CHECK(w == 1280 && e == 640 && s == 2 * (640 + 40), "bytes %d %d %d", (int)w, (int)e, (int)s);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-ecc8/int8", 2, 10, 33, &w, NULL, &s), HALFSTEP_OK);
+        CHECK(w == 660 && s == 2 * (330 + 40), "bytes %d %d", (int)w, (int)s);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 10000, 1, NULL, NULL, &s), HALFSTEP_OK);
+        CHECK(s == 40000, "a vector's states take %d bytes", (int)s);
+        EXPECT(halfstep_recipe_bytes("adamw/bf16-sr/int8", 1, 1, 10000, NULL, NULL, &s), HALFSTEP_OK);
+        CHECK(s == 2 * (10000 + 626), "a flat buffer's states take %d bytes", (int)s);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, -1, 10, &w, &e, &s), HALFSTEP_ERROR_SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 16, &w, &e, &s), HALFSTEP_ERROR_SHAPE);
+    }
+    TEST("schedule factors") {
+        double f;
+        EXPECT(halfstep_schedule_factor("constant", 3, 0, 0, 0, 0, 0, &f), HALFSTEP_OK);
+        CHECK(f == 1, "constant is %g", f);
+        EXPECT(halfstep_schedule_factor("nonsense", 3, 0, 0, 0, 0, 0, &f), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_schedule_factor("linear", 3, -1, 0, 0, 0, 0, &f), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_schedule_factor("linear", 3, 0, 10, NAN, 0, 0, &f), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_schedule_factor("linear", 3, 0, 10, 0, 0, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
+        uint32_t word;
+        EXPECT(halfstep_random_words("nonsense", 0, 0, 0, 0, 0, &word, 1), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_random_words("philox7", 0, 0, 0, 0, 0, NULL, 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 1, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), HALFSTEP_OK);
+    }
+}
+
+/* ---- Handles, groups, tensors ---------------------------------------------------------------------------------------------- */
+
+static void test_building(void)
+{
+    TEST("options are checked") {
+        halfstep_optimizer *o = (halfstep_optimizer *)&o;
+        halfstep_options options = {.struct_size = sizeof options, .threads = 1025};
+        EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_RANGE);
+        CHECK(!o, "the handle is not NULL after an error");
+        options.threads = -1;
+        EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_RANGE);
+        options.threads = 1;
+        options.struct_size = 4;
+        EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_create(NULL, NULL), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_destroy(NULL);
+    }
+    TEST("hyper-parameters and choices are checked, and a failed call changes nothing") {
+        halfstep_optimizer *o;
+        int32_t g, h;
+        double value;
+        MUST(halfstep_create(NULL, &o));
+        EXPECT_NAMED(o, halfstep_add_group(o, "adamx", &g), HALFSTEP_ERROR_NAME, "adamx");
+        EXPECT_NAMED(o, halfstep_add_group(o, "adamw/int8", &g), HALFSTEP_ERROR_UNSUPPORTED, "int8");
+        EXPECT(halfstep_add_group(o, NULL, &g), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_add_group(o, "adamw", NULL), HALFSTEP_ERROR_ARGUMENT);
+        MUST(halfstep_add_group(o, "adamw", &g));
+        MUST(halfstep_add_group(o, "sgd", &h));
+        CHECK(g == 0 && h == 1, "groups are %d and %d", (int)g, (int)h);
+        EXPECT_NAMED(o, halfstep_set_hyper(o, g, "momentum", 0.9), HALFSTEP_ERROR_NAME, "momentum");
+        EXPECT_NAMED(o, halfstep_set_hyper(o, g, "lr", -1), HALFSTEP_ERROR_RANGE, "lr");
+        EXPECT(halfstep_set_hyper(o, g, "lr", NAN), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_set_hyper(o, g, "lr", INFINITY), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_set_hyper(o, g, "beta1", 1), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_set_hyper(o, 2, "lr", 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_hyper(o, -2, "lr", 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_hyper(o, g, NULL, 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_hyper(o, g, "clip_norm", 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "nonsense", 1), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), HALFSTEP_ERROR_RANGE);
+        MUST(halfstep_get_hyper(o, g, "lr", &value));
+        CHECK(value == 1e-3, "lr is %g after failed calls", value);
+        EXPECT(halfstep_get_hyper(o, g, "nonsense", &value), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_get_hyper(o, g, "lr", NULL), HALFSTEP_ERROR_ARGUMENT);
+        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "lr", 0.25));
+        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0.5));
+        for (int i = 0; i < 2; i++) {
+            MUST(halfstep_get_hyper(o, i, "lr", &value));
+            CHECK(value == 0.25, "group %d: lr is %g", i, value);
+        }
+        /* Bounds of every hyper-parameter, from the table itself. */
+        for (int32_t group = 0; group < 2; group++) {
+            int32_t rule = halfstep_rule_find(group ? "sgd" : "adamw");
+            halfstep_hyper_info info = {.struct_size = sizeof info};
+            for (int32_t i = 0; halfstep_get_hyper_info(rule, i, &info) == HALFSTEP_OK; i++) {
+                int32_t where = info.per_optimizer ? HALFSTEP_ALL_GROUPS : group;
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.minimum), HALFSTEP_OK);
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.maximum),
+                       info.exclusive_maximum ? HALFSTEP_ERROR_RANGE : HALFSTEP_OK);
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.minimum - 1), HALFSTEP_ERROR_RANGE);
+                EXPECT(halfstep_set_hyper(o, where, info.name, info.maximum * 1.001 + 1), HALFSTEP_ERROR_RANGE);
+            }
+        }
+        EXPECT_NAMED(o, halfstep_set_choice(o, g, "decay", "nonsense"), HALFSTEP_ERROR_NAME, "nonsense");
+        EXPECT_NAMED(o, halfstep_set_choice(o, g, "nonsense", "l2"), HALFSTEP_ERROR_NAME, "nonsense");
+        EXPECT(halfstep_set_choice(o, g, "scan", "scan"), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_choice(o, 7, "decay", "l2"), HALFSTEP_ERROR_ARGUMENT);
+        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "decay", "l2"));
+        CHECK(!strcmp(halfstep_get_choice(o, g, "decay"), "l2") && !strcmp(halfstep_get_choice(o, h, "decay"), "l2"), "decay is not l2");
+        CHECK(!halfstep_get_choice(o, g, "nonsense") && !halfstep_get_choice(o, 7, "decay"), "a choice that is none has a value");
+        CHECK(!strcmp(halfstep_get_choice(o, HALFSTEP_ALL_GROUPS, "scan"), "scan"), "scan is not the default");
+        halfstep_destroy(o);
+    }
+    TEST("shapes, shards and ids are checked") {
+        halfstep_optimizer *o;
+        int32_t g, b, index;
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "adamw/bf16-sr/bf16-sr", &g));
+        MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &b));
+        halfstep_tensor t = matrix("w", 10, 100);
+        EXPECT(halfstep_add_tensor(o, NULL, &index), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_add_tensor(o, &t, NULL), HALFSTEP_ERROR_ARGUMENT);
+        t.struct_size = 8;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_ARGUMENT);
+        t = matrix("w", 10, 100);
+        t.reserved = 1;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_ARGUMENT);
+        t = matrix(NULL, 10, 100);
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_ARGUMENT);
+        t = matrix("w", 10, 100);
+        t.group = 2;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_ARGUMENT);
+        t.group = g;
+        t.gradient = "nonsense";
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_NAME, "w");
+        t.gradient = NULL;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_NAME);
+        t.gradient = "int8";
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED);
+        static const int64_t shapes[][2] = {{-1, 100}, {10, -1}, {INT64_MAX, 1}, {1, INT64_MAX}, {INT64_MAX / 100, 101},
+                                            {(int64_t)1 << 32, (int64_t)1 << 32}, {(int64_t)1 << 40, (int64_t)1 << 20}};
+        for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+            t = matrix("enormous", shapes[i][0], shapes[i][1]);
+            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "enormous");
+        }
+        static const int64_t parts[][4] = {{-1, 5, 0, 100}, {0, 11, 0, 100}, {6, 5, 0, 100}, {0, 10, 0, 101}, {0, 10, -1, 5},
+                                           {0, 10, 50, 51}, {INT64_MAX, 1, 0, 100}, {0, 10, INT64_MAX, 1}, {0, -1, 0, 100}};
+        for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+            t = matrix("part", 10, 100);
+            t.first_row = parts[i][0], t.n_rows = parts[i][1], t.first_column = parts[i][2], t.n_columns = parts[i][3];
+            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "part");
+        }
+        /* Block formats cut on blocks only; others anywhere; the row's end is always a cut. */
+        t = matrix("cut", 10, 100);
+        t.n_rows = 10, t.first_column = 33, t.n_columns = 67;
+        t.group = b;
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "33");
+        t.first_column = 32, t.n_columns = 33;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE);
+        t.n_columns = 68;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        t.name = "anywhere", t.first_column = 33, t.n_columns = 20, t.group = g;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        /* One dimension: n rows of 1, or one row from 4096 on. */
+        t = matrix("vector", 1, 4095);
+        t.ndim = 1;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE);
+        t.rows = 4095, t.row_length = 1;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        t = matrix("flat", 1, 4096);
+        t.ndim = 1;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        t = matrix("negative", 1, 4096);
+        t.ndim = -1;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE);
+        t = matrix("empty", 0, 10);
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        t = matrix("flat", 3, 3);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_DUPLICATE, "flat");
+        t = matrix("other", 3, 3);
+        t.id = 77;
+        EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_OK);
+        t = matrix("third", 3, 3);
+        t.id = 77;
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_DUPLICATE, "third");
+        CHECK(halfstep_tensor_count(o) == 6, "%d tensors exist", (int)halfstep_tensor_count(o));
+        CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1, "tensors are not found by name");
+        halfstep_destroy(o);
+    }
+    TEST("sgd's momentum decides about its state until states exist") {
+        halfstep_optimizer *o;
+        int32_t g, index;
+        uint64_t bytes;
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "sgd/bf16-sr/int8", &g));
+        halfstep_tensor t = matrix("w", 4, 64);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
+        CHECK(info.format == -1 && info.code_bytes == 0, "without momentum the state takes %d bytes", (int)info.code_bytes);
+        MUST(halfstep_set_hyper(o, g, "momentum", 0.9));
+        EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
+        CHECK(info.format >= 0 && info.code_bytes == 256, "with momentum, set after the tensor, the state takes %d bytes",
+              (int)info.code_bytes);
+        MUST(halfstep_state_bytes(o, &bytes));
+        CHECK(bytes >= 256 + 16, "state bytes are %d", (int)bytes);
+        MUST(halfstep_allocate_states(o));
+        EXPECT(halfstep_set_hyper(o, g, "momentum", 0), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_set_hyper(o, g, "momentum", 0.5), HALFSTEP_OK);
+        EXPECT(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentum", 0), HALFSTEP_ERROR_ORDER);
+        halfstep_destroy(o);
+    }
+}
+
+/* ---- Order, binding, slots --------------------------------------------------------------------------------------------------- */
+
+static void test_order(void)
+{
+    TEST("calls at the wrong time") {
+        halfstep_optimizer *o;
+        int32_t g, index;
+        float w[64] = {0}, grad[64] = {0};
+        void *weights[1] = {w};
+        const void *gradients[1] = {grad};
+        int64_t statistics[256];
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "adamw", &g));
+        halfstep_tensor t = matrix("w", 1, 64);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_step_tensor(o, 0, w, grad), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_step_begin(o, gradients, statistics), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_step_finish(o, weights, gradients, statistics), HALFSTEP_ERROR_ORDER);
+        float value;
+        EXPECT(halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, &value), HALFSTEP_ERROR_ORDER);
+        /* One slot of two: still not ready, and by name. */
+        float m[64], v[64];
+        MUST(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, m, NULL));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ORDER, "exp_avg_sq");
+        memset(m, 0, sizeof m), memset(v, 0, sizeof v);
+        MUST(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE + 1, v, NULL));
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        t = matrix("late", 1, 64);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_ORDER, "late");
+        EXPECT(halfstep_add_group(o, "adamw", &g), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_step(o, NULL, gradients), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step(o, weights, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step(NULL, weights, gradients), HALFSTEP_ERROR_ARGUMENT);
+        weights[0] = NULL;
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT, "w");
+        gradients[0] = NULL;
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        EXPECT(halfstep_step_tensor(o, 1, w, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step_tensor(o, -1, w, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step_tensor(o, 0, NULL, grad), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step_tensor(o, 0, w, NULL), HALFSTEP_OK);
+        EXPECT(halfstep_step_begin(o, NULL, statistics), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_step_begin(o, gradients, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_end_round(NULL), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_destroy(o);
+        /* An optimizer without tensors steps nothing. */
+        MUST(halfstep_create(NULL, &o));
+        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
+        halfstep_destroy(o);
+    }
+    TEST("memory for states is checked") {
+        static char memory[1 << 16] __attribute__((aligned(64)));
+        halfstep_optimizer *o;
+        int32_t g, index;
+        uint64_t bytes;
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "adamw/bf16-ecc8/int8", &g));
+        halfstep_tensor t = matrix("w", 10, 100);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT(halfstep_state_bytes(o, NULL), HALFSTEP_ERROR_ARGUMENT);
+        MUST(halfstep_state_bytes(o, &bytes));
+        CHECK(bytes >= 1000 + 2 * (1000 + 80) && bytes < sizeof memory, "state bytes are %d", (int)bytes);
+        EXPECT(halfstep_bind_states(o, NULL, bytes), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_states(o, memory + 8, bytes), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_states(o, memory, bytes - 1), HALFSTEP_ERROR_RANGE);
+        memset(memory, 0x55, sizeof memory);
+        EXPECT(halfstep_bind_states(o, memory, bytes), HALFSTEP_OK);
+        CHECK(memory[bytes] == 0x55, "more memory than asked for was written");
+        for (int slot = 0; slot < 4; slot++) {
+            halfstep_slot_info info = {.struct_size = sizeof info};
+            MUST(halfstep_get_slot_info(o, 0, slot, &info));
+            const char *places[2] = {info.code, info.extra};
+            for (int i = 0; i < 2; i++) {
+                if (!places[i]) continue;
+                CHECK((uintptr_t)places[i] % 64 == 0, "slot %d is not on 64 bytes", slot);
+                CHECK(places[i] >= memory && places[i] < memory + bytes, "slot %d lies outside", slot);
+            }
+        }
+        EXPECT(halfstep_bind_slot(o, 0, 9, memory, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 5, 2, memory, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_GRADIENT, memory, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, memory, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, memory), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_slot_info info = {.struct_size = 3};
+        EXPECT(halfstep_get_slot_info(o, 0, 0, &info), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_counters c = {.struct_size = 3};
+        EXPECT(halfstep_get_counters(o, 0, &c), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_counters(o, 0, &c), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_group_steps(o, 3, 1), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_destroy(o);
+    }
+    TEST("slots are read and written by rows, and refuse what they cannot hold") {
+        for (int32_t row = 0; row < halfstep_format_count(); row++) {
+            const char *format = format_for(row, HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG);
+            if (!format) continue;
+            char recipe[64];
+            struct one t;
+            float values[7 * 70], back[7 * 70], again[7 * 70];
+            struct source s = {61};
+            snprintf(recipe, sizeof recipe, "adamw/f32/%s", format);
+            one_open(&t, recipe, 2, 7, 70, "f32");
+            one_start(&t);
+            for (int i = 0; i < 490; i++) values[i] = (float)next_unit(&s);
+            halfstep_format_info info = {.struct_size = sizeof info};
+            MUST(halfstep_get_format_info(row, &info));
+            /* In pieces of rows or at once: the same. What was read writes itself back unchanged, except that a block whose
+             * largest element was rounded down gets another scale. */
+            for (int slot = 2; slot < 4; slot++) {
+                one_write(&t, slot, values);
+                one_read(&t, slot, back);
+                for (int r = 0; r < 7; r++) EXPECT(halfstep_write_slot(t.o, 0, slot, NULL, r, 1, values + 70 * r), HALFSTEP_OK);
+                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 0, 3, again), HALFSTEP_OK);
+                EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 3, 4, again + 210), HALFSTEP_OK);
+                CHECK(!memcmp(back, again, sizeof back), "%s: rows differ from the whole", format);
+                one_write(&t, slot, back);
+                one_read(&t, slot, again);
+                CHECK(info.block || !memcmp(back, again, sizeof back), "%s: a second trip changes values", format);
+            }
+            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 5, 3, again), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, -1, 1, again), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_write_slot(t.o, 0, 2, NULL, INT64_MAX, 1, again), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_read_slot(t.o, 0, 4, NULL, 0, 1, again), HALFSTEP_ERROR_ARGUMENT);
+            EXPECT(halfstep_read_slot(t.o, 0, 0, NULL, 0, 1, again), HALFSTEP_ERROR_ARGUMENT);
+            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 0, 1, NULL), HALFSTEP_ERROR_ARGUMENT);
+            EXPECT(halfstep_read_slot(t.o, 0, 2, NULL, 0, 0, NULL), HALFSTEP_OK);
+            one_read(&t, 3, back);
+            values[100] = -1;
+            EXPECT(halfstep_write_slot(t.o, 0, 3, NULL, 0, 7, values), HALFSTEP_ERROR_RANGE);
+            values[100] = NAN;
+            EXPECT(halfstep_write_slot(t.o, 0, 2, NULL, 0, 7, values), info.block ? HALFSTEP_ERROR_RANGE : HALFSTEP_OK);
+            one_read(&t, 3, again);
+            CHECK(!memcmp(back, again, sizeof back), "%s: a refused write changed something", format);
+            one_close(&t);
+        }
+    }
+}
+
+/* ---- A small training run, to be repeated in other ways ------------------------------------------------------------------------ */
+
+enum { RUN_TENSORS = 4 };
+static const int64_t run_shape[RUN_TENSORS][3] = {{2, 5, 300}, {1, 77, 1}, {2, 40, 7}, {2, 3, 1000}};
+
+struct run {
+    halfstep_optimizer *o;
+    int first, n; /* tensors of the whole that this handle has */
+    void *weight[RUN_TENSORS], *gradient[RUN_TENSORS];
+    char *memory;
+};
+
+static void run_open(struct run *r, const char *recipe, int first, int n, int bind, const halfstep_options *options)
+{
+    int32_t group, index;
+    char name[16];
+    memset(r, 0, sizeof *r);
+    r->first = first;
+    r->n = n;
+    MUST(halfstep_create(options, &r->o));
+    MUST(halfstep_add_group(r->o, recipe, &group));
+    if (!strncmp(recipe, "sgd", 3)) MUST(halfstep_set_hyper(r->o, group, "momentum", 0.9));
+    MUST(halfstep_set_hyper(r->o, group, "weight_decay", 0.1));
+    MUST(halfstep_set_hyper(r->o, group, "warmup_steps", 5));
+    for (int i = 0; i < n; i++) {
+        const int64_t *shape = run_shape[first + i];
+        snprintf(name, sizeof name, "t%d", first + i);
+        halfstep_tensor t = matrix(name, shape[1], shape[2]);
+        t.ndim = (int32_t)shape[0];
+        t.gradient = "bf16";
+        MUST(halfstep_add_tensor(r->o, &t, &index));
+        r->weight[i] = zeroed((size_t)(shape[1] * shape[2]) * 4);
+        r->gradient[i] = zeroed((size_t)(shape[1] * shape[2]) * 2);
+    }
+    if (bind) {
+        uint64_t bytes;
+        MUST(halfstep_state_bytes(r->o, &bytes));
+        r->memory = zeroed(bytes + 64);
+        MUST(halfstep_bind_states(r->o, r->memory + (64 - (uintptr_t)r->memory % 64) % 64, bytes));
+    } else {
+        MUST(halfstep_allocate_states(r->o));
+    }
+    for (int i = 0; i < n; i++) {
+        const int64_t *shape = run_shape[first + i];
+        struct source s = {(uint64_t)(first + i) + 500};
+        float *values = zeroed((size_t)(shape[1] * shape[2]) * 4);
+        for (int64_t j = 0; j < shape[1] * shape[2]; j++) values[j] = (float)next_normal(&s);
+        MUST(halfstep_write_slot(r->o, i, HALFSTEP_SLOT_WEIGHT, r->weight[i], 0, shape[1], values));
+        free(values);
+    }
+}
+
+static void run_close(struct run *r)
+{
+    halfstep_destroy(r->o);
+    for (int i = 0; i < r->n; i++) free(r->weight[i]), free(r->gradient[i]);
+    free(r->memory);
+}
+
+static void run_gradients(struct run *r, int step)
+{
+    for (int i = 0; i < r->n; i++) {
+        const int64_t *shape = run_shape[r->first + i];
+        struct source s = {(uint64_t)(1000 * step + r->first + i)};
+        for (int64_t j = 0; j < shape[1] * shape[2]; j++)
+            ((uint16_t *)r->gradient[i])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
+    }
+}
+
+static void run_steps(struct run *r, int from, int to)
+{
+    for (int step = from; step < to; step++) {
+        run_gradients(r, step);
+        MUST(halfstep_step(r->o, r->weight, (const void *const *)r->gradient));
+    }
+}
+
+/* Every byte of a tensor of two runs; -1 or the first slot that differs. */
+static int run_differs(const struct run *a, int i, const struct run *b, int j)
+{
+    for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
+        halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
+        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != HALFSTEP_OK || x.format < 0) continue;
+        if (halfstep_get_slot_info(b->o, j, slot, &y) != HALFSTEP_OK || x.code_bytes != y.code_bytes) return slot;
+        const void *p = slot ? x.code : a->weight[i], *q = slot ? y.code : b->weight[j];
+        if (memcmp(p, q, x.code_bytes) || (x.extra && memcmp(x.extra, y.extra, x.extra_bytes))) return slot;
+    }
+    return -1;
+}
+
+static void compare_runs(const struct run *a, const struct run *b, const char *what)
+{
+    for (int i = 0; i < b->n; i++) {
+        int slot = run_differs(a, b->first - a->first + i, b, i);
+        CHECK(slot < 0, "%s: slot %d of tensor %d differs", what, slot, b->first + i);
+    }
+}
+
+/* Everything that a checkpoint keeps, from one run into a fresh one. */
+static void copy_run(const struct run *from, struct run *to)
+{
+    for (int i = 0; i < from->n; i++) {
+        for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
+            halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
+            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != HALFSTEP_OK || x.format < 0) continue;
+            MUST(halfstep_get_slot_info(to->o, i, slot, &y));
+            memcpy(slot ? y.code : to->weight[i], slot ? x.code : from->weight[i], x.code_bytes);
+            if (x.extra) memcpy(y.extra, x.extra, x.extra_bytes);
+        }
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_get_counters(from->o, i, &c));
+        MUST(halfstep_set_counters(to->o, i, &c));
+    }
+    uint64_t steps;
+    MUST(halfstep_get_group_steps(from->o, 0, &steps));
+    MUST(halfstep_set_group_steps(to->o, 0, steps));
+    MUST(halfstep_set_seed(to->o, halfstep_get_seed(from->o)));
+    MUST(halfstep_set_skipped_steps(to->o, halfstep_skipped_steps(from->o)));
+}
+
+/* Calls f for every rule with every weight format and every state format that serves all its states. */
+static void every_recipe(void (*f)(const char *recipe))
+{
+    for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
+        for (int32_t w = 0; w < halfstep_format_count(); w++)
+            for (int32_t s = 0; s < halfstep_format_count(); s++) {
+                halfstep_rule_info info = {.struct_size = sizeof info};
+                char recipe[96], full[64];
+                const char *weight = format_for(w, HALFSTEP_ROLE_WEIGHT), *state = format_for(s, 0);
+                MUST(halfstep_get_rule_info(rule, &info));
+                if (!weight) continue;
+                snprintf(recipe, sizeof recipe, "%s/%s/%s", info.name, weight, state);
+                if (halfstep_recipe_full(recipe, full, sizeof full) == HALFSTEP_OK) f(full);
+            }
+}
+
+static void resume_recipe(const char *recipe)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 9};
+    struct run whole, half, rest;
+    run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
+    run_open(&half, recipe, 0, RUN_TENSORS, 1, &options);
+    run_steps(&whole, 0, 6);
+    run_steps(&half, 0, 3);
+    options.seed = 1;
+    run_open(&rest, recipe, 0, RUN_TENSORS, 0, &options);
+    copy_run(&half, &rest);
+    run_steps(&rest, 3, 6);
+    compare_runs(&whole, &rest, recipe);
+    run_close(&whole);
+    run_close(&half);
+    run_close(&rest);
+}
+
+static void split_recipe(const char *recipe)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 9};
+    struct run whole, halves, release, single[RUN_TENSORS];
+    run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
+    run_open(&halves, recipe, 0, RUN_TENSORS, 0, &options);
+    run_open(&release, recipe, 0, RUN_TENSORS, 0, &options);
+    for (int i = 0; i < RUN_TENSORS; i++) run_open(&single[i], recipe, i, 1, 0, &options);
+    run_steps(&whole, 0, 4);
+    int64_t *statistics = zeroed((size_t)halfstep_statistics_count(halves.o) * 8);
+    for (int step = 0; step < 4; step++) {
+        run_gradients(&halves, step);
+        MUST(halfstep_step_begin(halves.o, (const void *const *)halves.gradient, statistics));
+        MUST(halfstep_step_finish(halves.o, halves.weight, (const void *const *)halves.gradient, statistics));
+        run_gradients(&release, step);
+        for (int i = RUN_TENSORS - 1; i >= 0; i--) MUST(halfstep_step_tensor(release.o, i, release.weight[i], release.gradient[i]));
+        MUST(halfstep_end_round(release.o));
+    }
+    compare_runs(&whole, &halves, "begin and finish");
+    compare_runs(&whole, &release, "tensor by tensor");
+    for (int i = 0; i < RUN_TENSORS; i++) {
+        run_steps(&single[i], 0, 4);
+        compare_runs(&whole, &single[i], "one optimizer per tensor");
+        run_close(&single[i]);
+    }
+    free(statistics);
+    run_close(&whole);
+    run_close(&halves);
+    run_close(&release);
+}
+
+static void test_equalities(void)
+{
+    TEST("counters, states and weights are all that a resumed run needs, under every recipe") { every_recipe(resume_recipe); }
+    TEST("whole, in halves, tensor by tensor, one handle per tensor: the same bits, under every recipe") { every_recipe(split_recipe); }
+    TEST("clipping: halves agree with the whole, and the norm is told") {
+        struct run a, b;
+        halfstep_options options = {.struct_size = sizeof options, .threads = 1};
+        run_open(&a, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        run_open(&b, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.5));
+        MUST(halfstep_set_hyper(a.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 2));
+        run_gradients(&a, 0);
+        double sum = 0;
+        for (int i = 0; i < RUN_TENSORS; i++)
+            for (int64_t j = 0; j < run_shape[i][1] * run_shape[i][2]; j++)
+                sum += pow((double)from_bits((uint32_t)((uint16_t *)a.gradient[i])[j] << 16), 2);
+        double norm = 2 * sqrt(sum);
+        run_steps(&a, 0, 1);
+        CHECK(fabs(halfstep_gradient_norm(a.o) / norm - 1) < 1e-12, "the norm is %.17g, expected %.17g", halfstep_gradient_norm(a.o), norm);
+        /* The factor by hand, as the gradient scale of another handle. */
+        MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
+        run_steps(&b, 0, 1);
+        compare_runs(&a, &b, "clipping by hand");
+        run_close(&a);
+        run_close(&b);
+    }
+    TEST("accumulation adds, and with bf16-sr it draws random bits of its own") {
+        struct one t;
+        float sum[100];
+        one_open(&t, "adamw/f32/f32", 2, 1, 100, "f32");
+        one_start(&t);
+        memset(sum, 0, sizeof sum);
+        one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.5f);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 0.5), HALFSTEP_OK);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", 2), HALFSTEP_OK);
+        for (int i = 0; i < 100; i++) CHECK(sum[i] == 3.75f, "element %d is %g", i, sum[i]);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "int8", t.gradient, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "bf16-kahan", t.gradient, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "x", t.gradient, "f32", 1), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "bf16-sr", 1), HALFSTEP_ERROR_UNSUPPORTED);
+        EXPECT(halfstep_accumulate(t.o, 0, NULL, "f32", t.gradient, "f32", 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_accumulate(t.o, 1, sum, "f32", t.gradient, "f32", 1), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_accumulate(t.o, 0, sum, "f32", t.gradient, "f32", NAN), HALFSTEP_ERROR_RANGE);
+        uint16_t sr[100];
+        double mean = 0;
+        for (int k = 0; k < 400; k++) {
+            memset(sr, 0, sizeof sr);
+            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.0f);
+            MUST(halfstep_accumulate(t.o, 0, sr, "bf16-sr", t.gradient, "f32", 1));
+            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.001f);
+            MUST(halfstep_accumulate(t.o, 0, sr, "bf16-sr", t.gradient, "f32", 1));
+            for (int i = 0; i < 100; i++) mean += ((double)from_bits((uint32_t)sr[i] << 16) - 1) / 40000;
+        }
+        CHECK(fabs(mean / 0.001 - 1) < 0.06, "1 + 0.001 is 1 + %g on average", mean);
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_get_counters(t.o, 0, &c));
+        CHECK(c.writes == 800 && c.state_steps == 0, "%d writes counted", (int)c.writes);
+        one_close(&t);
+    }
+    TEST("memory is told, and tensors that fall back from blocks are counted") {
+        struct run r;
+        uint64_t w, g, e, s;
+        int32_t fell;
+        run_open(&r, "adamw/bf16-ecc8/int8", 0, RUN_TENSORS, 0, NULL);
+        MUST(halfstep_memory(r.o, &w, &g, &e, &s, &fell));
+        uint64_t n = 1500 + 77 + 280 + 3000, blocks = 5 * 10 + 3 * 32;
+        CHECK(w == 2 * n && g == 2 * n && e == n, "weights %d, gradients %d, extras %d", (int)w, (int)g, (int)e);
+        CHECK(s == 2 * (4500 + 2 * blocks) + 2 * 2 * (77 + 280), "states %d", (int)s);
+        CHECK(fell == 2, "%d fell back", (int)fell);
+        run_close(&r);
+    }
+}
+
+/* ---- Threads and processes -------------------------------------------------------------------------------------------------------- */
+
+#ifndef _WIN32
+
+
+static void *run_in_thread(void *argument)
+{
+    struct run *r = argument;
+    run_steps(r, 0, 30);
+    return NULL;
+}
+
+struct one_tensor {
+    struct run *run;
+    int tensor, steps;
+};
+
+static void *tensor_in_thread(void *argument)
+{
+    struct one_tensor *a = argument;
+    for (int step = 0; step < a->steps; step++) {
+        const int64_t *shape = run_shape[a->tensor];
+        struct source s = {(uint64_t)(1000 * step + a->tensor)};
+        for (int64_t j = 0; j < shape[1] * shape[2]; j++)
+            ((uint16_t *)a->run->gradient[a->tensor])[j] = (uint16_t)(to_bits((float)(next_unit(&s) - 0.5)) >> 16);
+        MUST(halfstep_step_tensor(a->run->o, a->tensor, a->run->weight[a->tensor], a->run->gradient[a->tensor]));
+    }
+    return NULL;
+}
+
+static void test_threads(void)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 3, .seed = 9};
+    static const char recipe[] = "adamw/bf16-kahan/int8";
+    struct run reference;
+    run_open(&reference, recipe, 0, RUN_TENSORS, 0, &options);
+    run_steps(&reference, 0, 30);
+    TEST("two handles step at once") {
+        struct run r[2];
+        pthread_t thread[2];
+        for (int i = 0; i < 2; i++) run_open(&r[i], recipe, 0, RUN_TENSORS, 0, &options);
+        for (int i = 0; i < 2; i++) CHECK(!pthread_create(&thread[i], NULL, run_in_thread, &r[i]), "pthread_create");
+        for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
+        for (int i = 0; i < 2; i++) {
+            compare_runs(&reference, &r[i], "beside another handle");
+            run_close(&r[i]);
+        }
+    }
+    TEST("tensors of one handle are stepped from several threads") {
+        struct run whole, r;
+        pthread_t thread[RUN_TENSORS];
+        struct one_tensor task[RUN_TENSORS];
+        run_open(&whole, recipe, 0, RUN_TENSORS, 0, &options);
+        run_open(&r, recipe, 0, RUN_TENSORS, 0, &options);
+        /* Constant lr: rounds end only after all steps here. */
+        MUST(halfstep_set_hyper(whole.o, 0, "warmup_steps", 0));
+        MUST(halfstep_set_hyper(r.o, 0, "warmup_steps", 0));
+        run_steps(&whole, 0, 20);
+        for (int i = 0; i < RUN_TENSORS; i++) {
+            task[i] = (struct one_tensor){&r, i, 20};
+            CHECK(!pthread_create(&thread[i], NULL, tensor_in_thread, &task[i]), "pthread_create");
+        }
+        for (int i = 0; i < RUN_TENSORS; i++) pthread_join(thread[i], NULL);
+        compare_runs(&whole, &r, "from several threads");
+        run_close(&whole);
+        run_close(&r);
+    }
+    TEST_UNLESS_EMULATED("a child goes on with its copy after fork") {
+        struct run r;
+        run_open(&r, recipe, 0, RUN_TENSORS, 0, &options);
+        run_steps(&r, 0, 15);
+        pid_t child = fork();
+        if (!child) {
+            run_steps(&r, 15, 30);
+            int bad = 0;
+            for (int i = 0; i < RUN_TENSORS; i++) bad |= run_differs(&reference, i, &r, i) >= 0;
+            _exit(bad);
+        }
+        run_steps(&r, 15, 30);
+        int status = -1;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+              "the child ended with %x", (unsigned)status);
+        compare_runs(&reference, &r, "the parent");
+        run_close(&r);
+    }
+    run_close(&reference);
+}
+
+/* A sanitizer's own allocator needs room that this limit does not leave. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+
+static void test_memory(void)
+{
+    TEST("states that do not fit into memory are refused, and the handle lives on") {
+        pid_t child = fork();
+        if (!child) {
+            halfstep_optimizer *o;
+            int32_t group, index;
+            int bad = halfstep_create(NULL, &o) || halfstep_add_group(o, "adamw/f32/f32", &group);
+            halfstep_tensor t = matrix("w", 1 << 20, 1 << 16);
+            bad |= halfstep_add_tensor(o, &t, &index);
+#ifndef SANITIZED
+            struct rlimit limit = {(rlim_t)1 << 30, (rlim_t)1 << 30};
+            bad |= setrlimit(RLIMIT_AS, &limit);
+            bad |= halfstep_allocate_states(o) != HALFSTEP_ERROR_MEMORY || !*halfstep_error_detail(o);
+            /* Not settled: another tensor may still be added. */
+            t = matrix("x", 4, 4);
+            bad |= halfstep_add_tensor(o, &t, &index) != HALFSTEP_OK;
+#endif
+            halfstep_destroy(o);
+            _exit(bad);
+        }
+        int status = -1;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+              "the child ended with %x", (unsigned)status);
+    }
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    test_init(argc, argv);
+    test_tables();
+    test_building();
+    test_order();
+    test_equalities();
+#ifndef _WIN32
+    test_threads();
+    test_memory();
+#endif
+    return test_done();
+}

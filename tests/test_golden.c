@@ -1,0 +1,128 @@
+/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every way of
+ * sharing the work: all cases on one thread, every other one in each other variant (--short: a seventh). Reads the list from
+ * the source tree. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <inttypes.h>
+#include <stdlib.h>
+
+#ifndef _WIN32
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
+#include "step.h"
+#include "test.h"
+/* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not built. */
+#include <tools/halfstep/golden.c>
+
+/* A host whose "threads" are one loop that starts at the far end: tasks that waited for each other would hang here. */
+static void run_backwards(void *host, halfstep_task task, void *argument, int64_t n)
+{
+    (void)host;
+    while (n-- > 0) task(argument, n);
+}
+
+static const struct variant {
+    const char *name;
+    int threads, serial, parts, by_columns, tiles;
+} variants[] = {
+    {"1 thread", 1, 0, 1, 0, 0},
+    {"3 threads", 3, 0, 1, 0, 0},
+    {"8 threads", 8, 0, 1, 0, 0},
+    {"host's serial loop", 0, 1, 1, 0, 0},
+    {"tiles only, 3 threads", 3, 0, 1, 0, 1},
+    {"2 shards of rows", 1, 0, 2, 0, 0},
+    {"3 shards of rows, 3 threads", 3, 0, 3, 0, 0},
+    {"3 shards of rows, tiles only, host's serial loop", 0, 1, 3, 0, 1},
+    {"2 shards of columns", 1, 0, 2, 1, 0},
+    {"3 shards of columns, tiles only, 8 threads", 8, 0, 3, 1, 1},
+};
+
+static char *read_list(void)
+{
+    const char *folder = getenv("HALFSTEP_SOURCE");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/tests/golden/hashes.txt", folder ? folder : ".");
+    FILE *f = fopen(path, "rb");
+    char *text = calloc(1, 1 << 20);
+    if (!f || !text || !fread(text, 1, (1 << 20) - 1, f)) {
+        printf("cannot read %s (set HALFSTEP_SOURCE to the source tree)\n", path);
+        exit(1);
+    }
+    fclose(f);
+    return text;
+}
+
+#ifndef _WIN32
+/* Children, because the environment counts when the library first looks. */
+static void test_environment(void)
+{
+    TEST("HALFSTEP_ISA chooses the kernels") {
+        for (int32_t i = 0; i < halfstep_isa_count(); i++) {
+            if (!halfstep_isa_available(i)) continue;
+            pid_t child = fork();
+            if (!child) {
+                setenv("HALFSTEP_ISA", halfstep_isa_name(i), 1);
+                _exit(strcmp(halfstep_isa(), halfstep_isa_name(i)) != 0);
+            }
+            int status = -1;
+            CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+                  "HALFSTEP_ISA=%s was not followed", halfstep_isa_name(i));
+        }
+    }
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
+    test_init(argc - short_run, argv + short_run);
+    test_program = argv[0];
+#ifndef _WIN32
+    test_environment();
+#endif
+    char *list = read_list();
+    struct golden_case *cases = golden_cases(&n);
+    int variant_count = sizeof variants / sizeof variants[0];
+    TEST("every case is listed once, and every line is a case") {
+        int lines = 0;
+        CHECK(cases && n > 0, "no cases");
+        for (const char *p = list; *p; p++) lines += *p == '\n';
+        CHECK(lines == n, "hashes.txt has %d lines, there are %d cases", lines, n);
+        for (int i = 0; i < n; i++) {
+            uint64_t hash;
+            CHECK(golden_expected(list, &cases[i], &hash), "hashes.txt lacks %s %s %s", cases[i].recipe, cases[i].gradients,
+                  cases[i].generator);
+        }
+    }
+    for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
+        if (!halfstep_isa_available(isa)) continue;
+        for (int v = 0; v < variant_count; v++) {
+            const struct variant *variant = &variants[v];
+            char name[128];
+            snprintf(name, sizeof name, "%s: %s", halfstep_isa_name(isa), variant->name);
+            TEST(name) {
+                struct golden_layout layout = {.threads = variant->threads, .run = variant->serial ? run_backwards : NULL,
+                                               .parts = variant->parts, .by_columns = variant->by_columns};
+                CHECK(halfstep_set_isa(halfstep_isa_name(isa)) == HALFSTEP_OK, "halfstep_set_isa");
+                hstep_use_fused = !variant->tiles;
+                int stride = short_run ? 7 : v ? 2 : 1;
+                for (int i = v % stride; i < n; i += stride) {
+                    uint64_t hash = 0, expected = 0;
+                    char error[300] = "";
+                    int failed = golden_run(&cases[i], &layout, &hash, error, sizeof error);
+                    CHECK(!failed, "%s", error);
+                    golden_expected(list, &cases[i], &expected);
+                    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, cases[i].recipe,
+                          cases[i].gradients, cases[i].generator, hash, expected);
+                }
+            }
+            test_close_group();
+        }
+    }
+    free(cases);
+    free(list);
+    return test_done();
+}

@@ -1,0 +1,1247 @@
+/* halfstep_io: what the safetensors reader refuses, what the writer promises, and checkpoints under failing system calls,
+ * failing allocations and simulated losses of power. The library's sources are compiled into this file, with the calls
+ * that can fail replaced, so that every one of them fails here once: that is why it is over 500 lines. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "halfstep_io.h"
+#include "test.h"
+
+/* ---- A disk that fails ---------------------------------------------------------------------------------------------- */
+
+enum { MODE_NONE, MODE_ONCE, MODE_DEAD };
+
+/* MODE_ONCE: call number fault_at fails. MODE_DEAD: it and every later one, as if the process had been killed. */
+static struct {
+    int mode, number;
+    long at, calls, failures;
+} fault;
+static long allocation_at = -1, allocations, allocations_failed;
+
+/* What the disk may forget when the power goes: contents not yet synced, names not yet synced in their directory. */
+typedef struct unsynced_name {
+    ino_t directory;
+    char from[512], to[512]; /* a rename, or (from empty) a creation of the name `to` */
+    char backup[512];        /* a link to what the rename replaced */
+} unsynced_name;
+static struct {
+    int on;
+    ino_t dirty[256];
+    size_t dirty_count;
+    unsynced_name names[256];
+    size_t name_count;
+    char backups[256];
+    unsigned backup_number;
+} power;
+
+static int refuse(void)
+{
+    long call = fault.calls++;
+    if (fault.mode == MODE_NONE || call < fault.at || (fault.mode == MODE_ONCE && call > fault.at)) return 0;
+    fault.failures++;
+    errno = fault.number;
+    return 1;
+}
+
+static ino_t inode_of(const char *path)
+{
+    struct stat status;
+    return stat(path, &status) ? 0 : status.st_ino;
+}
+
+static ino_t parent_inode(const char *path)
+{
+    char parent[512];
+    snprintf(parent, sizeof parent, "%s", path);
+    char *slash = strrchr(parent, '/');
+    if (slash) *slash = 0;
+    return inode_of(slash ? parent : ".");
+}
+
+static void mark_dirty(int fd)
+{
+    struct stat status;
+    if (!power.on || fstat(fd, &status)) return;
+    for (size_t i = 0; i < power.dirty_count; i++)
+        if (power.dirty[i] == status.st_ino) return;
+    if (power.dirty_count < 256) power.dirty[power.dirty_count++] = status.st_ino;
+}
+
+static void mark_synced(int fd)
+{
+    struct stat status;
+    if (!power.on || fstat(fd, &status)) return;
+    size_t kept = 0;
+    for (size_t i = 0; i < power.dirty_count; i++)
+        if (power.dirty[i] != status.st_ino) power.dirty[kept++] = power.dirty[i];
+    power.dirty_count = kept;
+    kept = 0;
+    for (size_t i = 0; i < power.name_count; i++)
+        if (power.names[i].directory != status.st_ino) power.names[kept++] = power.names[i];
+        else if (power.names[i].backup[0]) unlink(power.names[i].backup);
+    power.name_count = kept;
+}
+
+static void note_name(const char *from, const char *to)
+{
+    if (!power.on || power.name_count == 256) return;
+    unsynced_name *name = &power.names[power.name_count++];
+    memset(name, 0, sizeof *name);
+    name->directory = parent_inode(to);
+    snprintf(name->from, sizeof name->from, "%s", from);
+    snprintf(name->to, sizeof name->to, "%s", to);
+    if (*from && !access(to, F_OK)) {
+        snprintf(name->backup, sizeof name->backup, "%s/%u", power.backups, power.backup_number++);
+        if (link(to, name->backup)) name->backup[0] = 0;
+    }
+}
+
+static ssize_t faulty_write(int fd, const void *data, size_t bytes)
+{
+    if (refuse()) {
+        /* A full disk takes a part first. */
+        if (fault.mode == MODE_ONCE && bytes > 1 && write(fd, data, bytes / 2) < 0) return -1;
+        errno = fault.number;
+        return -1;
+    }
+    mark_dirty(fd);
+    /* In parts, and interrupted now and then, as the system may. */
+    static unsigned turn;
+    if (++turn % 3 == 0) {
+        errno = EINTR;
+        return -1;
+    }
+    return write(fd, data, turn % 3 == 1 && bytes > 3 ? bytes - 3 : bytes);
+}
+
+static int faulty_fsync(int fd)
+{
+    if (refuse()) return -1;
+    static unsigned turn;
+    if (++turn % 3 == 0) {
+        errno = EINTR;
+        return -1;
+    }
+    mark_synced(fd);
+    return fsync(fd);
+}
+
+static int faulty_open(const char *path, int flags, mode_t mode)
+{
+    if (flags & O_CREAT) {
+        if (refuse()) return -1;
+        note_name("", path);
+    }
+    int fd = open(path, flags, mode);
+    if (fd >= 0 && flags & O_CREAT) mark_dirty(fd);
+    return fd;
+}
+
+static int faulty_rename(const char *from, const char *to)
+{
+    if (refuse()) return -1;
+    note_name(from, to);
+    return rename(from, to);
+}
+
+static int faulty_close(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    int result = close(fd);
+    /* Closing a file that was only read cannot lose anything. */
+    return (flags & O_ACCMODE) != O_RDONLY && refuse() ? -1 : result;
+}
+
+static int faulty_link(const char *from, const char *to) { return refuse() ? -1 : link(from, to); }
+static int faulty_symlink(const char *from, const char *to) { return refuse() ? -1 : symlink(from, to); }
+static int faulty_mkdir(const char *path, mode_t mode) { return refuse() ? -1 : mkdir(path, mode); }
+static int faulty_unlink(const char *path) { return refuse() ? -1 : unlink(path); }
+static int faulty_rmdir(const char *path) { return refuse() ? -1 : rmdir(path); }
+static int faulty_fchmod(int fd, mode_t mode) { return refuse() ? -1 : fchmod(fd, mode); }
+
+static int refuse_allocation(void)
+{
+    if (allocations++ != allocation_at) return 0;
+    allocations_failed++;
+    errno = ENOMEM;
+    return 1;
+}
+
+static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : malloc(bytes); }
+static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : calloc(count, bytes); }
+static void *faulty_realloc(void *old, size_t bytes) { return refuse_allocation() ? NULL : realloc(old, bytes); }
+
+#define write(fd, data, bytes) faulty_write(fd, data, bytes)
+#define fsync(fd) faulty_fsync(fd)
+#define open(path, flags, mode) faulty_open(path, flags, mode)
+#define rename(from, to) faulty_rename(from, to)
+#define close(fd) faulty_close(fd)
+#define link(from, to) faulty_link(from, to)
+#define symlink(from, to) faulty_symlink(from, to)
+#define mkdir(path, mode) faulty_mkdir(path, mode)
+#define unlink(path) faulty_unlink(path)
+#define rmdir(path) faulty_rmdir(path)
+#define fchmod(fd, mode) faulty_fchmod(fd, mode)
+#define malloc(bytes) faulty_malloc(bytes)
+#define calloc(count, bytes) faulty_calloc(count, bytes)
+#define realloc(old, bytes) faulty_realloc(old, bytes)
+#include "../src/io/files.c"
+#include "../src/io/json.c"
+#include "../src/io/safetensors.c"
+#include "../src/io/checkpoint.c"
+#undef write
+#undef fsync
+#undef open
+#undef rename
+#undef close
+#undef link
+#undef symlink
+#undef mkdir
+#undef unlink
+#undef rmdir
+#undef fchmod
+#undef malloc
+#undef calloc
+#undef realloc
+
+/* ---- Scratch -------------------------------------------------------------------------------------------------------- */
+
+static char scratch[256], message[1024];
+#define TEXT message, sizeof message
+
+/* The path of a name in the scratch directory; the same pointer for the same name, as long as the program runs. */
+static const char *at(const char *name)
+{
+    static struct { char name[64], path[512]; } known[64];
+    size_t i = 0;
+    while (i < 63 && known[i].name[0] && strcmp(known[i].name, name)) i++;
+    snprintf(known[i].name, sizeof known[i].name, "%s", name);
+    snprintf(known[i].path, sizeof known[i].path, "%s/%s", scratch, name);
+    return known[i].path;
+}
+
+static void empty_tree(const char *path, int itself)
+{
+    DIR *stream = opendir(path);
+    if (!stream) return;
+    struct dirent *entry;
+    while ((entry = readdir(stream))) {
+        char inner[1024];
+        struct stat status;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
+        if (!lstat(inner, &status) && S_ISDIR(status.st_mode)) empty_tree(inner, 1);
+        else unlink(inner);
+    }
+    closedir(stream);
+    if (itself) rmdir(path);
+}
+
+static void remove_scratch(void)
+{
+    empty_tree(scratch, 1);
+}
+
+static void put_file(const char *path, const void *data, size_t bytes)
+{
+    FILE *file = fopen(path, "wb");
+    if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file)) {
+        perror(path);
+        exit(1);
+    }
+}
+
+static char *get_file(const char *path, size_t *bytes)
+{
+    FILE *file = fopen(path, "rb");
+    char *data = malloc(1 << 22);
+    *bytes = file && data ? fread(data, 1, 1 << 22, file) : 0;
+    if (file) fclose(file);
+    return data;
+}
+
+static int count_entries(const char *path, const char *prefix)
+{
+    int count = 0;
+    DIR *stream = opendir(path);
+    if (!stream) return -1;
+    struct dirent *entry;
+    while ((entry = readdir(stream)))
+        count += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..") && !strncmp(entry->d_name, prefix, strlen(prefix));
+    closedir(stream);
+    return count;
+}
+
+static uint64_t random_state = 1;
+
+static uint64_t next_random(void)
+{
+    random_state = random_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return random_state >> 33;
+}
+
+/* ---- The reader ----------------------------------------------------------------------------------------------------- */
+
+/* A file of length field, header text and `data` zero bytes; `length` < 0 means the true one. */
+static int open_made(const char *header, size_t header_bytes, int64_t length, size_t data)
+{
+    size_t total = 8 + header_bytes + data;
+    unsigned char *bytes = calloc(1, total + 1);
+    uint64_t field = length < 0 ? header_bytes : (uint64_t)length;
+    halfstep_safetensors *file;
+    for (int i = 0; i < 8; i++) bytes[i] = (unsigned char)(field >> 8 * i);
+    memcpy(bytes + 8, header, header_bytes);
+    put_file(at("case"), bytes, total);
+    free(bytes);
+    int code = halfstep_open_safetensors(&file, at("case"), TEXT);
+    if ((code == 0) != (file != NULL)) test_fail(__FILE__, __LINE__, "handle and code disagree for %s", header);
+    halfstep_close_safetensors(file);
+    return code;
+}
+
+#define T(dtype, shape, offsets) "{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+
+typedef struct reader_case {
+    const char *header;
+    size_t data;
+    const char *says; /* part of the error text; NULL: the file is good */
+} reader_case;
+
+static const reader_case reader_cases[] = {
+    {"{}", 0, NULL},
+    {"{}      ", 0, NULL},
+    {"{\"a\":" T("F32", "[2,3]", "[0,24]") "}", 24, NULL},
+    {"{\"a\":" T("F32", "[]", "[0,4]") "}  ", 4, NULL},
+    {"{\"a\":" T("F32", "[0]", "[0,0]") ",\"b\":" T("U8", "[1]", "[0,1]") ",\"c\":" T("F64", "[4,0,2]", "[1,1]") "}", 1, NULL},
+    {"{\"b\":" T("U8", "[3]", "[1,4]") ",\"a\":" T("U8", "[1]", "[0,1]") "}", 4, NULL},
+    {"{\"__metadata__\":{\"k\":\"v\",\"\":\"\"},\"\":" T("F4", "[2]", "[0,1]") "}", 1, NULL},
+    {"{\"__metadata__\":{}}", 0, NULL},
+    {"{\"a\":" T("F6_E2M3", "[4]", "[0,3]") "}", 3, NULL},
+    {"{ \"a\" :\t{\n\"shape\":[1 ,1],\"data_offsets\":[ 0,1],\"dtype\":\"BOOL\"}\r}", 1, NULL},
+    {"{\"a\\u00e9\\ud83d\\ude00\":" T("U8", "[1]", "[0,1]") "}", 1, NULL},
+    /* bad offset */
+    {"{\"a\":" T("F32", "[1]", "[1,5]") "}", 5, "begins at"},
+    {"{\"a\":" T("F32", "[1]", "[4,0]") "}", 4, "data_offsets"},
+    {"{\"a\":" T("F32", "[1]", "[0]") "}", 4, "expected ','"},
+    {"{\"a\":" T("F32", "[1]", "[0,4,4]") "}", 4, "or ']'"},
+    {"{\"a\":" T("F32", "[1]", "[0,\"4\"]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[1]", "[0,9223372036854775807]") "}", 4, "do not lie within"},
+    {"{\"a\":" T("F32", "[1]", "[0,18446744073709551616]") "}", 4, "integer"},
+    /* incomplete buffer, hole, overlap, trailing bytes */
+    {"{\"a\":" T("F32", "[2]", "[0,8]") "}", 7, "do not lie within"},
+    {"{\"a\":" T("U8", "[1]", "[0,1]") ",\"b\":" T("U8", "[1]", "[2,3]") "}", 3, "unused"},
+    {"{\"a\":" T("U8", "[2]", "[0,2]") ",\"b\":" T("U8", "[2]", "[1,3]") "}", 3, "the one before it ends"},
+    {"{\"a\":" T("U8", "[2]", "[0,2]") ",\"b\":" T("U8", "[2]", "[0,2]") "}", 2, "the one before it ends"},
+    {"{\"a\":" T("U8", "[2]", "[0,2]") ",\"b\":" T("U8", "[0]", "[1,1]") "}", 2, "the one before it ends"},
+    {"{\"a\":" T("U8", "[2]", "[0,2]") "}", 3, "follow the last tensor"},
+    {"{}", 1, "follow the last tensor"},
+    {"{\"a\":" T("U8", "[0]", "[0,0]") "}", 8, "follow the last tensor"},
+    /* shapes */
+    {"{\"a\":" T("F32", "[3]", "[0,8]") "}", 8, "shape and dtype give 12 bytes"},
+    {"{\"a\":" T("F32", "[0]", "[0,8]") "}", 8, "shape and dtype give 0 bytes"},
+    {"{\"a\":" T("F32", "[4294967296,4294967296]", "[0,4]") "}", 4, "number of elements overflows"},
+    {"{\"a\":" T("F32", "[9223372036854775807,2]", "[0,4]") "}", 4, "size overflows"},
+    {"{\"a\":" T("F64", "[1152921504606846976]", "[0,0]") "}", 0, "size overflows"},
+    {"{\"a\":" T("F4", "[3]", "[0,2]") "}", 2, "whole number of bytes"},
+    {"{\"a\":" T("F6_E3M2", "[2]", "[0,2]") "}", 2, "whole number of bytes"},
+    {"{\"a\":" T("F32", "[99999999999999999999]", "[0,4]") "}", 4, "integer"},
+    {"{\"a\":" T("F32", "1", "[0,4]") "}", 4, "expected '['"},
+    {"{\"a\":" T("F32", "[\"1\"]", "[0,4]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[[1]]", "[0,4]") "}", 4, "plain decimal"},
+    /* numbers: floats, signs, exponents, leading zeros */
+    {"{\"a\":" T("F32", "[1.0]", "[0,4]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[1]", "[0,4.0]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[1]", "[-0,4]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[-1]", "[0,4]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[1]", "[0,4e0]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[+1]", "[0,4]") "}", 4, "plain decimal"},
+    {"{\"a\":" T("F32", "[01]", "[0,4]") "}", 4, "header"},
+    {"{\"a\":" T("F32", "[1]", "[0,0x4]") "}", 4, "or ']'"},
+    {"{\"a\":" T("F32", "[null]", "[0,4]") "}", 4, "plain decimal"},
+    /* members */
+    {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "lacks dtype"},
+    {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4],\"x\":1}}", 4, "unexpected member"},
+    {"{\"a\":{\"dtype\":7,\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "expected a string"},
+    {"{\"a\":[]}", 0, "expected '{'"},
+    {"{\"a\":{}}", 0, "lacks dtype"},
+    {"{\"a\":1}", 0, "expected '{'"},
+    {"{\"a\":" T("f32", "[1]", "[0,4]") "}", 4, "unknown dtype"},
+    {"{\"a\":" T("F128", "[1]", "[0,16]") "}", 16, "unknown dtype"},
+    {"{\"a\":" T("", "[1]", "[0,4]") "}", 4, "unknown dtype"},
+    {"{\"__metadata__\":{\"k\":1}}", 0, "expected a string"},
+    {"{\"__metadata__\":{\"k\":{}}}", 0, "expected a string"},
+    {"{\"__metadata__\":[]}", 0, "expected '{'"},
+    {"{\"__metadata__\":\"x\"}", 0, "expected '{'"},
+    /* duplicates, also when spelled differently */
+    {"{\"a\":" T("U8", "[1]", "[0,1]") ",\"a\":" T("U8", "[1]", "[1,2]") "}", 2, "uplicate"},
+    {"{\"a\":" T("U8", "[1]", "[0,1]") ",\"\\u0061\":" T("U8", "[1]", "[1,2]") "}", 2, "uplicate"},
+    {"{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "uplicate"},
+    {"{\"__metadata__\":{\"k\":\"1\",\"k\":\"2\"}}", 0, "uplicate"},
+    {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "uplicate"},
+    /* JSON and UTF-8 */
+    {"{", 0, "header"},
+    {"[]", 0, "start with '{'"},
+    {" {}", 0, "start with '{'"},
+    {"{}\n", 0, "end with '}'"},
+    {"{}x ", 0, "end with '}'"},
+    {"{}{}", 0, "header"},
+    {"{},{}", 0, "header"},
+    {"{]}", 0, "header"},
+    {"{\"a\"}", 0, "header"},
+    {"{\"a\":}", 0, "header"},
+    {"{\"a}", 0, "header"},
+    {"{\"\\}", 0, "header"},
+    {"{\"a\":" T("U8", "[1,]", "[0,1]") "}", 1, "header"},
+    {"{\"a\":" T("U8", "[1]", "[0,1]") ",}", 1, "header"},
+    {"{\"a\\u0000b\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"a\x01\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"\xff\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"\xc0\xaf\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"\xed\xa0\x80\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"\\ud800\":" T("U8", "[1]", "[0,1]") "}", 1, "header"},
+    {"{\"a\":" T("\xe9", "[1]", "[0,1]") "}", 1, "header"},
+};
+
+static void test_reader_cases(void)
+{
+    for (size_t i = 0; i < sizeof reader_cases / sizeof *reader_cases; i++) {
+        const reader_case *c = &reader_cases[i];
+        int code = open_made(c->header, strlen(c->header), -1, c->data);
+        if (!c->says) {
+            CHECK(code == 0, "refused %s: %s", c->header, message);
+            continue;
+        }
+        CHECK(code == HALFSTEP_ERROR_FORMAT, "code %d for %s (%s)", code, c->header, message);
+        CHECK(strstr(message, c->says), "%s: the text \"%s\" does not say \"%s\"", c->header, message, c->says);
+        CHECK(strstr(message, at("case")) == message, "the text does not begin with the path: %s", message);
+    }
+}
+
+static void test_reader_lengths(void)
+{
+    static const struct { const char *bytes; size_t count; const char *says; } raw[] = {
+        {"", 0, "too few"},
+        {"\x02\0\0\0\0\0\0", 7, "too few"},
+        {"\0\0\0\0\0\0\0\0", 8, "too small"},
+        {"\x01\0\0\0\0\0\0\0{", 9, "too small"},
+        {"\x02\0\0\0\0\0\0\0{", 9, "reach beyond"},
+        {"\xff\xff\xff\xff\xff\xff\xff\xff{}", 10, "not allowed"},
+        {"\xf8\xff\xff\xff\xff\xff\xff\x7f{}", 10, "not allowed"},
+        {"\x01\xe1\xf5\x05\0\0\0\0{}", 10, "not allowed"},  /* 100,000,001 */
+        {"\0\xe1\xf5\x05\0\0\0\0{}", 10, "reach beyond"},   /* 100,000,000 */
+        {"\x03\0\0\0\0\0\0\0{}", 10, "reach beyond"},
+        {"\0\0\0\0\0\0\0\x02{}", 10, "not allowed"},        /* the same length, big-endian */
+    };
+    halfstep_safetensors *file;
+    for (size_t i = 0; i < sizeof raw / sizeof *raw; i++) {
+        put_file(at("case"), raw[i].bytes, raw[i].count);
+        int code = halfstep_open_safetensors(&file, at("case"), TEXT);
+        CHECK(code == HALFSTEP_ERROR_FORMAT && !file && strstr(message, raw[i].says), "case %zu: %d \"%s\"", i, code, message);
+    }
+    CHECK(open_made("{}\0", 3, -1, 0) == HALFSTEP_ERROR_FORMAT, "a zero byte behind the header");
+    CHECK(open_made("{\"a\0b\":1}", 9, -1, 0) == HALFSTEP_ERROR_FORMAT, "a zero byte in a name");
+
+    CHECK(halfstep_open_safetensors(&file, at("absent"), TEXT) == HALFSTEP_ERROR_IO && strstr(message, "absent") &&
+          strstr(message, "No such file"), "absent: %s", message);
+    CHECK(halfstep_open_safetensors(&file, scratch, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "directory"),
+          "directory: %s", message);
+    mkfifo(at("pipe"), 0600);
+    CHECK(halfstep_open_safetensors(&file, at("pipe"), TEXT) == HALFSTEP_ERROR_IO, "pipe: %s", message);
+    CHECK(halfstep_open_safetensors(&file, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "NULL path");
+    CHECK(halfstep_open_safetensors(NULL, at("case"), NULL, 0) == HALFSTEP_ERROR_ARGUMENT, "NULL handle");
+}
+
+/* A header of `count` repeated texts between a beginning and an end. */
+static int open_repeated(const char *begin, const char *item, size_t count, const char *end)
+{
+    size_t room = strlen(begin) + strlen(end) + count * (strlen(item) + 12) + 1, used;
+    char *text = malloc(room);
+    used = (size_t)sprintf(text, "%s", begin);
+    for (size_t i = 0; i < count; i++) used += (size_t)sprintf(text + used, item, (unsigned)i);
+    used += (size_t)sprintf(text + used, "%s", end);
+    int code = open_made(text, used, -1, 0);
+    free(text);
+    return code;
+}
+
+static void test_reader_limits(void)
+{
+    CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", 63, "]}}") == 0,
+          "64 dimensions: %s", message);
+    CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", 64, "]}}") ==
+          HALFSTEP_ERROR_FORMAT && strstr(message, "dimensions"), "65 dimensions: %s", message);
+    CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", (1 << 22), "]}}") ==
+          HALFSTEP_ERROR_FORMAT && strstr(message, "dimensions"), "millions of dimensions: %s", message);
+    CHECK(open_repeated("{", "\"%x\":" T("U8", "[0]", "[0,0]") ",", 20000, "\"z\":" T("U8", "[0]", "[0,0]") "}") == 0,
+          "20001 tensors: %s", message);
+    CHECK(open_repeated("{", "\"%x\":" T("U8", "[0]", "[0,0]") ",", 1 << 20, "\"z\":" T("U8", "[0]", "[0,0]") "}") ==
+          HALFSTEP_ERROR_FORMAT && strstr(message, "tensors"), "too many tensors: %s", message);
+    CHECK(open_repeated("{\"a\":", "[", 100000, "}") == HALFSTEP_ERROR_FORMAT, "nesting: %s", message);
+}
+
+static void test_changed_file(void)
+{
+    halfstep_safetensors *file;
+    char data[64] = {0}, read[64];
+    size_t bytes;
+    const char *header = "{\"a\":" T("U8", "[32]", "[0,32]") "}";
+    open_made(header, strlen(header), -1, 32);
+    CHECK(!halfstep_open_safetensors(&file, at("case"), TEXT), "%s", message);
+    CHECK(!halfstep_read_safetensor(file, 0, 0, read, 32, TEXT) && !memcmp(read, data, 32), "%s", message);
+    CHECK(!halfstep_read_safetensor(file, 0, 32, NULL, 0, TEXT), "nothing from the end: %s", message);
+    CHECK(halfstep_read_safetensor(file, 0, 0, read, 33, TEXT) == HALFSTEP_ERROR_RANGE, "one byte too many");
+    CHECK(halfstep_read_safetensor(file, 0, 33, read, 0, TEXT) == HALFSTEP_ERROR_RANGE, "beyond the end");
+    CHECK(halfstep_read_safetensor(file, 0, 16, read, UINT64_MAX, TEXT) == HALFSTEP_ERROR_RANGE, "overflow");
+    CHECK(halfstep_read_safetensor(file, 1, 0, read, 1, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no such tensor");
+    CHECK(halfstep_read_safetensor(file, 0, 0, NULL, 1, TEXT) == HALFSTEP_ERROR_ARGUMENT, "NULL buffer");
+    char *whole = get_file(at("case"), &bytes);
+    put_file(at("case"), whole, bytes - 1);
+    CHECK(halfstep_read_safetensor(file, 0, 0, read, 1, TEXT) == HALFSTEP_ERROR_FORMAT && strstr(message, "changed"),
+          "a file that shrank: %s", message);
+    free(whole);
+    halfstep_close_safetensors(file);
+}
+
+/* ---- The writer ----------------------------------------------------------------------------------------------------- */
+
+static int fill_pattern(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
+{
+    uint64_t *expected = context; /* the tensor and offset that must come next, or tensor + 1 and 0 */
+    unsigned char *out = data;
+    if (offset && (expected[0] != tensor || expected[1] != offset)) return HALFSTEP_ERROR_ORDER;
+    for (uint64_t i = 0; i < bytes; i++) out[i] = (unsigned char)((offset + i) * 31 + tensor * 7 + (offset + i) / 251);
+    expected[0] = tensor;
+    expected[1] = offset + bytes;
+    return 0;
+}
+
+static void test_round_trip(void)
+{
+    halfstep_safetensors_writer *writer;
+    halfstep_safetensors *file;
+    uint64_t progress[2] = {0, 0}, index, big[2] = {3, 1048577}, three = 3;
+    CHECK(!halfstep_create_safetensors_writer(&writer), "create");
+    size_t declared = 0, dtype_count = 0;
+    /* Every dtype as a vector of 24, a matrix with an empty side, and (of whole bytes) a scalar. */
+    for (uint32_t i = 0; halfstep_safetensors_dtype(i); i++) {
+        const char *dtype = halfstep_safetensors_dtype(i);
+        uint64_t vector = 24, matrix[2] = {5, 0};
+        char name[64];
+        dtype_count++;
+        snprintf(name, sizeof name, "%s \"vector\" \\ \xc3\xa9\x7f\n", dtype);
+        CHECK(!halfstep_declare_safetensor(writer, name, dtype, 1, &vector, NULL, TEXT), "%s", message);
+        snprintf(name, sizeof name, "%s.empty", dtype);
+        CHECK(!halfstep_declare_safetensor(writer, name, dtype, 2, matrix, NULL, TEXT), "%s", message);
+        declared += 2;
+        if (halfstep_safetensors_dtype_bits(dtype) < 8) continue;
+        snprintf(name, sizeof name, "%s.scalar", dtype);
+        CHECK(!halfstep_declare_safetensor(writer, name, dtype, 0, NULL, NULL, TEXT), "%s", message);
+        declared++;
+    }
+    CHECK(dtype_count == 22, "%zu dtypes", dtype_count);
+    static float direct[3] = {1.5f, -2.0f, 0.25f};
+    CHECK(!halfstep_declare_safetensor(writer, "", "F32", 1, &three, direct, TEXT), "%s", message);
+    CHECK(!halfstep_declare_safetensor(writer, "big", "U8", 2, big, NULL, TEXT), "%s", message);
+    declared += 2;
+    CHECK(!halfstep_declare_safetensors_metadata(writer, "z", "1", TEXT), "%s", message);
+    CHECK(!halfstep_declare_safetensors_metadata(writer, "a", "\"quoted\"\n", TEXT), "%s", message);
+    CHECK(!halfstep_declare_safetensors_metadata(writer, "z", "2", TEXT), "%s", message);
+    CHECK(!halfstep_write_safetensors(writer, at("round"), fill_pattern, progress, TEXT), "%s", message);
+    CHECK(count_entries(scratch, ".halfstep") == 0, "a temporary file was left");
+    /* Written again, over itself: the same bytes. */
+    size_t first_bytes, second_bytes;
+    char *first = get_file(at("round"), &first_bytes);
+    CHECK(!halfstep_write_safetensors(writer, at("round"), fill_pattern, progress, TEXT), "%s", message);
+    char *second = get_file(at("round"), &second_bytes);
+    CHECK(first_bytes == second_bytes && !memcmp(first, second, first_bytes), "the second writing differs");
+    CHECK(first[0] % 8 == 0 && !memcmp(first + 8, "{\"__metadata__\":{\"a\":\"\\\"quoted\\\"\\u000a\",\"z\":\"2\"},", 45),
+          "metadata is not first and sorted: %.60s", first + 8);
+    free(first);
+    free(second);
+    halfstep_destroy_safetensors_writer(writer);
+
+    CHECK(!halfstep_open_safetensors(&file, at("round"), TEXT), "%s", message);
+    if (!file) return;
+    CHECK(halfstep_safetensor_count(file) == declared, "%llu tensors", (unsigned long long)halfstep_safetensor_count(file));
+    halfstep_safetensor_info info = {.struct_size = sizeof info}, last = info;
+    for (uint64_t i = 0; i < declared; i++) {
+        CHECK(!halfstep_get_safetensor_info(file, i, &info), "info %llu", (unsigned long long)i);
+        uint32_t align = info.dtype_bits < 8 ? 1 : info.dtype_bits / 8;
+        CHECK(info.begin % align == 0, "%s begins at %llu", info.name, (unsigned long long)info.begin);
+        if (i) {
+            uint32_t before = last.dtype_bits < 8 ? 1 : last.dtype_bits / 8;
+            CHECK(before > align || (before == align && strcmp(last.name, info.name) < 0), "%s before %s", last.name, info.name);
+        }
+        CHECK(!halfstep_safetensor_find(file, info.name, &index) && index == i, "find %s", info.name);
+        last = info;
+        unsigned char *data = malloc(info.bytes + 1), *part = malloc(info.bytes + 1);
+        CHECK(!halfstep_read_safetensor(file, i, 0, data, info.bytes, TEXT), "%s", message);
+        if (info.bytes > 2) {
+            CHECK(!halfstep_read_safetensor(file, i, 1, part, info.bytes - 2, TEXT), "%s", message);
+            CHECK(!memcmp(data + 1, part, info.bytes - 2), "%s: a part differs", info.name);
+        }
+        if (!*info.name) {
+            CHECK(info.bytes == sizeof direct && !memcmp(data, direct, sizeof direct), "direct data");
+        } else if (info.bytes) {
+            /* The declaration number follows from the first byte; the rest must continue its pattern. */
+            int wrong = 0;
+            for (uint64_t b = 0; b < info.bytes; b++)
+                wrong += data[b] != (unsigned char)(data[0] + b * 31 + b / 251);
+            CHECK(!wrong, "%s: %d bytes differ", info.name, wrong);
+        }
+        free(data);
+        free(part);
+    }
+    CHECK(halfstep_safetensor_find(file, "absent", &index) == HALFSTEP_ERROR_NAME, "find absent");
+    CHECK(halfstep_safetensors_metadata_count(file) == 2, "metadata");
+    CHECK(!strcmp(halfstep_safetensors_metadata_find(file, "a"), "\"quoted\"\n"), "metadata a");
+    CHECK(!halfstep_safetensors_metadata_find(file, "b"), "metadata b");
+    CHECK(halfstep_get_safetensor_info(file, declared, &info) == HALFSTEP_ERROR_ARGUMENT, "info past the end");
+    info.struct_size = 3;
+    CHECK(halfstep_get_safetensor_info(file, 0, &info) == HALFSTEP_ERROR_ARGUMENT, "struct size");
+    halfstep_close_safetensors(file);
+}
+
+static int fill_failure(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
+{
+    (void)context, (void)tensor, (void)data, (void)bytes;
+    return offset ? HALFSTEP_ERROR_MISMATCH : (memset(data, 0, bytes), 0);
+}
+
+static void test_writer_refusals(void)
+{
+    halfstep_safetensors_writer *writer;
+    uint64_t shape[65] = {2, 2}, huge[2] = {UINT64_MAX / 2, 3}, three = 3, million = 3000000;
+    uint64_t progress[2] = {0, 0};
+    size_t bytes;
+    CHECK(!halfstep_create_safetensors_writer(&writer), "create");
+#define DECLARE(name, dtype, ndim, sizes) halfstep_declare_safetensor(writer, name, dtype, ndim, sizes, NULL, TEXT)
+    CHECK(DECLARE("__metadata__", "F32", 2, shape) == HALFSTEP_ERROR_NAME, "__metadata__");
+    CHECK(DECLARE("a\xff", "F32", 2, shape) == HALFSTEP_ERROR_NAME, "not UTF-8");
+    CHECK(DECLARE("a\xed\xa0\x80", "F32", 2, shape) == HALFSTEP_ERROR_NAME, "a surrogate");
+    CHECK(DECLARE("a", "f32", 2, shape) == HALFSTEP_ERROR_NAME, "dtype");
+    CHECK(DECLARE("a", "F32", 65, shape) == HALFSTEP_ERROR_SHAPE, "65 dimensions");
+    CHECK(DECLARE("a", "F32", 2, huge) == HALFSTEP_ERROR_SHAPE, "overflow");
+    CHECK(DECLARE("a", "F4", 1, &three) == HALFSTEP_ERROR_SHAPE, "12 bits");
+    CHECK(DECLARE(NULL, "F32", 2, shape) == HALFSTEP_ERROR_ARGUMENT, "NULL name");
+    CHECK(DECLARE("a", "F32", 2, NULL) == HALFSTEP_ERROR_ARGUMENT, "NULL shape");
+    CHECK(halfstep_declare_safetensors_metadata(writer, "k", "\xfe", TEXT) == HALFSTEP_ERROR_NAME, "metadata UTF-8");
+    put_file(at("kept"), "old", 3);
+    CHECK(!DECLARE("a", "U8", 1, &million), "%s", message);
+    CHECK(halfstep_write_safetensors(writer, at("kept"), NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT &&
+          strstr(message, "\"a\""), "no data: %s", message);
+    CHECK(halfstep_write_safetensors(writer, at("kept"), fill_failure, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "\"a\""), "fill: %s", message);
+    CHECK(!DECLARE("a", "U8", 1, &three), "%s", message);
+    CHECK(halfstep_write_safetensors(writer, at("kept"), fill_pattern, progress, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
+          strstr(message, "\"a\""), "duplicate: %s", message);
+    char *kept = get_file(at("kept"), &bytes);
+    CHECK(bytes == 3 && !memcmp(kept, "old", 3), "the old file was touched");
+    CHECK(count_entries(scratch, ".halfstep") == 0, "a temporary file was left");
+    free(kept);
+    halfstep_destroy_safetensors_writer(writer);
+}
+
+static void test_write_file(void)
+{
+    size_t bytes;
+    struct stat status;
+    CHECK(!halfstep_write_file_atomic(at("text"), "one", 3, TEXT), "%s", message);
+    chmod(at("text"), 0640);
+    if (symlink("text", at("link"))) test_fail(__FILE__, __LINE__, "symlink: %s", strerror(errno));
+    CHECK(!halfstep_write_file_atomic(at("link"), "two two", 7, TEXT), "%s", message);
+    char *data = get_file(at("text"), &bytes);
+    CHECK(bytes == 7 && !memcmp(data, "two two", 7), "the link's target has %zu bytes", bytes);
+    CHECK(!stat(at("text"), &status) && (status.st_mode & 0777) == 0640, "mode %o", status.st_mode & 0777);
+    CHECK(!lstat(at("link"), &status) && S_ISLNK(status.st_mode), "the link was replaced");
+    free(data);
+    CHECK(!halfstep_write_file_atomic(at("nothing"), NULL, 0, TEXT) && !stat(at("nothing"), &status) && !status.st_size,
+          "an empty file: %s", message);
+    CHECK(!halfstep_write_file_atomic("/dev/null", "x", 1, TEXT), "/dev/null: %s", message);
+    CHECK(!stat("/dev/null", &status) && S_ISCHR(status.st_mode), "/dev/null was replaced");
+    CHECK(halfstep_write_file_atomic("/dev/full", "x", 1, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "/dev/full") &&
+          strstr(message, "No space"), "/dev/full: %s", message);
+    CHECK(halfstep_write_file_atomic(at("no/such/dir"), "x", 1, TEXT) == HALFSTEP_ERROR_IO &&
+          strstr(message, "no/such/dir"), "no directory: %s", message);
+    CHECK(halfstep_write_file_atomic(scratch, "x", 1, TEXT) == HALFSTEP_ERROR_IO, "a directory: %s", message);
+    /* Every failing call: the old contents stay, and no temporary file. */
+    for (fault.at = 0;; fault.at++) {
+        fault.mode = MODE_ONCE;
+        fault.number = ENOSPC;
+        fault.calls = fault.failures = 0;
+        int code = halfstep_write_file_atomic(at("text"), "three", 5, TEXT);
+        fault.mode = MODE_NONE;
+        if (!fault.failures) break;
+        data = get_file(at("text"), &bytes);
+        int is_new = bytes == 5 && !memcmp(data, "three", 5);
+        CHECK(code == HALFSTEP_ERROR_IO && strstr(message, "text"), "call %ld: %d %s", fault.at, code, message);
+        CHECK((bytes == 7 && !memcmp(data, "two two", 7)) || (is_new && strstr(message, "in place")), "call %ld: %.*s (%s)",
+              fault.at, (int)bytes, data, message);
+        CHECK(count_entries(scratch, ".halfstep") == 0, "call %ld left a temporary file", fault.at);
+        free(data);
+        if (is_new) halfstep_write_file_atomic(at("text"), "two two", 7, TEXT);
+    }
+    CHECK(fault.at >= 5, "only %ld calls", fault.at);
+}
+
+/* ---- Checkpoints ---------------------------------------------------------------------------------------------------- */
+
+static uint64_t model_bytes(unsigned k)
+{
+    return 40 + k % 7 * 100;
+}
+
+/* Generation k: contents and sizes follow from k. keep = 0: the default. */
+static int save_generation(const char *dir, unsigned k, halfstep_save_options options, const char *stop_before)
+{
+    halfstep_checkpoint_save *save;
+    halfstep_safetensors_writer *writer;
+    char config[64], number[16];
+    unsigned char bytes[1000];
+    uint64_t size = model_bytes(k), two = 2;
+    uint32_t pair[2] = {k, ~k};
+    options.struct_size = sizeof options;
+    options.step = k;
+    memset(bytes, (int)(k & 255), sizeof bytes);
+    snprintf(config, sizeof config, "{\"k\": %u}\n", k);
+    snprintf(number, sizeof number, "%u", k);
+    int code = halfstep_create_safetensors_writer(&writer);
+    if (code) return code;
+    code = halfstep_declare_safetensor(writer, "m", "U8", 1, &size, bytes, TEXT);
+    if (!code) code = halfstep_declare_safetensor(writer, "pair", "U32", 1, &two, pair, TEXT);
+    if (!code) code = halfstep_begin_checkpoint(&save, dir, &options, TEXT);
+    if (code) {
+        halfstep_destroy_safetensors_writer(writer);
+        return code;
+    }
+    code = halfstep_save_safetensors(save, "model.safetensors", writer, NULL, NULL, TEXT);
+    if (!code) code = halfstep_save_file(save, "config.json", config, strlen(config), TEXT);
+    if (!code) code = halfstep_save_value(save, "k", number, TEXT);
+    halfstep_destroy_safetensors_writer(writer);
+    if (stop_before && !strcmp(stop_before, "commit")) {
+        halfstep_abandon_checkpoint(save);
+        return 0;
+    }
+    if (code) {
+        char first[1024];
+        memcpy(first, message, sizeof first);
+        int again = halfstep_commit_checkpoint(save, TEXT);
+        if (again != code || strcmp(first, message))
+            test_fail(__FILE__, __LINE__, "commit gave %d \"%s\" after %d \"%s\"", again, message, code, first);
+        return code;
+    }
+    return halfstep_commit_checkpoint(save, TEXT);
+}
+
+/* The generation that dir opens with, after every byte of it has been compared; -1 if it does not open, -2 if it is none. */
+static long open_generation_number(const char *dir, const halfstep_open_options *options)
+{
+    halfstep_checkpoint *checkpoint;
+    halfstep_safetensors *file;
+    unsigned char bytes[1000];
+    uint32_t pair[2];
+    uint64_t index;
+    if (halfstep_open_checkpoint(&checkpoint, dir, options, TEXT)) return -1;
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_get_checkpoint_info(checkpoint, &info);
+    long k = strtol(halfstep_checkpoint_value(checkpoint, "k"), NULL, 10), good = (uint64_t)k == info.step && info.files == 2;
+    char opened[1024];
+    memcpy(opened, message, sizeof opened);
+    if (!halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), TEXT)) {
+        good = good && !halfstep_safetensor_find(file, "m", &index) &&
+               !halfstep_read_safetensor(file, index, 0, bytes, model_bytes((unsigned)k), TEXT);
+        for (uint64_t i = 0; good && i < model_bytes((unsigned)k); i++) good = bytes[i] == (k & 255);
+        good = good && !halfstep_safetensor_find(file, "pair", &index) &&
+               !halfstep_read_safetensor(file, index, 0, pair, 8, TEXT) && pair[0] == (uint32_t)k && pair[1] == ~(uint32_t)k;
+        halfstep_close_safetensors(file);
+    } else {
+        good = 0;
+    }
+    halfstep_close_checkpoint(checkpoint);
+    memcpy(message, opened, sizeof opened);
+    return good ? k : -2;
+}
+
+static void test_checkpoint_basics(void)
+{
+    halfstep_save_options none = {0}, keep3 = {.keep = 3};
+    halfstep_checkpoint *checkpoint;
+    const char *dir = at("basics");
+    size_t bytes;
+    CHECK(open_generation_number(dir, NULL) == -1 &&
+          halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME, "absent: %s", message);
+    CHECK(!save_generation(dir, 3, none, NULL) && !message[0], "%s", message);
+    CHECK(open_generation_number(dir, NULL) == 3, "%s", message);
+    CHECK(open_generation_number(at("basics/checkpoint-3"), NULL) == 3, "by its own path: %s", message);
+    CHECK(!save_generation(dir, 9, none, NULL), "%s", message);
+    CHECK(open_generation_number(dir, NULL) == 9 && count_entries(dir, "checkpoint-") == 1, "keep 1: %s", message);
+    /* The usual places. */
+    char *config = get_file(at("basics/config.json"), &bytes);
+    CHECK(bytes == 9 && !memcmp(config, "{\"k\": 9}\n", 9), "config.json: %.*s", (int)bytes, config);
+    free(config);
+    CHECK(hstep_same_file(at("basics/model.safetensors"), at("basics/checkpoint-9/model.safetensors")), "model link");
+    /* The same step again, a smaller step, and several kept. */
+    CHECK(!save_generation(dir, 9, keep3, NULL) && open_generation_number(dir, NULL) == 9, "%s", message);
+    CHECK(!access(at("basics/checkpoint-9-2/config.json"), F_OK), "the second checkpoint of step 9");
+    CHECK(!save_generation(dir, 4, keep3, NULL) && open_generation_number(dir, NULL) == 4, "%s", message);
+    CHECK(!save_generation(dir, 5, keep3, NULL) && count_entries(dir, "checkpoint-") == 3, "keep 3");
+    CHECK(access(at("basics/checkpoint-9"), F_OK), "the oldest is gone");
+    /* Another program's directory is left alone. */
+    if (mkdir(at("basics/checkpoint-1"), 0777)) test_fail(__FILE__, __LINE__, "mkdir");
+    put_file(at("basics/checkpoint-1/pytorch_model.bin"), "x", 1);
+    CHECK(!save_generation(dir, 1, none, NULL) && open_generation_number(dir, NULL) == 1, "%s", message);
+    CHECK(!access(at("basics/checkpoint-1/pytorch_model.bin"), F_OK), "another program's checkpoint was touched");
+    CHECK(count_entries(dir, "checkpoint-") == 2 && !access(at("basics/checkpoint-1-2/config.json"), F_OK), "names");
+    CHECK(!save_generation(dir, 2, none, "commit") && open_generation_number(dir, NULL) == 1, "abandoned: %s", message);
+    CHECK(count_entries(dir, ".halfstep") == 0, "temporaries of an abandoned save");
+    CHECK(save_generation(at("basics/checkpoint-1-2"), 2, none, NULL) == HALFSTEP_ERROR_ARGUMENT &&
+          strstr(message, "itself a checkpoint"), "into a checkpoint: %s", message);
+    CHECK(save_generation(at("no/parent"), 2, none, NULL) == HALFSTEP_ERROR_IO && strstr(message, "no/parent"), "%s", message);
+    CHECK(save_generation(at("basics/config.json"), 2, none, NULL) == HALFSTEP_ERROR_IO, "into a file: %s", message);
+    CHECK(!save_generation(at("fresh"), 2, none, "commit") && access(at("fresh"), F_OK), "an abandoned first save left its "
+          "directory");
+}
+
+static void test_checkpoint_files(void)
+{
+    halfstep_checkpoint_save *save;
+    halfstep_checkpoint *checkpoint;
+    const char *dir = at("files");
+    halfstep_checkpoint_file file = {.struct_size = sizeof file};
+    const char *key, *value;
+    static const char *const bad[] = {"", ".", "..", ".x", "a/b", "../a", "a b", "manifest.json", "checkpoint-1", "\xc3\xa9"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+        CHECK(halfstep_save_file(save, bad[i], "x", 1, TEXT) == HALFSTEP_ERROR_NAME, "the name \"%s\"", bad[i]);
+        halfstep_abandon_checkpoint(save);
+    }
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+    CHECK(!halfstep_save_file(save, "b.txt", "123456789", 9, TEXT), "%s", message);
+    CHECK(!halfstep_save_file(save, "a.txt", NULL, 0, TEXT), "%s", message);
+    CHECK(!halfstep_save_value(save, "z", "1", TEXT) && !halfstep_save_value(save, "a\n", "\"", TEXT), "%s", message);
+    CHECK(!halfstep_save_value(save, "z", "2", TEXT), "%s", message);
+    halfstep_checkpoint_save *second;
+    CHECK(halfstep_begin_checkpoint(&second, dir, NULL, TEXT) == HALFSTEP_ERROR_IO && !second &&
+          strstr(message, "another process"), "two saves at once: %s", message);
+    CHECK(!halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT), "%s", message);
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    CHECK(!halfstep_get_checkpoint_info(checkpoint, &info) && info.files == 2 && info.values == 2 && info.sequence == 1 &&
+          info.step == 0 && !info.fell_back, "info");
+    CHECK(!halfstep_get_checkpoint_file(checkpoint, 0, &file) && !strcmp(file.name, "a.txt") && !file.bytes && !file.crc64,
+          "a.txt");
+    CHECK(!halfstep_get_checkpoint_file(checkpoint, 1, &file) && file.bytes == 9 &&
+          file.crc64 == UINT64_C(0x995dc9bbdf1939fa), "the published check value of CRC-64/XZ: %llx",
+          (unsigned long long)file.crc64);
+    CHECK(!halfstep_get_checkpoint_value(checkpoint, 0, &key, &value) && !strcmp(key, "a\n") && !strcmp(value, "\""), "value");
+    CHECK(!strcmp(halfstep_checkpoint_value(checkpoint, "z"), "2") && !halfstep_checkpoint_value(checkpoint, "y"), "values");
+    CHECK(!halfstep_checkpoint_path(checkpoint, "c.txt"), "path of an absent file");
+
+    /* A checkpoint that is being read outlives the saves after it; the first save after its end removes it. */
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+    CHECK(!halfstep_save_file(save, "b.txt", "new", 3, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(!access(halfstep_checkpoint_path(checkpoint, "b.txt"), R_OK), "removed from under its reader");
+    halfstep_close_checkpoint(checkpoint);
+    CHECK(count_entries(dir, "checkpoint-") == 2, "two checkpoints");
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+    CHECK(!halfstep_save_file(save, "b.txt", "newer", 5, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(count_entries(dir, "checkpoint-") == 1, "one checkpoint");
+    CHECK(access(at("files/a.txt"), F_OK) && !access(at("files/b.txt"), F_OK), "a link to a file that is no more");
+    /* Leftovers of a killed save. */
+    if (mkdir(at("files/.halfstep-tmp-1-0"), 0777)) test_fail(__FILE__, __LINE__, "mkdir");
+    put_file(at("files/.halfstep-tmp-1-0/model.safetensors"), "x", 1);
+    put_file(at("files/.halfstep-tmp-1-1"), "x", 1);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+    halfstep_abandon_checkpoint(save);
+    CHECK(count_entries(dir, ".halfstep") == 0, "leftovers");
+}
+
+/* Changes one file of a checkpoint, so that it keeps its size (flip >= 0: that byte), or loses its last byte. */
+static void damage(const char *path, long flip)
+{
+    size_t bytes;
+    char *data = get_file(path, &bytes);
+    if (flip >= 0) data[(size_t)flip % bytes] ^= 0x10;
+    put_file(path, data, flip >= 0 ? bytes : bytes - 1);
+    free(data);
+}
+
+static void test_checkpoint_damage(void)
+{
+    halfstep_save_options keep2 = {.keep = 2};
+    halfstep_open_options fallback = {sizeof fallback, 1, 0}, quick = {sizeof quick, 0, 1};
+    halfstep_checkpoint *checkpoint;
+    static const char *const files[] = {"model.safetensors", "config.json", "manifest.json"};
+    for (int i = 0; i < 12; i++) {
+        const char *dir = at("damage"), *name = files[i % 3];
+        char path[512];
+        empty_tree(dir, 1);
+        CHECK(!save_generation(dir, 10, keep2, NULL) && !save_generation(dir, 20, keep2, NULL), "%s", message);
+        snprintf(path, sizeof path, "%s/checkpoint-20/%s", dir, name);
+        int kind = i / 3;
+        if (kind == 0) damage(path, 5);
+        else if (kind == 1) damage(path, -1);
+        else if (kind == 2) unlink(path);
+        else put_file(path, "", 0);
+        int code = halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT);
+        CHECK(code == (kind == 2 ? HALFSTEP_ERROR_IO : HALFSTEP_ERROR_FORMAT) && !checkpoint, "%s, kind %d: %d", name, kind, code);
+        CHECK(strstr(message, path) && strstr(message, "another checkpoint") && strstr(message, "checkpoint-10"), "%s",
+              message);
+        if (kind == 0 && i % 3 < 2)
+            CHECK(!halfstep_open_checkpoint(&checkpoint, dir, &quick, TEXT) && (halfstep_close_checkpoint(checkpoint), 1),
+                  "contents were to be skipped: %s", message);
+        CHECK(open_generation_number(dir, &fallback) == 10 && !strncmp(message, "note: ", 6) && strstr(message, path),
+              "fallback: %s", message);
+        /* The next save mends it. */
+        CHECK(!save_generation(dir, 30, keep2, NULL) && open_generation_number(dir, NULL) == 30, "%s", message);
+    }
+    /* The pointer: each damage is found, and any checkpoint still opens by its own path. */
+    const char *dir = at("damage");
+    size_t bytes;
+    empty_tree(dir, 1);
+    CHECK(!save_generation(dir, 10, keep2, NULL) && !save_generation(dir, 20, keep2, NULL), "%s", message);
+    char *pointer = get_file(at("damage/manifest.json"), &bytes);
+    for (size_t flip = 0; flip < bytes; flip++) {
+        damage(at("damage/manifest.json"), (long)flip);
+        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "byte %zu: %s", flip, message);
+        put_file(at("damage/manifest.json"), pointer, bytes);
+    }
+    for (size_t length = 0; length < bytes; length++) {
+        put_file(at("damage/manifest.json"), pointer, length);
+        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "%zu bytes: %s", length, message);
+    }
+    CHECK(open_generation_number(dir, &fallback) == 20, "fallback without a pointer: %s", message);
+    unlink(at("damage/manifest.json"));
+    CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME && strstr(message, "checkpoint-20"),
+          "no pointer: %s", message);
+    free(pointer);
+    /* Nothing sound at all. */
+    CHECK(!save_generation(dir, 30, (halfstep_save_options){0}, NULL), "%s", message);
+    damage(at("damage/checkpoint-30/config.json"), 2);
+    CHECK(open_generation_number(dir, &fallback) == -1 && strstr(message, "config.json") && !strstr(message, "another"), "%s",
+          message);
+    /* A bit of every file of the usual places: the links are the checkpoint's own files, so damage there is found too. */
+    CHECK(!save_generation(dir, 40, (halfstep_save_options){0}, NULL), "%s", message);
+    damage(at("damage/model.safetensors"), 100);
+    CHECK(open_generation_number(dir, NULL) == -1 && strstr(message, "model.safetensors"), "%s", message);
+}
+
+/* A save in which one call fails: either an error, and the old state, or (after the pointer is in place) a note. */
+static void test_failing_calls(void)
+{
+    static const int numbers[] = {ENOSPC, EIO, EDQUOT};
+    halfstep_save_options none = {0};
+    const char *dir = at("failing");
+    long calls = 0, errors = 0;
+    for (int variant = 0; variant < 3; variant++) {
+        int with_old = variant < 2;
+        for (long call = 0;; call++) {
+            empty_tree(dir, 1);
+            if (with_old) CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+            fault.mode = MODE_ONCE;
+            fault.number = numbers[variant];
+            fault.at = call;
+            fault.calls = fault.failures = 0;
+            int code = save_generation(dir, 8, none, NULL);
+            fault.mode = MODE_NONE;
+            if (!fault.failures) {
+                CHECK(code == 0 && call > 20, "%ld calls, %s", call, message);
+                break;
+            }
+            calls++;
+            errors += code != 0;
+            char text[1024];
+            memcpy(text, message, sizeof text);
+            long opens = open_generation_number(dir, NULL);
+            if (code) {
+                CHECK(code == HALFSTEP_ERROR_IO && strstr(text, scratch), "call %ld: %d \"%s\"", call, code, text);
+                CHECK(opens == (with_old ? 7 : -1) || (opens == 8 && strstr(text, "in place")), "call %ld failed (%s), then "
+                      "opened %ld", call, text, opens);
+            } else {
+                CHECK(opens == 8, "call %ld: reported success, opened %ld: %s", call, opens, message);
+            }
+            if (code && opens != 8) {
+                int left = count_entries(dir, ".halfstep");
+                CHECK(left <= 0, "call %ld (%s) left a temporary file", call, text);
+                CHECK(with_old ? count_entries(dir, "checkpoint-") == 1 : count_entries(dir, "") <= 0,
+                      "call %ld (%s) left something", call, text);
+            }
+            CHECK(!save_generation(dir, 9, none, NULL) && !message[0] && open_generation_number(dir, NULL) == 9 &&
+                  count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
+                  "call %ld: the save after it: %s", call, message);
+        }
+    }
+    CHECK(calls > 60 && errors > 30, "%ld failing calls, %ld errors", calls, errors);
+}
+
+static void power_reset(void)
+{
+    for (size_t i = 0; i < power.name_count; i++)
+        if (power.names[i].backup[0]) unlink(power.names[i].backup);
+    power.dirty_count = power.name_count = 0;
+    power.on = 0;
+}
+
+static void forget_contents(const char *path)
+{
+    DIR *stream = opendir(path);
+    if (!stream) return;
+    struct dirent *entry;
+    while ((entry = readdir(stream))) {
+        char inner[1024];
+        struct stat status;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
+        if (lstat(inner, &status)) continue;
+        if (S_ISDIR(status.st_mode)) forget_contents(inner);
+        for (size_t i = 0; i < power.dirty_count && S_ISREG(status.st_mode); i++)
+            if (power.dirty[i] == status.st_ino && truncate(inner, 0)) test_fail(__FILE__, __LINE__, "truncate");
+    }
+    closedir(stream);
+}
+
+/* The worst that a loss of power may leave: removals are on the disk, contents and names that were not synced are not. */
+static void lose_power(const char *dir)
+{
+    for (size_t i = power.name_count; i-- > 0;) {
+        unsynced_name *name = &power.names[i];
+        if (!name->from[0]) {
+            unlink(name->to);
+        } else if (!access(name->to, F_OK)) {
+            if (rename(name->to, name->from)) continue;
+            if (name->backup[0] && !rename(name->backup, name->to)) name->backup[0] = 0;
+        }
+    }
+    forget_contents(dir);
+}
+
+/* Killed, or out of power, before every single call of a save: what opens is the old state or the new one. */
+static void test_sudden_end(void)
+{
+    const char *dir = at("sudden");
+    for (int variant = 0; variant < 4; variant++) {
+        int with_power = variant & 1, with_old = variant < 2, seen_old = 0, seen_new = 0;
+        halfstep_save_options none = {0};
+        for (long call = 0;; call++) {
+            empty_tree(dir, 1);
+            if (with_old) CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+            power.on = with_power;
+            fault.mode = MODE_DEAD;
+            fault.number = EIO;
+            fault.at = call;
+            fault.calls = fault.failures = 0;
+            int code = save_generation(dir, 8, none, NULL), died = fault.failures > 0;
+            fault.mode = MODE_NONE;
+            power.on = 0;
+            if (with_power) lose_power(dir);
+            power_reset();
+            long opens = open_generation_number(dir, NULL);
+            if (died && !code) CHECK(opens == 8, "variant %d, call %ld: success was reported, opened %ld", variant, call, opens);
+            CHECK(opens == 8 || opens == (with_old ? 7 : -1), "variant %d, killed at call %ld: opened %ld (%s)", variant, call,
+                  opens, message);
+            seen_old += opens != 8;
+            seen_new += opens == 8;
+            CHECK(!save_generation(dir, 9, none, NULL) && !message[0] && open_generation_number(dir, NULL) == 9 &&
+                  count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
+                  "variant %d, killed at call %ld, then saved again: %s", variant, call, message);
+            if (!died) break;
+        }
+        CHECK(seen_old > 15 && seen_new > 5, "variant %d: %d old, %d new", variant, seen_old, seen_new);
+    }
+}
+
+/* With no_sync, a loss of power must be able to lose the checkpoint in the simulation above: that it can is what makes the
+ * group above a test. */
+static void test_simulation(void)
+{
+    const char *dir = at("sudden");
+    halfstep_save_options careless = {.no_sync = 1}, none = {0};
+    int lost = 0;
+    empty_tree(dir, 1);
+    CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+    power.on = 1;
+    CHECK(!save_generation(dir, 8, careless, NULL), "%s", message);
+    power.on = 0;
+    lose_power(dir);
+    power_reset();
+    lost = open_generation_number(dir, NULL) < 0;
+    CHECK(lost, "an unsynced save survived");
+}
+
+static void test_failing_allocations(void)
+{
+    halfstep_save_options none = {0};
+    const char *dir = at("memory");
+    long failed = 0;
+    for (long call = 0;; call++) {
+        empty_tree(dir, 1);
+        CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+        allocations = allocations_failed = 0;
+        allocation_at = call;
+        int code = save_generation(dir, 8, none, NULL);
+        allocation_at = -1;
+        if (!allocations_failed) break;
+        failed++;
+        char text[1024];
+        memcpy(text, message, sizeof text);
+        long opens = open_generation_number(dir, NULL);
+        CHECK(code ? code == HALFSTEP_ERROR_MEMORY && opens == 7 : opens == 8, "allocation %ld of a save: code %d (%s), opened "
+              "%ld (%s)", call, code, text, opens, message);
+    }
+    CHECK(failed > 40, "only %ld allocations in a save", failed);
+    failed = 0;
+    empty_tree(dir, 1);
+    CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+    for (long call = 0;; call++) {
+        halfstep_checkpoint *checkpoint = NULL;
+        halfstep_safetensors *file = NULL;
+        allocations = allocations_failed = 0;
+        allocation_at = call;
+        int code = halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT);
+        if (!code) code = halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), TEXT);
+        allocation_at = -1;
+        halfstep_close_safetensors(file);
+        halfstep_close_checkpoint(checkpoint);
+        if (!allocations_failed) break;
+        failed++;
+        CHECK(code == HALFSTEP_ERROR_MEMORY, "allocation %ld of opening: code %d (%s)", call, code, message);
+    }
+    CHECK(failed > 20, "only %ld allocations in opening", failed);
+}
+
+/* A real limit of the system, in a child so that it ends with it. */
+static void test_file_size_limit(void)
+{
+    const char *dir = at("limit");
+    halfstep_save_options none = {0};
+    CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        struct rlimit limit = {300, 300};
+        signal(SIGXFSZ, SIG_IGN);
+        setrlimit(RLIMIT_FSIZE, &limit);
+        int code = save_generation(dir, 13, none, NULL); /* 640 bytes of model */
+        _exit(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child got status %x", status);
+    CHECK(open_generation_number(dir, NULL) == 7 && count_entries(dir, ".halfstep") == 0, "%s", message);
+}
+
+static void *save_repeatedly(void *context)
+{
+    unsigned *rounds = context;
+    char text[256];
+    for (unsigned k = 1; k <= 60; k++) {
+        halfstep_checkpoint_save *save;
+        halfstep_save_options options = {.struct_size = sizeof options, .step = k, .no_sync = 1};
+        if (halfstep_begin_checkpoint(&save, at("racing"), &options, text, sizeof text)) continue;
+        halfstep_save_file(save, "a", &k, sizeof k, text, sizeof text);
+        halfstep_save_file(save, "b", &k, sizeof k, text, sizeof text);
+        if (!halfstep_commit_checkpoint(save, text, sizeof text)) ++*rounds;
+    }
+    return NULL;
+}
+
+/* A reader while somebody saves: each opening succeeds, and sees one checkpoint. */
+static void test_racing_reader(void)
+{
+    char dir[512];
+    snprintf(dir, sizeof dir, "%s", at("racing"));
+    halfstep_checkpoint_save *save;
+    unsigned zero = 0, rounds = 0, opened = 0, last = 0;
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", &zero, sizeof zero, TEXT) &&
+          !halfstep_save_file(save, "b", &zero, sizeof zero, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    pid_t child = fork();
+    if (!child) {
+        save_repeatedly(&rounds);
+        _exit(rounds == 60 ? 0 : 1);
+    }
+    int status = -1;
+    while (waitpid(child, &status, WNOHANG) == 0) {
+        halfstep_checkpoint *checkpoint;
+        int code = halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT);
+        CHECK(!code, "%s", message);
+        if (code) continue;
+        unsigned values[2] = {0, 1};
+        for (int i = 0; i < 2; i++) {
+            size_t bytes;
+            char *data = get_file(halfstep_checkpoint_path(checkpoint, i ? "b" : "a"), &bytes);
+            CHECK(bytes == sizeof values[i], "%zu bytes", bytes);
+            memcpy(&values[i], data, sizeof values[i]);
+            free(data);
+        }
+        CHECK(values[0] == values[1] && values[0] >= last, "%u and %u after %u", values[0], values[1], last);
+        last = values[0];
+        opened++;
+        halfstep_close_checkpoint(checkpoint);
+    }
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the saver got status %x", status);
+    CHECK(opened > 0, "never opened");
+}
+
+static void test_checksum(void)
+{
+    unsigned char data[300];
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)next_random();
+    for (size_t n = 0; n <= sizeof data; n++) {
+        uint64_t slow = ~UINT64_C(0);
+        for (size_t i = 0; i < n; i++) {
+            slow ^= data[i];
+            for (int bit = 0; bit < 8; bit++) slow = slow >> 1 ^ (slow & 1 ? UINT64_C(0xC96C5795D7870F42) : 0);
+        }
+        CHECK(update_crc(0, data, n) == ~slow, "%zu bytes", n);
+        size_t cut = n ? next_random() % (n + 1) : 0;
+        CHECK(update_crc(update_crc(0, data, cut), data + cut, n - cut) == ~slow, "%zu bytes, cut at %zu", n, cut);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    const char *base = getenv("TMPDIR");
+    test_init(argc, argv);
+    snprintf(scratch, sizeof scratch, "%s/halfstep-io-XXXXXX", base && *base ? base : P_tmpdir);
+    if (!mkdtemp(scratch)) {
+        perror(scratch);
+        return 1;
+    }
+    atexit(remove_scratch);
+    snprintf(power.backups, sizeof power.backups, "%.200s/backups", scratch);
+    mkdir(power.backups, 0777);
+
+    TEST("reader: conformance list") test_reader_cases();
+    TEST("reader: lengths and kinds of file") test_reader_lengths();
+    TEST("reader: limits") test_reader_limits();
+    TEST("reader: a file that changes") test_changed_file();
+    TEST("writer: every dtype, round trip, order, alignment") test_round_trip();
+    TEST("writer: refusals") test_writer_refusals();
+    TEST("atomic file: contents, links, devices, every call failing") test_write_file();
+    TEST("checksum") test_checksum();
+    TEST("checkpoint: layout and pruning") test_checkpoint_basics();
+    TEST("checkpoint: files, values, readers") test_checkpoint_files();
+    TEST("checkpoint: damage is found and named") test_checkpoint_damage();
+    TEST("checkpoint: every call failing once") test_failing_calls();
+    TEST("checkpoint: killed or out of power at every call") test_sudden_end();
+    TEST("checkpoint: the power simulation bites") test_simulation();
+    TEST("checkpoint: every allocation failing once") test_failing_allocations();
+    TEST("checkpoint: file size limit") test_file_size_limit();
+    TEST("checkpoint: a reader beside a saver") test_racing_reader();
+    return test_done();
+}

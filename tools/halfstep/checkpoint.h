@@ -1,0 +1,60 @@
+/* What a training checkpoint holds, and how it maps to an optimizer and a model:
+ *
+ *   model.safetensors      the weights as stored (BF16 or F32) under the usual Llama names, with config.json
+ *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, seed, generator,
+ *                          recipe and hyper-parameters as metadata
+ *   history.safetensors    losses so far
+ *   trainer.json           the options of the run, its step, the identity of its data
+ *
+ * Functions return 0, or -1 and one line. */
+#ifndef HALFSTEP_CHECKPOINT_H
+#define HALFSTEP_CHECKPOINT_H
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "halfstep.h"
+#include "halfstep_io.h"
+
+#include "train.h"
+
+/* A model with its optimizer: tensor i of one is tensor i of the other. weights[i] has the type lm_dtype. */
+struct holding {
+    const struct lm_config *shape;
+    halfstep_optimizer *optimizer;
+    void **weights;
+    int32_t tensors, groups;
+};
+
+/* The LM_* type of a weight stored in this format's main stream, or -1. */
+int weight_dtype(int32_t format);
+
+/* Hash of every weight and state bit, tensor after tensor: weight codes, its extra stream, then codes and scales or
+ * extras of each state. */
+uint64_t holding_hash(const struct holding *holding);
+
+int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, json_t *trainer,
+                    const struct run_history *history, char *error, size_t error_bytes);
+
+/* Takes everything back. The optimizer must have the same tensors, recipe and hyper-parameters; a difference is named.
+ * The schedule's total_steps is the caller's to judge. */
+int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding *holding, struct run_history *history,
+                    char *error, size_t error_bytes);
+
+/* Only the weights, from a checkpoint directory or a safetensors file, into whatever format holding has. With a
+ * checkpoint's error codes or residuals they are read in full precision. */
+int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes);
+
+/* Weights of one tensor as fp32, from the same places: for comparing with the start. */
+struct weight_source;
+struct weight_source *weight_source_open(const char *path, char *error, size_t error_bytes);
+void weight_source_close(struct weight_source *source);
+int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
+                       size_t error_bytes);
+
+/* config.json and trainer.json. The JSON object is the caller's to release. */
+int checkpoint_read_shape(const char *path, struct lm_config *shape, char *error, size_t error_bytes);
+json_t *checkpoint_read_json(const halfstep_checkpoint *checkpoint, const char *name, char *error, size_t error_bytes);
+
+#endif

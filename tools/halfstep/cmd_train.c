@@ -1,0 +1,115 @@
+#include <stdio.h>
+#include <string.h>
+
+#include "args.h"
+#include "commands.h"
+#include "interrupt.h"
+#include "train.h"
+
+struct output {
+    int json;
+};
+
+static const struct option output_rows[] = {OPTION_JSON(struct output)};
+
+static const char notes[] =
+    "The results go to stdout, progress and notes to stderr. Without --json the results end with a sample of what\n"
+    "the model writes. train_loss is the mean over the last 20 steps, val_loss the one of the last validation.\n"
+    "\n"
+    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once.\n"
+    "Exit status: 0 done, 1 failure, 2 usage, 130 and 143 interrupted.\n"
+    "\n"
+    "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
+    "  halfstep train lm --checkpoint run --resume --steps 4000\n";
+
+static const struct command command = {
+    "train lm", "--data FILE [options]",
+    "Trains a byte-level language model of the Llama type. Weights, gradients and optimizer states are stored as --recipe "
+    "and --gradients say; the update is computed in fp32.",
+    notes, 0, 0};
+
+static void print_bytes_line(const char *what, uint64_t bytes, double params)
+{
+    printf("  %-10s %8.3f bytes/param  %10.2f MiB\n", what, (double)bytes / params, (double)bytes / 0x1p20);
+}
+
+static void print_result(const struct run_result *r)
+{
+    double n = r->params > 0 ? (double)r->params : 1;
+    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
+           (unsigned long long)r->seed, (long long)r->params);
+    printf("%lld steps, training loss %.4f, validation loss %.4f nats per byte\n", (long long)r->steps, r->train_loss, r->val_loss);
+    if (r->steps > r->first_step)
+        printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
+               100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
+    if (r->skipped_steps)
+        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
+               r->release ? "tensor updates" : "steps");
+    printf("held:\n");
+    print_bytes_line("weights", r->weight_bytes, n);
+    print_bytes_line("gradients", r->gradient_bytes, n);
+    print_bytes_line("states", r->state_bytes, n);
+    print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
+    if (r->fell_back)
+        printf("  (%d tensors are too small for the block format asked for and keep plain states)\n", r->fell_back);
+    printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed, (unsigned long long)r->state_hash);
+    if (r->checkpoint[0]) printf("saved in %s\n", r->checkpoint);
+    if (r->sample) {
+        printf("\n");
+        print_bytes(r->sample, r->sample_bytes);
+        printf("\n");
+    }
+}
+
+static int train(const struct run_config *config, const struct output *output)
+{
+    struct run_data data;
+    struct progress progress;
+    struct run_result result;
+    char error[1024];
+    if (run_data_load(config, &data, error, sizeof error) != 0) return failure(command.name, "%s", error);
+    interrupt_install();
+    progress_open(&progress, stderr, config->quiet);
+    int status = train_run(config, &data, &progress, &result, error, sizeof error);
+    if (status == 2) usage_error(command.name, "%s", error);
+    else if (status != 0) failure(command.name, "%s", error);
+    else if (output->json) status = print_json(run_result_json(&result));
+    else print_result(&result);
+    run_result_free(&result);
+    run_data_free(&data);
+    return status;
+}
+
+static int train_lm(int argc, char **argv)
+{
+    struct run_options table;
+    struct run_config config;
+    struct output output;
+    struct args args;
+    char error[1024];
+    run_options_init(&table);
+    const struct option_group groups[] = {
+        {"Recipe", &run_recipe_option, 1, &config},
+        {"Options", table.rows, table.n, &config},
+        {"Output", output_rows, OPTION_COUNT(output_rows), &output},
+    };
+    int status = args_parse(&args, &command, groups, 3, argc, argv);
+    if (status != ARGS_RUN) return status;
+    status = run_config_complete(&args, groups, 3, &config, error, sizeof error);
+    if (status == 2) usage_error(command.name, "%s", error);
+    else if (status != 0) failure(command.name, "%s", error);
+    else status = train(&config, &output);
+    args_free(&args);
+    return status;
+}
+
+int cmd_train(int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "lm") == 0) return train_lm(argc - 1, argv + 1);
+    if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        printf("Usage: halfstep train lm --data FILE [options]\n\n  lm   a byte-level language model; see halfstep train lm --help\n");
+        return 0;
+    }
+    if (argc > 1 && argv[1][0] != '-') return usage_error("train", "there is no model %s; there is: lm", argv[1]);
+    return usage_error("train", "say which model to train: halfstep train lm --data FILE");
+}

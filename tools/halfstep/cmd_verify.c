@@ -1,0 +1,146 @@
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "halfstep.h"
+
+#include "args.h"
+#include "commands.h"
+#include "golden.h"
+#include "hash.h"
+#include "train.h"
+
+/* tests/golden/hashes.txt, embedded by the build. */
+extern const char hstep_golden_hashes[];
+
+struct verify {
+    const char *isa, *write;
+    int64_t threads;
+    int list, json;
+};
+
+static const char *available_isa(int32_t index)
+{
+    for (int32_t i = 0; i < halfstep_isa_count(); i++)
+        if (halfstep_isa_available(i) && index-- == 0) return halfstep_isa_name(i);
+    return NULL;
+}
+
+static const struct option rows[] = {
+    {"isa", OPTION_CHOICE, offsetof(struct verify, isa), "NAME", NULL, 0, 0, 0, available_isa,
+     "kernels to check (default: those in use)"},
+    {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL, "0: as many as a step would use"},
+    {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL, "print every case and the hash found"},
+    {"write", OPTION_STRING, offsetof(struct verify, write), "FILE", NULL, 0, 0, 0, NULL,
+     "write the hashes found to FILE instead of judging them"},
+    OPTION_JSON(struct verify),
+};
+
+static const struct command command = {
+    "verify", "[options]",
+    "Steps a fixed problem under every rule, weight format, state format and gradient format, and compares the bits of all "
+    "weights and states with the ones that every machine has to find.",
+    "Exit status 1 if any differs. In the JSON a recipe's hash is that of all its cases.\n", 0, 0};
+
+struct outcome {
+    uint64_t hash;
+    int known, right;
+};
+
+static int write_list(const char *path, const struct golden_case *cases, const struct outcome *outcomes, int n)
+{
+    char *partial = malloc(strlen(path) + 5);
+    if (!partial) return failure("verify", "out of memory");
+    sprintf(partial, "%s.new", path);
+    FILE *f = fopen(partial, "w");
+    int bad = !f;
+    for (int i = 0; i < n && !bad; i++)
+        bad = fprintf(f, "%s %s %s %016" PRIx64 "\n", cases[i].recipe, cases[i].gradients, cases[i].generator,
+                      outcomes[i].hash) < 0;
+    if (f && fclose(f)) bad = 1;
+    if (!bad) bad = rename(partial, path) != 0;
+    if (bad) unlink(partial);
+    free(partial);
+    return bad ? failure("verify", "cannot write %s", path) : 0;
+}
+
+/* Cases of one recipe follow each other. */
+static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, int threads, int passed)
+{
+    json_t *object = json_object(), *hashes = json_object();
+    for (int i = 0; i < n;) {
+        char text[24];
+        uint64_t hash = HASH_START;
+        int first = i;
+        for (; i < n && !strcmp(cases[i].recipe, cases[first].recipe); i++) hash = hash_word(hash, outcomes[i].hash);
+        snprintf(text, sizeof text, "%016" PRIx64, hash_finish(hash));
+        json_object_set_new(hashes, cases[first].recipe, json_string(text));
+    }
+    json_object_set_new(object, "isa", json_string(halfstep_isa()));
+    json_object_set_new(object, "threads", json_integer(threads));
+    json_object_set_new(object, "passed", json_integer(passed));
+    json_object_set_new(object, "failed", json_integer(n - passed));
+    json_object_set_new(object, "hashes", hashes);
+    return print_json(object);
+}
+
+static int compute(const struct verify *v, const struct golden_case *cases, struct outcome *outcomes, int n)
+{
+    struct golden_layout layout = {.threads = (int32_t)v->threads};
+    int live = isatty(2);
+    for (int i = 0; i < n; i++) {
+        char error[300];
+        uint64_t expected;
+        if (golden_run(&cases[i], &layout, &outcomes[i].hash, error, sizeof error)) {
+            if (live) fprintf(stderr, "\r\033[K");
+            return failure("verify", "%s", error);
+        }
+        outcomes[i].known = golden_expected(hstep_golden_hashes, &cases[i], &expected);
+        outcomes[i].right = outcomes[i].known && expected == outcomes[i].hash;
+        if (live && (i % 16 == 0 || i == n - 1)) fprintf(stderr, "\r%d of %d", i + 1, n);
+    }
+    if (live) fprintf(stderr, "\r\033[K");
+    return 0;
+}
+
+static int report(const struct verify *v, const struct golden_case *cases, const struct outcome *outcomes, int n)
+{
+    int passed = 0, threads = v->threads ? (int)v->threads : halfstep_default_threads();
+    for (int i = 0; i < n; i++) {
+        passed += outcomes[i].right;
+        if (v->json) continue;
+        const char *word = outcomes[i].right ? "ok" : outcomes[i].known ? "DIFFERS" : "NOT LISTED";
+        if (v->list || !outcomes[i].right)
+            printf("%-10s %s %s %s %016" PRIx64 "\n", word, cases[i].recipe, cases[i].gradients, cases[i].generator,
+                   outcomes[i].hash);
+    }
+    if (v->json && print_object(cases, outcomes, n, threads, passed)) return 1;
+    if (!v->json)
+        printf("%s: %d of %d cases give the promised bits (%s kernels, %d thread%s)\n", passed == n ? "ok" : "FAILED", passed,
+               n, halfstep_isa(), threads, threads == 1 ? "" : "s");
+    return passed != n;
+}
+
+int cmd_verify(int argc, char **argv)
+{
+    struct verify v;
+    struct args args;
+    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &v}};
+    int status = args_parse(&args, &command, groups, 1, argc, argv), n = 0;
+    if (status != ARGS_RUN) return status;
+    struct golden_case *cases = golden_cases(&n);
+    struct outcome *outcomes = cases ? calloc((size_t)n, sizeof *outcomes) : NULL;
+    if (!outcomes)
+        status = failure("verify", "out of memory");
+    else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
+        status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
+    else if ((status = compute(&v, cases, outcomes, n)) == 0)
+        status = v.write ? write_list(v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
+    free(outcomes);
+    free(cases);
+    args_free(&args);
+    return status;
+}

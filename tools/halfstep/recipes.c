@@ -1,0 +1,135 @@
+#include "recipes.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "args.h"
+
+int32_t format_with_roles(int32_t roles, int32_t index)
+{
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) != HALFSTEP_OK || !(info.roles & roles)) continue;
+        if (index-- == 0) return row;
+    }
+    return -1;
+}
+
+static const char *format_name(int32_t roles, int32_t index)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    int32_t row = format_with_roles(roles, index);
+    return row >= 0 && halfstep_get_format_info(row, &info) == HALFSTEP_OK ? info.name : NULL;
+}
+
+const char *rule_name(int32_t index)
+{
+    halfstep_rule_info info = {.struct_size = sizeof info};
+    if (index >= halfstep_rule_count() || halfstep_get_rule_info(index, &info) != HALFSTEP_OK) return NULL;
+    return info.name;
+}
+
+const char *weight_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_WEIGHT, index); }
+const char *gradient_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_GRADIENT, index); }
+const char *state_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, index); }
+
+void recipe_split(const char *full, struct recipe_parts *parts)
+{
+    char *to[3] = {parts->rule, parts->weight, parts->states};
+    for (int i = 0; i < 3; i++) {
+        size_t n = strcspn(full, "/");
+        snprintf(to[i], RECIPE_BYTES, "%.*s", (int)n, full);
+        full += n;
+        if (*full == '/') full++;
+    }
+}
+
+typedef const char *(*names)(int32_t index);
+
+static const char *next_name(void *context, int index)
+{
+    return (*(names *)context)(index);
+}
+
+static int known(const char *name, names all)
+{
+    const char *each;
+    for (int32_t i = 0; (each = all(i)) != NULL; i++)
+        if (strcmp(each, name) == 0) return 1;
+    return 0;
+}
+
+/* "unknown rule adamx, did you mean adam? (sgd, adam, ...)" */
+static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
+{
+    const char *near = args_suggest(name, next_name, &all), *each;
+    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name, near ? ", did you mean " : "",
+                        near ? near : "", near ? "?" : "");
+    for (int32_t i = 0; (each = all(i)) != NULL && used > 0 && (size_t)used < error_bytes; i++)
+        used += snprintf(error + used, error_bytes - (size_t)used, "%s %s", i ? "," : "", each);
+    if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
+}
+
+/* A known format in the wrong place: one that cannot hold what a state of the rule holds. */
+static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error, size_t error_bytes)
+{
+    const char *at = parts->states;
+    for (int32_t i = 0; i < rule->states && *at; i++) {
+        char one[RECIPE_BYTES];
+        size_t n = strcspn(at, "+");
+        snprintf(one, sizeof one, "%.*s", (int)n, at);
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK && !(info.roles & rule->state_role[i])) {
+            snprintf(error, error_bytes, "%s cannot store %s of %s, which is %s", one, rule->state_name[i], rule->name,
+                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG ? "never negative" : "of either sign");
+            return 1;
+        }
+        /* A single format stands for all states. */
+        if (at[n] == '+') at += n + 1;
+        else if (at != parts->states) break;
+    }
+    return 0;
+}
+
+int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_t error_bytes)
+{
+    int code = halfstep_recipe_full(recipe, full, RECIPE_BYTES);
+    if (code == HALFSTEP_OK) return 0;
+    if (strlen(recipe) >= RECIPE_BYTES) {
+        snprintf(error, error_bytes, "\"%.20s...\" is too long for a recipe", recipe);
+        return -1;
+    }
+    struct recipe_parts parts;
+    recipe_split(recipe, &parts);
+    if (!known(parts.rule, rule_name)) {
+        complain("rule", parts.rule, rule_name, error, error_bytes);
+        return -1;
+    }
+    if (parts.weight[0] && !known(parts.weight, weight_format_name)) {
+        complain("weight format", parts.weight, weight_format_name, error, error_bytes);
+        return -1;
+    }
+    int given = 0;
+    for (const char *at = parts.states; *at;) {
+        char one[RECIPE_BYTES];
+        size_t n = strcspn(at, "+");
+        snprintf(one, sizeof one, "%.*s", (int)n, at);
+        if (!known(one, state_format_name)) {
+            complain("state format", one, state_format_name, error, error_bytes);
+            return -1;
+        }
+        given++;
+        at += n;
+        if (*at == '+') at++;
+    }
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    if (halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && given > 1 && given != rule.states) {
+        snprintf(error, error_bytes, "%s names %d state formats; %s has %d state%s", recipe, given, parts.rule, rule.states,
+                 rule.states == 1 ? "" : "s");
+        return -1;
+    }
+    if (unfit_state(&parts, &rule, error, error_bytes)) return -1;
+    snprintf(error, error_bytes, "\"%s\" is not a recipe: %s (a recipe is rule/weight format/state format)", recipe,
+             halfstep_strerror(code));
+    return -1;
+}

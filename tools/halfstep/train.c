@@ -1,0 +1,339 @@
+#include "train.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "interrupt.h"
+#include "train_internal.h"
+
+enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
+
+/* ---- Steps -------------------------------------------------------------------------------------------------------------- */
+
+static double sum_of_squares(struct run *run, int tensor, const void *gradient)
+{
+    struct lm_tensor info;
+    lm_tensor_info(&run->shape, tensor, &info);
+    int64_t piece = NORM_PIECE / (info.row_length > 0 ? info.row_length : 1);
+    if (piece < 1) piece = 1;
+    double sum = 0;
+    for (int64_t row = 0; row < info.rows; row += piece) {
+        int64_t rows = info.rows - row < piece ? info.rows - row : piece;
+        if (halfstep_read_slot(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, gradient, row, rows, run->scratch) != HALFSTEP_OK)
+            return NAN;
+        for (int64_t i = 0; i < rows * info.row_length; i++) sum += (double)run->scratch[i] * (double)run->scratch[i];
+    }
+    return sum;
+}
+
+static void tell_skip(struct run *run)
+{
+    if (run->skip_told) return;
+    run->skip_told = 1;
+    progress_note(run->progress, "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
+                  (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
+                  run->config->release ? "that tensor is" : "all weights are");
+}
+
+static void on_gradient(void *arg, int tensor, const void *gradient)
+{
+    struct run *run = arg;
+    double begun = progress_clock();
+    run->squares += sum_of_squares(run, tensor, gradient);
+    int code = halfstep_step_tensor(run->optimizer, tensor, run->weights[tensor], gradient);
+    if (code == HALFSTEP_NONFINITE) {
+        tell_skip(run);
+        run->skipped_now = 1;
+    } else if (code != HALFSTEP_OK && !run->release_failed) {
+        run->release_failed = 1;
+        run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    }
+    run->optimizer_seconds += progress_clock() - begun;
+}
+
+/* With release the norm of a step is known only when most of it has been applied; the one before stands in for it. It is
+ * kept here and not in the optimizer so that a resumed run has it. */
+static int set_release_scale(struct run *run)
+{
+    const struct run_config *c = run->config;
+    double factor = c->clip > 0 ? c->clip / (run->released_norm + 1e-6) : 1;
+    return run_set_hyper(run, HALFSTEP_ALL_GROUPS, "gradient_scale", (factor < 1 ? factor : 1) / c->loss_scale, "clip");
+}
+
+static int update(struct run *run, double *norm)
+{
+    const struct run_config *c = run->config;
+    run->skipped_now = 0;
+    run->squares = 0;
+    struct lm_sink sink = {run->gradients, NULL, NULL};
+    if (c->release) {
+        if (set_release_scale(run) != 0) return 1;
+        sink = (struct lm_sink){NULL, on_gradient, run};
+    }
+    if (lm_backward(run->model, run->model_weights, c->loss_scale, &sink) != 0) return run_fail(run, "%s", lm_error(run->model));
+    double begun = progress_clock();
+    if (c->release) {
+        if (run->release_failed) return 1;
+        if (halfstep_end_round(run->optimizer) != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        *norm = sqrt(run->squares) / c->loss_scale;
+        if (isfinite(*norm)) run->released_norm = *norm;
+    } else {
+        int code = halfstep_step(run->optimizer, run->weights, (const void *const *)run->gradients);
+        if (code == HALFSTEP_NONFINITE) {
+            tell_skip(run);
+            run->skipped_now = 1;
+        } else if (code != HALFSTEP_OK) {
+            return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        }
+        run->optimizer_seconds += progress_clock() - begun;
+        if (c->clip > 0 && code == HALFSTEP_OK) {
+            *norm = halfstep_gradient_norm(run->optimizer);
+        } else {
+            for (int i = 0; i < run->tensors; i++) run->squares += sum_of_squares(run, i, run->gradients[i]);
+            *norm = sqrt(run->squares) / c->loss_scale;
+        }
+    }
+    run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
+    if (run->skips_in_a_row == SKIPS_IN_A_ROW)
+        return run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
+                    halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+    return 0;
+}
+
+static int validate(struct run *run, double *loss)
+{
+    const struct run_config *c = run->config;
+    const struct data_part *part = &run->data->validation;
+    size_t count = data_eval_count(part, (int)c->context, (size_t)(c->eval_batches * c->batch));
+    size_t window = (size_t)c->context + 1;
+    double sum = 0;
+    for (size_t first = 0; first < count; first += (size_t)c->batch) {
+        size_t n = count - first < (size_t)c->batch ? count - first : (size_t)c->batch;
+        for (size_t i = 0; i < n; i++)
+            data_eval_window(part, first + i, count, (int)c->context, run->tokens + i * window);
+        double one = lm_eval(run->model, run->model_weights, run->tokens, (int)n, (int)c->context);
+        if (one < 0) return run_fail(run, "%s", lm_error(run->model));
+        sum += one * (double)n;
+    }
+    *loss = sum / (double)count;
+    return history_add_validation(&run->result->history, (double)run->step, *loss) == 0 ? 0 : run_fail(run, "out of memory");
+}
+
+/* Of the last steps that are in the history, resumed or not. */
+static double mean_loss(const struct run_history *history)
+{
+    size_t n = history->n_points < LOSS_MEAN_STEPS ? history->n_points : LOSS_MEAN_STEPS;
+    double sum = 0;
+    for (size_t i = history->n_points - n; i < history->n_points; i++) sum += history->point[i].train_loss;
+    return n ? sum / (double)n : NAN;
+}
+
+static int record(struct run *run, const struct run_point *point, double val_loss, double tokens_per_s)
+{
+    uint64_t skipped = halfstep_skipped_steps(run->optimizer);
+    if (run->log) {
+        struct log_row row = {.step = run->step, .train_loss = point->train_loss, .val_loss = val_loss, .lr = point->lr,
+                              .gradient_norm = point->gradient_norm, .tokens_per_s = tokens_per_s,
+                              .seconds = point->seconds, .skipped_steps = skipped};
+        if (log_write(run->log, &row) != 0 && !run->log_lost) {
+            run->log_lost = 1;
+            progress_note(run->progress, "warning: %s: %s; training goes on", run->config->log, strerror(errno));
+        }
+    }
+    const struct run_history *history = &run->result->history;
+    struct progress_values values = {.loss = mean_loss(history), .val_loss = val_loss, .gradient_norm = point->gradient_norm,
+                                     .lr = point->lr, .tokens_per_s = tokens_per_s, .skipped = skipped};
+    int important = !isnan(val_loss) || run->step == run->config->steps;
+    if (isnan(val_loss) && history->n_validations) values.val_loss = history->validation[history->n_validations - 1].loss;
+    progress_update(run->progress, run->step, &values, important);
+    return 0;
+}
+
+static int train_step(struct run *run)
+{
+    const struct run_config *c = run->config;
+    struct run_point point = {0};
+    double begun = progress_clock(), val_loss = NAN;
+    data_batch(&run->data->train, c->seed, (uint64_t)run->step, 0, (int)c->batch, (int)c->context, run->tokens);
+    halfstep_current_lr(run->optimizer, run->decayed, &point.lr);
+    point.train_loss = lm_forward(run->model, run->model_weights, run->tokens, (int)c->batch, (int)c->context);
+    if (point.train_loss < 0) return run_fail(run, "%s", lm_error(run->model));
+    int status = update(run, &point.gradient_norm);
+    if (status) return status;
+    run->step++;
+    double took = progress_clock() - begun;
+    run->trained_seconds += took;
+    point.step = (double)run->step;
+    point.seconds = run->trained_seconds;
+    if (history_add_point(&run->result->history, &point) != 0) return run_fail(run, "out of memory");
+    int last = run->step == c->steps;
+    if (last || (c->val_every && run->step % c->val_every == 0)) status = validate(run, &val_loss);
+    if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(c->batch * c->context) / took : NAN);
+    if (!status && c->checkpoint && c->checkpoint_every && run->step % c->checkpoint_every == 0 && !last) {
+        /* A save that fails now may succeed later; at the end it decides. */
+        if (run_save(run) != 0) progress_note(run->progress, "warning: not saved: %s; training goes on", run->error);
+    }
+    return status;
+}
+
+static int interrupted(struct run *run, int number)
+{
+    const struct run_config *c = run->config;
+    progress_end(run->progress);
+    if (!c->checkpoint) {
+        run_fail(run, "interrupted after step %lld; nothing was saved (no --checkpoint)", (long long)run->step);
+    } else if (run->saved_step != run->step && run_save(run) != 0) {
+        char why[600];
+        snprintf(why, sizeof why, "%.599s", run->error);
+        run_fail(run, "interrupted after step %lld, and not saved: %s", (long long)run->step, why);
+    } else {
+        run_fail(run, "interrupted after step %lld; saved in %s, --resume continues it", (long long)run->step, c->checkpoint);
+    }
+    return 128 + number;
+}
+
+/* ---- Results ------------------------------------------------------------------------------------------------------------ */
+
+/* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
+static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed)
+{
+    struct lm_tensor info;
+    halfstep_optimizer *fresh = NULL;
+    int32_t group, index;
+    struct recipe_parts parts;
+    char recipe[RECIPE_BYTES + 8], why[300];
+    lm_tensor_info(&run->shape, tensor, &info);
+    recipe_split(run->config->recipe, &parts);
+    snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
+    size_t n = (size_t)(info.rows * info.row_length);
+    float *values = malloc(n * sizeof *values);
+    halfstep_slot_info now = {.struct_size = sizeof now}, then = now;
+    halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
+    unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
+    int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
+              halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
+    halfstep_tensor t = {.struct_size = sizeof t, .name = info.name, .ndim = info.ndim, .rows = info.rows,
+                         .row_length = info.row_length, .gradient = "f32"};
+    if (!bad)
+        bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
+              halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
+    if (!bad && source) bad = weight_source_read(source, &info, values, why, sizeof why) != 0;
+    else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
+    if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
+    if (!bad) {
+        size_t code = now.code_bytes / n, extra = now.extra_bytes / n;
+        const unsigned char *here = run->weights[tensor], *extra_here = now.extra, *extra_then = then.extra;
+        for (size_t i = 0; i < n; i++)
+            *changed += memcmp(here + i * code, codes + i * code, code) != 0 ||
+                        (extra && memcmp(extra_here + i * extra, extra_then + i * extra, extra) != 0);
+    }
+    halfstep_destroy(fresh);
+    free(values);
+    free(codes);
+    return bad;
+}
+
+static double weights_changed(struct run *run)
+{
+    char why[300];
+    uint64_t changed = 0;
+    struct weight_source *source = NULL;
+    if (run->config->init) {
+        source = weight_source_open(run->config->init, why, sizeof why);
+        if (!source) return NAN;
+    }
+    int bad = 0;
+    for (int i = 0; i < run->tensors && !bad; i++) bad = count_changes(run, i, source, &changed);
+    weight_source_close(source);
+    return bad ? NAN : (double)changed / (double)run->result->params;
+}
+
+static void fill_result(struct run *run)
+{
+    struct run_result *r = run->result;
+    const struct run_config *c = run->config;
+    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
+    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
+    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
+    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
+    r->seed = c->seed;
+    r->release = c->release;
+    r->threads = run->threads;
+    r->steps = run->step;
+    r->params = lm_parameter_count(&run->shape);
+    r->train_loss = mean_loss(&r->history);
+    r->val_loss = r->history.n_validations ? r->history.validation[r->history.n_validations - 1].loss : NAN;
+    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
+    r->optimizer_seconds = run->optimizer_seconds;
+    r->seconds = progress_clock() - run->started;
+    size_t model_peak = lm_gradient_peak_bytes(run->model);
+    if (c->release) r->gradient_bytes = model_peak;
+    r->peak_gradient_bytes = c->release ? model_peak : r->gradient_bytes + model_peak;
+    r->activation_bytes = lm_activation_bytes(run->model);
+    r->state_hash = holding_hash(&run->holding);
+}
+
+static int make_sample(struct run *run)
+{
+    struct run_result *r = run->result;
+    size_t n = (size_t)run->config->sample_bytes;
+    if (n == 0) return 0;
+    r->sample = malloc(n);
+    if (!r->sample) return run_fail(run, "out of memory");
+    r->sample_bytes = n;
+    if (lm_generate(run->model, run->model_weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)
+        return run_fail(run, "%s", lm_error(run->model));
+    return 0;
+}
+
+static int loop(struct run *run)
+{
+    const struct run_config *c = run->config;
+    struct run_result *r = run->result;
+    double before = run->trained_seconds;
+    int status = 0, number;
+    r->first_step = run->step;
+    run->started = progress_clock();
+    /* The first point of every curve is the model as it was initialised. */
+    double loss;
+    if (run->step == 0 && !r->history.n_validations) status = validate(run, &loss);
+    while (!status && run->step < c->steps) {
+        if ((number = interrupt_pending()) != 0) return interrupted(run, number);
+        status = train_step(run);
+    }
+    if (status) return status;
+    if ((number = interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint) return interrupted(run, number);
+    double trained = run->trained_seconds - before;
+    int64_t made = run->step - r->first_step;
+    r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->context) / trained : NAN;
+    progress_end(run->progress);
+    if (c->checkpoint && run->saved_step != run->step && run_save(run) != 0) return 1;
+    if (c->checkpoint) snprintf(r->checkpoint, sizeof r->checkpoint, "%s", c->checkpoint);
+    fill_result(run);
+    r->weights_changed = weights_changed(run);
+    return make_sample(run);
+}
+
+int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
+              struct run_result *result, char *error, size_t error_bytes)
+{
+    struct run run = {.config = config, .data = data, .progress = progress, .result = result, .error = error,
+                      .error_bytes = error_bytes, .saved_step = -1};
+    memset(result, 0, sizeof *result);
+    result->weights_changed = result->tokens_per_s = NAN;
+    error[0] = 0;
+    int status = run_build(&run);
+    if (!status) status = config->resume ? run_resume(&run) : run_initialize(&run);
+    if (!status) status = run_check_outputs(&run);
+    if (!status) {
+        progress_begin(progress, run.step, config->steps);
+        status = loop(&run);
+        progress_end(progress);
+    }
+    if (log_close(run.log) != 0 && status == 0) status = run_fail(&run, "the log %s is not complete", config->log);
+    run_dismantle(&run);
+    return status;
+}

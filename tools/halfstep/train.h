@@ -1,0 +1,144 @@
+/* One training run of the byte-level language model as a function: what it is told (run_config), what it leaves behind
+ * (run_result). There is no global state, so that `compare` can call it once per recipe and seed.
+ *
+ *   struct run_options table;                        the option rows, hyper-parameters of all rules included
+ *   run_options_init(&table);
+ *   struct run_config config;
+ *   groups[0] = (struct option_group){"...", table.rows, table.n, &config};
+ *   args_parse(...); run_config_complete(&args, &groups[0], &config, error, sizeof error);
+ *   run_data_load(&config, &data, error, sizeof error);
+ *   status = train_run(&config, &data, &progress, &result, error, sizeof error);
+ *   json_t *object = run_result_json(&result);
+ *   run_result_free(&result); run_data_free(&data); args_free(&args); */
+#ifndef HALFSTEP_TRAIN_H
+#define HALFSTEP_TRAIN_H
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "args.h"
+#include "data.h"
+#include "models/llama.h"
+#include "recipes.h"
+#include "ui/progress.h"
+
+/* ---- What a run is told ---------------------------------------------------------------------------------------------- */
+
+struct run_config {
+    const char *data, *val;             /* files; val NULL: the last tenth of data */
+    int64_t width, depth, heads, context;
+    int64_t steps, batch;
+    uint64_t seed;
+    int64_t threads;                    /* 0: what halfstep_default_threads() says */
+    const char *recipe;                 /* full form */
+    const char *gradients;              /* NULL: bf16 for 16-bit weights, otherwise f32 */
+    const char *compute;
+    int release;
+    double loss_scale;                  /* 0: 1, or 1024 for f16 gradients */
+    double lr, weight_decay, clip, final_lr;
+    const char *decay;                  /* NULL: the rule's own */
+    const char *schedule, *generator;
+    int64_t warmup;
+    struct string_list hyper;           /* "name=value", all other hyper-parameters */
+    int64_t val_every, eval_batches;
+    const char *init;                   /* directory or file whose weights to start from, or NULL */
+    const char *log;                    /* CSV file or NULL */
+    const char *checkpoint;             /* directory or NULL */
+    int64_t checkpoint_every, keep;
+    int resume;
+    int64_t sample_bytes;               /* text the trained model writes at the end */
+    int quiet;
+};
+
+#define RUN_OPTIONS_MAX 80
+struct run_options {
+    struct option rows[RUN_OPTIONS_MAX];
+    int n;
+    char text[RUN_OPTIONS_MAX][2][96];  /* names and defaults of rows that were made from the library's tables */
+};
+
+/* Every option of a run except --recipe and --json, which `train` and `compare` each name for themselves. */
+void run_options_init(struct run_options *options);
+/* --recipe, on struct run_config. */
+extern const struct option run_recipe_option;
+
+/* After parsing: with --resume, whatever the command line did not give comes from the checkpoint; with --init, the shape
+ * comes from the checkpoint it names; the rest of the defaults that depend on others. `group` is the one whose target is
+ * config. 0, or the exit status (1 or 2) and one line. */
+int run_config_complete(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
+                        char *error, size_t error_bytes);
+/* The defaults that depend on the recipe. run_config_complete() ends with it; `compare` calls it for each recipe. */
+void run_config_settle(struct run_config *config);
+struct lm_config run_shape(const struct run_config *config);
+
+struct run_data {
+    struct data_file data_file, val_file;
+    struct data_part train, validation;
+    uint64_t data_hash, val_hash;
+};
+
+/* 0, or -1 and one line. */
+int run_data_load(const struct run_config *config, struct run_data *data, char *error, size_t error_bytes);
+void run_data_free(struct run_data *data);
+
+/* ---- What it leaves behind ------------------------------------------------------------------------------------------- */
+
+struct run_point {
+    double step;            /* this many steps were done */
+    double train_loss;      /* of this step's batch, before the update */
+    double lr, gradient_norm, seconds;
+};
+
+struct run_validation {
+    double step, loss;
+};
+
+struct run_history {
+    struct run_point *point;
+    struct run_validation *validation;
+    size_t n_points, n_validations, point_room, validation_room;
+};
+
+struct run_result {
+    char recipe[RECIPE_BYTES], gradients[16], compute[16], isa[32];
+    uint64_t seed;
+    int64_t steps, first_step, params;
+    int threads, release;
+    double train_loss;          /* mean over the last (up to 20) steps, NaN without any */
+    double val_loss;
+    double tokens_per_s, seconds, optimizer_seconds;
+    uint64_t skipped_steps;
+    uint64_t weight_bytes, gradient_bytes, state_bytes; /* held */
+    uint64_t peak_gradient_bytes, activation_bytes;
+    int32_t fell_back;          /* tensors too small for the block format asked for */
+    double weights_changed;     /* fraction of the weights whose stored bits differ from the start, NaN: not known */
+    uint64_t state_hash;
+    char checkpoint[1024];      /* where it was saved last, "" if nowhere */
+    struct run_history history; /* resumed runs include what went before */
+    uint8_t *sample;
+    size_t sample_bytes;
+};
+
+/* 0: done. 1: failed, 2: impossible configuration, one line in error. 128 + n: ended by signal n after a whole step (and a
+ * save, where --checkpoint was given); error says what became of the work. result is to be freed in every case. */
+int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
+              struct run_result *result, char *error, size_t error_bytes);
+
+json_t *run_result_json(const struct run_result *result);
+void run_result_free(struct run_result *result);
+
+/* A double as JSON; null where JSON has no word for it. Rounded to 10 digits by print_json(). */
+json_t *json_double(double value);
+/* Prints and releases the object. 0, or 1. */
+int print_json(json_t *object);
+/* Bytes as a JSON string: what is not UTF-8 becomes U+FFFD. */
+json_t *json_bytes(const uint8_t *bytes, size_t n);
+/* Bytes as text for people: as they are into a file, with everything unprintable escaped on a terminal. */
+void print_bytes(const uint8_t *bytes, size_t n);
+
+/* History, shared with the checkpoint code. 0, or -1 when memory is out. */
+int history_add_point(struct run_history *history, const struct run_point *point);
+int history_add_validation(struct run_history *history, double step, double loss);
+
+#endif

@@ -1,0 +1,228 @@
+#include "train_internal.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int run_fail(struct run *run, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(run->error, run->error_bytes, format, arguments);
+    va_end(arguments);
+    return 1;
+}
+
+int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option)
+{
+    if (halfstep_set_hyper(run->optimizer, group, name, value) == HALFSTEP_OK) return 0;
+    run_fail(run, "--%s: %s", option, halfstep_error_detail(run->optimizer));
+    return 2;
+}
+
+static const char *suggest_hyper(void *context, int index)
+{
+    halfstep_hyper_info info = {.struct_size = sizeof info};
+    return halfstep_get_hyper_info(*(const int32_t *)context, index, &info) == HALFSTEP_OK ? info.name : NULL;
+}
+
+static int set_listed_hypers(struct run *run)
+{
+    struct recipe_parts parts;
+    recipe_split(run->config->recipe, &parts);
+    int32_t rule = halfstep_rule_find(parts.rule);
+    for (int i = 0; i < run->config->hyper.n; i++) {
+        char name[96];
+        double value;
+        const char *item = run->config->hyper.item[i];
+        size_t n = strcspn(item, "=");
+        snprintf(name, sizeof name, "%.*s", (int)n, item);
+        if (item[n] != '=' || parse_number(item + n + 1, &value) != 0) {
+            run_fail(run, "--hyper %s: not NAME=VALUE", item);
+            return 2;
+        }
+        int known = 0;
+        const char *each;
+        for (int32_t k = 0; !known && (each = suggest_hyper(&rule, k)) != NULL; k++) known = strcmp(each, name) == 0;
+        if (!known) {
+            const char *near = args_suggest(name, suggest_hyper, &rule);
+            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, parts.rule, near ? ", did you mean " : "",
+                 near ? near : "", near ? "?" : "");
+            return 2;
+        }
+        int status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, name, value, name);
+        if (status) return status;
+    }
+    return 0;
+}
+
+static int set_group(struct run *run, int32_t group, double weight_decay)
+{
+    const struct run_config *c = run->config;
+    int status = run_set_hyper(run, group, "lr", c->lr, "lr");
+    if (!status) status = run_set_hyper(run, group, "weight_decay", weight_decay, "weight-decay");
+    if (!status) status = run_set_hyper(run, group, "warmup_steps", (double)c->warmup, "warmup");
+    if (!status) status = run_set_hyper(run, group, "total_steps", (double)c->steps, "steps");
+    if (!status) status = run_set_hyper(run, group, "final_fraction", c->final_lr, "final-lr");
+    if (status) return status;
+    if (halfstep_set_choice(run->optimizer, group, "schedule", c->schedule) != HALFSTEP_OK ||
+        halfstep_set_choice(run->optimizer, group, "decay", c->decay) != HALFSTEP_OK) {
+        run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        return 2;
+    }
+    return 0;
+}
+
+static int add_tensors(struct run *run)
+{
+    for (int i = 0; i < run->tensors; i++) {
+        struct lm_tensor tensor;
+        int32_t index;
+        if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
+        halfstep_tensor t = {.struct_size = sizeof t, .group = tensor.ndim >= 2 ? run->decayed : run->plain,
+                             .name = tensor.name, .ndim = tensor.ndim, .rows = tensor.rows, .row_length = tensor.row_length,
+                             .gradient = run->config->gradients};
+        if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
+            return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
+    }
+    return 0;
+}
+
+static int build_optimizer(struct run *run)
+{
+    const struct run_config *c = run->config;
+    halfstep_options options = {.struct_size = sizeof options, .threads = run->threads, .seed = c->seed};
+    int code = halfstep_create(&options, &run->optimizer);
+    if (code != HALFSTEP_OK) return run_fail(run, "cannot create an optimizer: %s", halfstep_strerror(code));
+    if (halfstep_add_group(run->optimizer, c->recipe, &run->decayed) != HALFSTEP_OK ||
+        halfstep_add_group(run->optimizer, c->recipe, &run->plain) != HALFSTEP_OK) {
+        run_fail(run, "--recipe: %s", halfstep_error_detail(run->optimizer));
+        return 2;
+    }
+    int status = set_group(run, run->decayed, c->weight_decay);
+    if (!status) status = set_group(run, run->plain, 0);
+    if (!status) status = set_listed_hypers(run);
+    /* With release the factor goes into the gradient scale: see set_release_scale(). */
+    if (!status && !c->release) status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, "clip_norm", c->clip, "clip");
+    if (!status) status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, "gradient_scale", 1 / c->loss_scale, "loss-scale");
+    if (!status && halfstep_set_choice(run->optimizer, HALFSTEP_ALL_GROUPS, "generator", c->generator) != HALFSTEP_OK) {
+        run_fail(run, "--generator: %s", halfstep_error_detail(run->optimizer));
+        return 2;
+    }
+    if (!status) status = add_tensors(run);
+    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
+        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    return status;
+}
+
+/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins, since
+ * equal distances modulo a power of two cost speed. */
+static int allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes)
+{
+    uint64_t total = stagger, held = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        uint64_t at = stagger;
+        for (int i = 0; i < run->tensors; i++) {
+            halfstep_slot_info info = {.struct_size = sizeof info};
+            if (halfstep_get_slot_info(run->optimizer, i, slot, &info) != HALFSTEP_OK)
+                return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+            if (pass) pointers[i] = *memory + at;
+            else held += info.code_bytes;
+            at += (info.code_bytes + 63) / 64 * 64;
+        }
+        total = at;
+        if (pass) break;
+        *memory = aligned_alloc(64, total ? total : 64);
+        if (!*memory) return run_fail(run, "out of memory: %llu bytes", (unsigned long long)total);
+        memset(*memory, 0, total);
+    }
+    *bytes = held;
+    return 0;
+}
+
+int run_initialize(struct run *run)
+{
+    if (run->config->init) return checkpoint_init(run->config->init, &run->holding, run->error, run->error_bytes) ? 1 : 0;
+    for (int i = 0; i < run->tensors; i++) {
+        struct lm_tensor tensor;
+        lm_tensor_info(&run->shape, i, &tensor);
+        float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        if (!values) return run_fail(run, "out of memory");
+        lm_init_tensor(&run->shape, i, run->config->seed, values);
+        int code = halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, tensor.rows, values);
+        free(values);
+        if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
+    }
+    return 0;
+}
+
+static int gradient_dtype(const struct run *run)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (halfstep_get_slot_info(run->optimizer, 0, HALFSTEP_SLOT_GRADIENT, &info) != HALFSTEP_OK) return -1;
+    return weight_dtype(info.format);
+}
+
+static int build_model(struct run *run)
+{
+    const struct run_config *c = run->config;
+    struct lm_options options = {.batch = (int)c->batch, .training = 1, .release = c->release, .threads = run->threads,
+                                 .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
+    options.gradients = run->gradient_dtype;
+    run->model = lm_create(&run->shape, &options, run->error, run->error_bytes);
+    return run->model ? 0 : 1;
+}
+
+int run_build(struct run *run)
+{
+    const struct run_config *c = run->config;
+    struct run_result *result = run->result;
+    run->shape = run_shape(c);
+    if (lm_config_check(&run->shape, run->error, run->error_bytes) != 0) return 2;
+    run->tensors = lm_tensor_count(&run->shape);
+    run->threads = c->threads ? (int)c->threads : halfstep_default_threads();
+    size_t n = (size_t)run->tensors;
+    run->weights = calloc(n, sizeof *run->weights);
+    run->gradients = calloc(n, sizeof *run->gradients);
+    run->model_weights = calloc(n, sizeof *run->model_weights);
+    run->tokens = malloc((size_t)c->batch * ((size_t)c->context + 1));
+    if (!run->weights || !run->gradients || !run->model_weights || !run->tokens) return run_fail(run, "out of memory");
+    int status = build_optimizer(run);
+    if (status) return status;
+    run->gradient_dtype = gradient_dtype(run);
+    status = allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
+    if (!status && !c->release)
+        status = allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients, &result->gradient_bytes);
+    if (status) return status;
+    int64_t piece = NORM_PIECE;
+    for (int i = 0; i < run->tensors; i++) {
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        struct lm_tensor tensor;
+        lm_tensor_info(&run->shape, i, &tensor);
+        halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &info);
+        run->model_weights[i] = (struct lm_weight){run->weights[i], weight_dtype(info.format)};
+        if (tensor.row_length > piece) piece = tensor.row_length;
+    }
+    run->scratch = malloc((size_t)piece * sizeof *run->scratch);
+    if (!run->scratch) return run_fail(run, "out of memory");
+    run->holding = (struct holding){&run->shape, run->optimizer, run->weights, run->tensors, 2};
+    uint64_t extras, states;
+    halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
+    result->weight_bytes += extras;
+    result->state_bytes = states;
+    return build_model(run);
+}
+
+void run_dismantle(struct run *run)
+{
+    lm_destroy(run->model);
+    halfstep_destroy(run->optimizer);
+    free(run->weight_memory);
+    free(run->gradient_memory);
+    free(run->weights);
+    free(run->gradients);
+    free(run->model_weights);
+    free(run->tokens);
+    free(run->scratch);
+}

@@ -1,0 +1,58 @@
+/* Between the files of one training run: train_build.c makes it, train_resume.c takes it out of a checkpoint and puts it
+ * back, train.c runs it. */
+#ifndef HALFSTEP_TRAIN_INTERNAL_H
+#define HALFSTEP_TRAIN_INTERNAL_H
+
+#include "halfstep.h"
+
+#include "checkpoint.h"
+#include "train.h"
+#include "ui/log.h"
+
+enum { NORM_PIECE = 1 << 16 };
+
+/* Everything a run owns while it runs. */
+struct run {
+    const struct run_config *config;
+    const struct run_data *data;
+    struct progress *progress;
+    struct run_result *result;
+    char *error;
+    size_t error_bytes;
+
+    struct lm_config shape;
+    struct lm *model;
+    halfstep_optimizer *optimizer;
+    struct holding holding;
+    int32_t decayed, plain;         /* groups */
+    int tensors, threads, gradient_dtype;
+    unsigned char *weight_memory, *gradient_memory;
+    void **weights, **gradients;
+    struct lm_weight *model_weights;
+    uint8_t *tokens;
+    float *scratch;                 /* NORM_PIECE values, or a row */
+    struct log *log;
+
+    int64_t step;                   /* done */
+    double squares;                 /* of this step's gradients, before loss scale is taken out */
+    double released_norm;           /* of the step before: what --clip goes by with --release */
+    int skipped_now, skips_in_a_row, skip_told, log_lost;
+    int release_failed;
+    double started, optimizer_seconds, trained_seconds;
+    int64_t saved_step;             /* -1: never */
+};
+
+/* Writes the error line; 1, the exit status that goes with it. */
+__attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *format, ...);
+/* 0, or an exit status with its line. `option` is what the error calls it. */
+int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
+int run_build(struct run *run);
+void run_dismantle(struct run *run);
+/* First weights: random, or those of --init. */
+int run_initialize(struct run *run);
+int run_resume(struct run *run);
+/* Tries everything that could refuse the results later, and opens the log. */
+int run_check_outputs(struct run *run);
+int run_save(struct run *run);
+
+#endif

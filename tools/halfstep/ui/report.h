@@ -1,0 +1,104 @@
+/* What a comparison found: one entry per recipe, one run per entry and seed, and everything that is said about them: a
+ * table, one sentence, checks, CSV, JSON and one HTML page. The first entry is the reference. Nothing here touches files
+ * or trains anything. */
+#ifndef HALFSTEP_UI_REPORT_H
+#define HALFSTEP_UI_REPORT_H
+
+#include <jansson.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "ui/text.h"
+
+#define REPORT_MAX_ENTRIES 64
+
+struct report_curve {
+    int n;
+    double *step, *loss;
+};
+
+struct report_run {
+    int entry;
+    uint64_t seed;
+    int done;
+    double train_loss, validation_loss, seconds;
+    double tokens_per_s;                /* NAN: not known */
+    double weights, gradients, states;  /* bytes per parameter */
+    double changed;                     /* share of the weights whose stored bits differ from the start, NAN: not known */
+    uint64_t skipped;
+    struct report_curve train, validation;
+    json_t *json;                       /* what train lm prints for this run */
+};
+
+/* compute, the type of the matrix products, is the same in all of them. */
+struct report_entry {
+    const char *name;                   /* the recipe, with what is special about its runs */
+    const char *typed;                  /* the same as it was typed, or NULL: another name for it */
+    const char *recipe, *compute, *gradients;
+};
+
+struct report_pair {
+    const char *name, *value;
+};
+
+/* A demand on one entry's difference to the reference, in nat. */
+struct report_check {
+    int entry;
+    char relation;                      /* '>': more than, '<': less than, '~': within, either way */
+    double bound;
+    /* filled in by report_judge() */
+    double value;
+    int passed;
+};
+
+struct report {
+    const char *title, *subtitle;
+    const char *command;                /* that makes it again */
+    struct report_entry entry[REPORT_MAX_ENTRIES];
+    int entries;
+    struct report_run *run;             /* in the order in which they were made */
+    int runs, seeds;
+    const struct report_pair *configuration, *machine;
+    int configurations, machines;
+    struct report_check *check;
+    int checks;
+};
+
+/* Mean and sample standard deviation over the finished runs; deviation is NAN below two of them. */
+struct report_mean {
+    int n;
+    double mean, deviation, low, high;
+};
+
+struct report_row {
+    struct report_mean validation, train, difference, tokens_per_s, changed;
+    double weights, gradients, states, bytes;
+    uint64_t skipped;
+};
+
+/* Differences are taken run by run against the reference's run of the same seed: their deviation is free of what the seeds
+ * have in common. */
+void report_row(const struct report *report, int entry, struct report_row *row);
+int report_done(const struct report *report);
+
+/* Reads "RECIPE>0.3,RECIPE~0.03" into check[0 .. *checks - 1]. 0, or -1 and one line. */
+int report_parse_checks(const struct report *report, const char *text, struct report_check *check, int most, int *checks,
+                        char *error, size_t error_bytes);
+/* Judges all checks; the number that failed. */
+int report_judge(struct report *report);
+/* "adamw/bf16/bf16-sr: 1.1203 nat above adamw/f32/f32, wanted more than 0.3". */
+void report_check_text(const struct report *report, const struct report_check *check, struct text *out);
+
+/* One sentence computed from the table; empty before the reference and one other entry are done. */
+void report_sentence(const struct report *report, struct text *out);
+void report_table(const struct report *report, struct text *out);
+void report_runs_csv(const struct report *report, struct text *out);
+void report_history_csv(const struct report *report, struct text *out);
+json_t *report_json(const struct report *report);
+void report_html(const struct report *report, struct text *out);
+
+int report_curve_add(struct report_curve *curve, double step, double loss); /* -1: out of memory */
+void report_curve_free(struct report_curve *curve);
+
+#endif

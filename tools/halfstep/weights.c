@@ -1,0 +1,284 @@
+#include "checkpoint_internal.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Streams in files ---------------------------------------------------------------------------------------------------- */
+
+halfstep_format_info checkpoint_format(int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    if (halfstep_get_format_info(row, &info) != HALFSTEP_OK) memset(&info, 0, sizeof info);
+    return info;
+}
+
+void checkpoint_shape_of(struct stream *stream, const struct lm_tensor *tensor)
+{
+    stream->ndim = (uint64_t)tensor->ndim;
+    stream->shape[0] = (uint64_t)tensor->rows;
+    stream->shape[1] = (uint64_t)tensor->row_length;
+}
+
+static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t text_bytes)
+{
+    size_t used = (size_t)snprintf(text, text_bytes, "[");
+    for (uint64_t i = 0; i < ndim && used < text_bytes; i++)
+        used += (size_t)snprintf(text + used, text_bytes - used, "%s%" PRIu64, i ? ", " : "", shape[i]);
+    if (used < text_bytes) snprintf(text + used, text_bytes - used, "]");
+}
+
+int checkpoint_find_stream(struct source *source, const struct stream *want, const char *dtype, uint64_t *index,
+                       halfstep_safetensor_info *info)
+{
+    if (halfstep_safetensor_find(source->file, want->name, index) != HALFSTEP_OK) {
+        snprintf(source->error, source->error_bytes, "%s: there is no tensor %s", source->path, want->name);
+        return -1;
+    }
+    info->struct_size = sizeof *info;
+    if (halfstep_get_safetensor_info(source->file, *index, info) != HALFSTEP_OK) return -1;
+    int same = info->ndim == want->ndim;
+    for (uint64_t i = 0; same && i < info->ndim; i++) same = info->shape[i] == want->shape[i];
+    if (!same) {
+        char there[128], here[128];
+        describe_shape(info->shape, info->ndim, there, sizeof there);
+        describe_shape(want->shape, want->ndim, here, sizeof here);
+        snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, want->name,
+                 there, here);
+        return -1;
+    }
+    if (dtype && strcmp(dtype, info->dtype) != 0) {
+        snprintf(source->error, source->error_bytes, "%s: %s is %s, this recipe needs %s", source->path, want->name,
+                 info->dtype, dtype);
+        return -1;
+    }
+    return 0;
+}
+
+int checkpoint_read_stream(struct source *source, const struct stream *stream)
+{
+    uint64_t index;
+    halfstep_safetensor_info info;
+    if (checkpoint_find_stream(source, stream, stream->dtype, &index, &info) != 0) return -1;
+    return halfstep_read_safetensor(source->file, index, 0, stream->data, stream->bytes, source->error,
+                                    source->error_bytes) == HALFSTEP_OK
+               ? 0
+               : -1;
+}
+
+/* ---- Only the weights --------------------------------------------------------------------------------------------------- */
+
+struct weight_source {
+    halfstep_checkpoint *checkpoint;
+    halfstep_safetensors *model, *states;
+    char path[1024];
+    char format[RECIPE_BYTES];  /* weight format whose extra stream is in states */
+};
+
+void weight_source_close(struct weight_source *source)
+{
+    if (!source) return;
+    halfstep_close_safetensors(source->model);
+    halfstep_close_safetensors(source->states);
+    halfstep_close_checkpoint(source->checkpoint);
+    free(source);
+}
+
+static int open_weights(struct weight_source *source, const char *path, char *error, size_t error_bytes)
+{
+    char why[1024];
+    int code = halfstep_open_checkpoint(&source->checkpoint, path, NULL, why, sizeof why);
+    if (code != HALFSTEP_OK && code != HALFSTEP_ERROR_NAME) {
+        snprintf(error, error_bytes, "%s", why);
+        return -1;
+    }
+    const char *model = path;
+    if (code == HALFSTEP_OK) {
+        model = halfstep_checkpoint_path(source->checkpoint, "model.safetensors");
+        if (!model) {
+            snprintf(error, error_bytes, "%s: the checkpoint has no model.safetensors", path);
+            return -1;
+        }
+    }
+    snprintf(source->path, sizeof source->path, "%s", model);
+    if (halfstep_open_safetensors(&source->model, model, error, error_bytes) != HALFSTEP_OK) return -1;
+    const char *states = source->checkpoint ? halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors") : NULL;
+    if (!states) return 0;
+    if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
+    const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
+    struct recipe_parts parts;
+    recipe_split(recipe ? recipe : "", &parts);
+    snprintf(source->format, sizeof source->format, "%s", parts.weight);
+    return 0;
+}
+
+struct weight_source *weight_source_open(const char *path, char *error, size_t error_bytes)
+{
+    struct weight_source *source = calloc(1, sizeof *source);
+    if (!source) {
+        snprintf(error, error_bytes, "out of memory");
+        return NULL;
+    }
+    if (open_weights(source, path, error, error_bytes) == 0) return source;
+    weight_source_close(source);
+    return NULL;
+}
+
+static const char *gradient_format_of(const char *dtype)
+{
+    for (int32_t i = 0;; i++) {
+        int32_t row = format_with_roles(HALFSTEP_ROLE_GRADIENT, i);
+        if (row < 0) return NULL;
+        halfstep_format_info info = checkpoint_format(row);
+        if (strcmp(info.code_dtype, dtype) == 0) return info.name;
+    }
+}
+
+/* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose weight
+ * slot reads codes and extra together. */
+static int decode(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
+                  const struct stream *extra, float *out, char *error, size_t error_bytes)
+{
+    char recipe[RECIPE_BYTES + 8];
+    halfstep_optimizer *optimizer = NULL;
+    int32_t group, index;
+    snprintf(recipe, sizeof recipe, "sgd/%s", extra ? source->format : "f32");
+    halfstep_tensor t = {.struct_size = sizeof t, .name = tensor->name, .ndim = tensor->ndim, .rows = tensor->rows,
+                         .row_length = tensor->row_length, .gradient = gradient_format_of(dtype)};
+    if (!t.gradient) {
+        snprintf(error, error_bytes, "%s: %s is %s, which are no weights", source->path, tensor->name, dtype);
+        return -1;
+    }
+    int code = halfstep_create(NULL, &optimizer);
+    if (code == HALFSTEP_OK) code = halfstep_add_group(optimizer, recipe, &group);
+    if (code == HALFSTEP_OK) {
+        t.group = group;
+        code = halfstep_add_tensor(optimizer, &t, &index);
+    }
+    if (code == HALFSTEP_OK) code = halfstep_allocate_states(optimizer);
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
+    int bad = code != HALFSTEP_OK;
+    if (!bad && extra) {
+        struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"), error,
+                                error_bytes};
+        struct stream stream = *extra;
+        stream.data = info.extra;
+        stream.bytes = info.extra_bytes;
+        stream.dtype = checkpoint_format(info.format).extra_dtype;
+        bad = checkpoint_read_stream(&states, &stream) != 0;
+    }
+    if (!bad) {
+        code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
+                                  tensor->rows, out);
+        bad = code != HALFSTEP_OK;
+    }
+    if (bad && code != HALFSTEP_OK) snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, halfstep_strerror(code));
+    halfstep_destroy(optimizer);
+    return bad ? -1 : 0;
+}
+
+int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
+                       size_t error_bytes)
+{
+    struct source model = {source->model, source->path, error, error_bytes};
+    struct stream want, extra;
+    uint64_t index, unused;
+    halfstep_safetensor_info info;
+    snprintf(want.name, sizeof want.name, "%s", tensor->name);
+    checkpoint_shape_of(&want, tensor);
+    if (checkpoint_find_stream(&model, &want, NULL, &index, &info) != 0) return -1;
+    void *codes = malloc(info.bytes ? info.bytes : 1);
+    if (!codes) {
+        snprintf(error, error_bytes, "out of memory");
+        return -1;
+    }
+    snprintf(extra.name, sizeof extra.name, "%s/weight.extra", tensor->name);
+    checkpoint_shape_of(&extra, tensor);
+    int with_extra = source->states && halfstep_safetensor_find(source->states, extra.name, &unused) == HALFSTEP_OK;
+    int bad = halfstep_read_safetensor(source->model, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK;
+    if (!bad) bad = decode(source, tensor, info.dtype, codes, with_extra ? &extra : NULL, out, error, error_bytes) != 0;
+    free(codes);
+    return bad ? -1 : 0;
+}
+
+int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes)
+{
+    struct weight_source *source = weight_source_open(path, error, error_bytes);
+    if (!source) return -1;
+    int bad = 0;
+    for (int32_t i = 0; i < holding->tensors && !bad; i++) {
+        struct lm_tensor tensor;
+        if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;
+        float *values = bad ? NULL : malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        if (!values) {
+            snprintf(error, error_bytes, "out of memory");
+            bad = 1;
+            break;
+        }
+        bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;
+        if (!bad && halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0, tensor.rows,
+                                        values) != HALFSTEP_OK) {
+            snprintf(error, error_bytes, "%s: %s: %s", path, tensor.name, halfstep_error_detail(holding->optimizer));
+            bad = 1;
+        }
+        free(values);
+    }
+    weight_source_close(source);
+    return bad ? -1 : 0;
+}
+
+/* ---- JSON files --------------------------------------------------------------------------------------------------------- */
+
+json_t *checkpoint_read_json(const halfstep_checkpoint *checkpoint, const char *name, char *error, size_t error_bytes)
+{
+    const char *path = halfstep_checkpoint_path(checkpoint, name);
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    if (!path) {
+        int known = halfstep_get_checkpoint_info(checkpoint, &info) == HALFSTEP_OK;
+        snprintf(error, error_bytes, "%s: the checkpoint has no %s", known ? info.directory : "?", name);
+        return NULL;
+    }
+    json_error_t why;
+    json_t *object = json_load_file(path, JSON_REJECT_DUPLICATES, &why);
+    if (object && json_is_object(object)) return object;
+    snprintf(error, error_bytes, "%s: %s", path, object ? "not a JSON object" : why.text);
+    json_decref(object);
+    return NULL;
+}
+
+static int shape_number(const json_t *config, const char *key, int *value)
+{
+    json_int_t v = json_integer_value(json_object_get(config, key));
+    if (v <= 0 || v > 1 << 24) return -1;
+    *value = (int)v;
+    return 0;
+}
+
+int checkpoint_read_shape(const char *path, struct lm_config *shape, char *error, size_t error_bytes)
+{
+    halfstep_checkpoint *checkpoint;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    if (halfstep_open_checkpoint(&checkpoint, path, &quick, error, error_bytes) != HALFSTEP_OK) return -1;
+    json_t *config = checkpoint_read_json(checkpoint, "config.json", error, error_bytes);
+    halfstep_close_checkpoint(checkpoint);
+    if (!config) return -1;
+    memset(shape, 0, sizeof *shape);
+    static const char *const keys[] = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                                       "max_position_embeddings", "intermediate_size"};
+    int *const values[] = {&shape->vocab, &shape->width, &shape->depth, &shape->heads, &shape->context, &shape->intermediate};
+    int bad = 0;
+    for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !bad; i++) {
+        bad = shape_number(config, keys[i], values[i]) != 0;
+        if (bad) snprintf(error, error_bytes, "%s: config.json: no sensible \"%s\"", path, keys[i]);
+    }
+    shape->rms_norm_eps = json_number_value(json_object_get(config, "rms_norm_eps"));
+    shape->rope_theta = json_number_value(json_object_get(config, "rope_theta"));
+    json_decref(config);
+    if (bad) return -1;
+    char why[300];
+    if (lm_config_check(shape, why, sizeof why) == 0) return 0;
+    snprintf(error, error_bytes, "%s: config.json: %s", path, why);
+    return -1;
+}
