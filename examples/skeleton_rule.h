@@ -13,7 +13,7 @@
 enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY };
 
 /* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of the row's HYPERS. */
-static inline void skeleton_prepare(float *k, const struct hstep_prepare *p)
+static inline void skeleton_prepare(float *k, struct hstep_prepare *p)
 {
     k[SKELETON_BETA] = (float)p->hyper[0];
     k[SKELETON_NEW] = (float)(1.0 - p->hyper[0]);
@@ -22,9 +22,9 @@ static inline void skeleton_prepare(float *k, const struct hstep_prepare *p)
 }
 
 /* In the kernel: v_... only (src/vec/README.md). Returns the change d; the weight format computes w - d. */
-V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    (void)clamp; /* only rules with a second moment can impose its bound */
+    (void)mode; /* only rules with a second moment can impose its bound */
     s[0] = v_add(v_mul(k[SKELETON_BETA], s[0]), v_mul(k[SKELETON_NEW], g));
     return v_add(v_mul(k[SKELETON_LR], v_sign(s[0])), v_mul(k[SKELETON_DECAY], w));
 }

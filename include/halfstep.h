@@ -82,13 +82,15 @@ HALFSTEP_API const char *halfstep_strerror(int code);
 /* ---- What there is: rules, formats, choices ------------------------------------------------------------------------ */
 
 /* Roles of a slot: what a format must be able to hold. */
-#define HALFSTEP_ROLE_WEIGHT   1
-#define HALFSTEP_ROLE_GRADIENT 2
+#define HALFSTEP_ROLE_WEIGHT   1 /* as a state: stored in the weight's format, starts as a copy of the weight */
+#define HALFSTEP_ROLE_GRADIENT 2 /* as a state: any format for either sign but block formats */
 #define HALFSTEP_ROLE_SIGNED   4 /* a state of either sign */
 #define HALFSTEP_ROLE_NONNEG   8 /* a state that is never negative, such as a second moment */
 
-/* Initial values of a state. */
-#define HALFSTEP_INIT_ZERO 0
+/* What shares a scale in a block format. */
+#define HALFSTEP_GEOMETRY_ROWS   0 /* a run of elements within a row; the last of a row may be short */
+#define HALFSTEP_GEOMETRY_FLAT   1 /* a run of elements of the flattened tensor, whole runs only */
+#define HALFSTEP_GEOMETRY_TENSOR 2 /* the whole tensor */
 
 #define HALFSTEP_MAX_STATES 4
 
@@ -103,6 +105,13 @@ typedef struct halfstep_rule_info {
     const char *state_name[HALFSTEP_MAX_STATES];
     int32_t hypers;         /* how many hyper-parameters halfstep_hyper_info() lists for it */
     const char *decay;      /* its default decay mode */
+    int32_t scalars;        /* doubles that it keeps for each tensor, by name: see halfstep_get_scalar() */
+    int32_t two_pass;       /* 1: sums over each whole tensor come before its update (halfstep_step_norms) */
+    const char *scalar_name[4];
+    int32_t matrix;         /* 1: tensors of two or more dimensions are stepped as matrices and cannot be sharded */
+    int32_t raw_gradient;   /* 1: the gradient slot holds a weight, in any weight format (ema) */
+    int32_t accumulates;    /* 1: micro-steps keep the gradient in a state (halfstep_accumulate_states) */
+    int32_t average;        /* 1: the weights to evaluate are not those being trained: halfstep_read_average() */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -113,11 +122,13 @@ typedef struct halfstep_format_info {
     int32_t roles;          /* sum of HALFSTEP_ROLE_* that it may serve */
     int32_t code_bits;      /* bits per element of the main stream */
     int32_t extra_bits;     /* bits per element of the extra stream (Kahan residual, error code), or 0 */
-    int32_t block;          /* elements of a row that share one scale, or 0 */
+    int32_t block;          /* elements that share one scale, or 0 */
     int32_t scale_bytes;    /* bytes of one scale, or 0 */
     int32_t stochastic;     /* 1: its writes consume random bits */
-    const char *code_dtype; /* safetensors dtype of the main stream, e.g. "BF16" */
-    const char *extra_dtype;/* of the extra stream, or NULL */
+    const char *code_dtype; /* safetensors dtype of the main stream, e.g. "BF16"; "U8" holds two 4-bit codes */
+    const char *extra_dtype;/* of the extra stream (residuals, error codes, scales), or NULL */
+    int32_t geometry;       /* HALFSTEP_GEOMETRY_*, for block formats */
+    int32_t reserved;
 } halfstep_format_info;
 
 typedef struct halfstep_hyper_info {
@@ -142,14 +153,15 @@ HALFSTEP_API int32_t halfstep_format_find(const char *name);
 /* Hyper-parameter `index` (0 .. hypers - 1) of the rule in row `rule`; those common to all rules come first. */
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
 /* The values a choice can take, or NULL past the last; the first is the default (for "decay", the rule's own is). Choices:
- * "decay", "schedule", "scan", "generator", "clip". */
+ * "decay", "schedule", "scan", "generator", "clip", "missing". */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* The full form of a recipe, every part spelled out, into text[size] (64 bytes are enough for any).
  * Errors: NAME (which part), UNSUPPORTED (a format that cannot serve the role; a wrong number of state formats). */
 HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t size);
 
-/* Bytes that one tensor takes under a recipe, before anything exists. All out pointers may be NULL. */
+/* Bytes that one tensor takes under a recipe, before anything exists, with the rule's default hyper-parameters (sgd without
+ * momentum). All out pointers may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
 
@@ -174,7 +186,8 @@ HALFSTEP_API int32_t halfstep_default_threads(void);
 typedef struct halfstep_optimizer halfstep_optimizer;
 
 /* A host that has its own threads may lend them: run(host, task, argument, n) must call task(argument, i) once for every
- * i in 0 .. n - 1, in any order, on any threads, also one after another, and return when all are done. */
+ * i in 0 .. n - 1, in any order, on any threads, also one after another, and return when all are done. It must not begin
+ * another call on the same handle on a thread that it borrows while it waits. */
 typedef void (*halfstep_task)(void *argument, int64_t index);
 typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argument, int64_t n);
 
@@ -218,7 +231,8 @@ HALFSTEP_API int halfstep_set_hyper(halfstep_optimizer *optimizer, int32_t group
 HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name, double *value);
 /* Choices are names. Per group:
  *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
- *              "fully-decoupled": as "reference_lr" above
+ *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay) (Xie
+ *              et al. 2022)
  *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
  *              "inverse-power" (the schedule of the adamw_bfloat16 package)
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
@@ -227,6 +241,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              HALFSTEP_NONFINITE all the same; "known-finite": the caller vouches
  *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, "per-tensor": each tensor's own
  *   generator  "philox7" or "mixer": the source of random bits (docs/random.md)
+ *   missing    "skip": a step leaves tensors alone whose gradient is NULL; "error": it refuses to be made
  * In a step the effective gradient g counts as non-finite if |g| >= 2^62 too: its square would leave fp32. */
 HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice, const char *value);
 HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
@@ -270,7 +285,7 @@ typedef struct halfstep_slot_info {
     const char *name;          /* "weight", "gradient", or the state's name, e.g. "exp_avg" */
     uint64_t code_bytes;       /* of the part held here */
     uint64_t extra_bytes;
-    int64_t blocks_per_row;    /* of the part held here, for block formats */
+    int64_t blocks_per_row;    /* of the part held here, for block formats of geometry ROWS */
     int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format that the recipe asks for */
     int32_t reserved;
     void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
@@ -289,7 +304,9 @@ HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memor
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
 /* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
  * The bytes are taken as they are (all zero is the initial value of every format). Rebinding is allowed at any time
- * between steps. Once every slot that stores something is bound, steps may be made. */
+ * between steps. Once every slot that stores something is bound, steps may be made.
+ * The residuals or error codes of a live weight that an average follows (ema) are bound as extra of its gradient slot, with
+ * code NULL; they are read only. */
 HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code, void *extra);
 
 /* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as fp32,
@@ -301,6 +318,10 @@ HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t
                                     int64_t first_row, int64_t n_rows, float *out);
 HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
                                      int64_t first_row, int64_t n_rows, const float *in);
+/* The weights to evaluate, decoded like halfstep_read_slot() of the weight: schedulefree's average x, for other rules the
+ * weights themselves. */
+HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
+                                       int64_t first_row, int64_t n_rows, float *out);
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------------ */
 
@@ -313,8 +334,14 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
 /* The same in two halves, so that ranks that hold parts of the tensors can agree. begin reads the gradients and writes
  * halfstep_statistics_count() integers; the caller may add those of all ranks, element by element (MPI_SUM, all_reduce);
  * finish makes the step they describe. Shards that together cover every element once give the bits of one process. */
+/* Rules that are two_pass need a third call, norms, between them, with the statistics as begin's were agreed on: it fills
+ * those from halfstep_norms_offset() on, which are then added over the ranks in the same way. It does nothing for other
+ * rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). */
 HALFSTEP_API int64_t halfstep_statistics_count(const halfstep_optimizer *optimizer);
+HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_step_begin(halfstep_optimizer *optimizer, const void *const *gradients, int64_t *statistics);
+HALFSTEP_API int halfstep_step_norms(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients,
+                                     int64_t *statistics);
 HALFSTEP_API int halfstep_step_finish(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients,
                                       const int64_t *statistics);
 
@@ -330,12 +357,26 @@ HALFSTEP_API int halfstep_end_round(halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tensor, void *accumulator, const char *format,
                                      const void *gradient, const char *gradient_format, double scale);
 
+/* Optimizer accumulation: a micro-step, which puts the gradients into the states and leaves the weights alone; the last
+ * gradient of a step is given to halfstep_step(). Decay rates act on every micro-step, second moments see the squares of
+ * micro-gradients, and gradients are not divided by their number: moments average. No clipping. Bias corrections count
+ * micro-steps; schedules, Lookahead and averages of weights count steps. Not finite: as in a step.
+ * Errors: UNSUPPORTED where micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree, ema) and for l2
+ * decay, which only the last gradient would get. */
+HALFSTEP_API int halfstep_accumulate_states(halfstep_optimizer *optimizer, const void *const *gradients);
+/* The same for one tensor, in gradient release. */
+HALFSTEP_API int halfstep_accumulate_states_tensor(halfstep_optimizer *optimizer, int32_t tensor, const void *gradient);
+
 /* ---- What happened ---------------------------------------------------------------------------------------------------- */
 
 /* Steps (or, with "per-tensor" judging and in release, single tensors) refused so far because of a non-finite gradient. */
 HALFSTEP_API uint64_t halfstep_skipped_steps(const halfstep_optimizer *optimizer);
 /* Name of the first offending tensor of the last refusal on this process, "" if none (it may be on another rank). */
 HALFSTEP_API const char *halfstep_nonfinite_tensor(const halfstep_optimizer *optimizer);
+/* Elements of a 16-bit weight that stand at the end of their format's range, +-65504 for IEEE half: weights saturate there
+ * instead of becoming infinite. `weight` is the caller's buffer. 0 for formats of more bits. */
+HALFSTEP_API int halfstep_saturated(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
+                                    uint64_t *count);
 /* Global gradient norm (after gradient_scale, before clipping) of the last step that computed it (clip_norm > 0), else
  * 0. */
 HALFSTEP_API double halfstep_gradient_norm(const halfstep_optimizer *optimizer);
@@ -356,6 +397,11 @@ typedef struct halfstep_counters {
 HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
 /* id may be 0 to keep the tensor's own. */
 HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor, const halfstep_counters *counters);
+/* What a rule keeps for a tensor as a double, by the names of its rule_info: state of the rule (adamw-delayed's
+ * accumulated_decay), or what its last update was (lamb's weight_norm, update_norm and trust_ratio). Belongs in a checkpoint.
+ * Errors: NAME; RANGE for a value that is not finite. */
+HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
+HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
 HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);
 HALFSTEP_API uint64_t halfstep_get_seed(const halfstep_optimizer *optimizer);
@@ -363,7 +409,8 @@ HALFSTEP_API int halfstep_set_seed(halfstep_optimizer *optimizer, uint64_t seed)
 HALFSTEP_API int halfstep_set_skipped_steps(halfstep_optimizer *optimizer, uint64_t skipped);
 
 /* Bytes held for the part here, in the whole optimizer: the weights' and gradients' own, the extra streams of weights, the
- * states with their scales. And how many tensors fell back from a block format. Any pointer may be NULL. */
+ * states with their scales and, once they exist, what muon works on a matrix in. And how many tensors fell back from a block
+ * format. Any pointer may be NULL. */
 HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *weights, uint64_t *gradients,
                                  uint64_t *weight_extras, uint64_t *states, int32_t *fell_back);
 

@@ -68,12 +68,14 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
     a.gradient_format = halfstep_format_find(gradient_format);
     if (a.format < 0 || a.gradient_format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "no format is called '%s'", a.format < 0 ? format : gradient_format);
-    if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits)
+    /* A stochastic half would saturate, and hide from the scan of the step that it overflowed. */
+    int hides = hstep_formats[a.format].stochastic && !strcmp(hstep_formats[a.format].code_dtype, "F16");
+    if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits || hides)
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
     if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
     if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
-    if (t->runs && (!accumulator || !gradient))
+    if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", t->name);
     int error = hstep_settle(o);
     if (error) return error;

@@ -113,6 +113,7 @@ int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimi
     atomic_init(&o->skipped, 0);
     atomic_init(&o->nonfinite_tensor, -1);
     atomic_flag_clear(&o->detail_lock);
+    atomic_flag_clear(&o->workspace_lock);
     *optimizer = o;
     return HALFSTEP_OK;
 }
@@ -126,6 +127,7 @@ void halfstep_destroy(halfstep_optimizer *o)
     free(o->chunks);
     free(o->updates);
     free(o->statistics);
+    hstep_free(o->workspace);
     hstep_free(o->memory);
     free(o);
 }
@@ -182,8 +184,8 @@ static int find_hyper(int rule, const char *name)
 
 double hstep_state_beta(const struct hstep_group *group, int state)
 {
-    return group->own[find_hyper(group->recipe.rule, hstep_rules[group->recipe.rule].state[state].beta) -
-                      HSTEP_COMMON_HYPERS];
+    const char *beta = hstep_rules[group->recipe.rule].state[state].beta;
+    return beta ? group->own[find_hyper(group->recipe.rule, beta) - HSTEP_COMMON_HYPERS] : 0.0;
 }
 
 static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *hyper, double value)
@@ -202,38 +204,86 @@ int hstep_state_needed(const struct hstep_group *group, int state)
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
 {
-    int block = format < 0 ? 0 : hstep_formats[format].block;
+    int block = format < 0 || hstep_formats[format].geometry != HALFSTEP_GEOMETRY_ROWS ? 0 : hstep_formats[format].block;
     return block ? (t->n_columns + block - 1) / block : 0;
+}
+
+int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    if (f->code_bits >= 8) return element * f->code_bits / 8;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
+    int64_t row = element / t->n_columns, column = element % t->n_columns;
+    return row * ((t->n_columns * f->code_bits + 7) / 8) + column * f->code_bits / 8;
+}
+
+int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    if (!f->block) return element * f->extra_bits / 8;
+    if (f->geometry == HALFSTEP_GEOMETRY_TENSOR) return 0;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element / f->block * f->scale_bits / 8;
+    int64_t row = element / t->n_columns, column = element % t->n_columns;
+    return (row * hstep_blocks_per_row(t, format) + column / f->block) * f->scale_bits / 8;
+}
+
+int hstep_plain_format(int format)
+{
+    if (!hstep_formats[format].extra_bits) return format;
+    /* The first row that stores the same codes and nothing beside them. */
+    for (int i = 0; i < HSTEP_FORMATS; i++)
+        if (!hstep_formats[i].extra_bits && !strcmp(hstep_formats[i].code_dtype, hstep_formats[format].code_dtype)) return i;
+    return format;
 }
 
 static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
 {
     if (slot->format < 0) return;
-    const struct hstep_format *f = &hstep_formats[slot->format];
-    uint64_t elements = (uint64_t)t->n_rows * (uint64_t)t->n_columns;
-    slot->code_bytes = elements * (uint64_t)f->code_bits / 8;
-    slot->extra_bytes = f->block ? (uint64_t)t->n_rows * (uint64_t)hstep_blocks_per_row(t, slot->format) * 2
-                                 : elements * (uint64_t)f->extra_bits / 8;
+    slot->code_bytes = hstep_code_bytes(slot->format, t->n_rows, t->n_columns);
+    slot->extra_bytes = hstep_extra_bytes(slot->format, t->n_rows, t->n_columns);
+}
+
+/* Whether the part held here can be cut into the blocks of a format. */
+static int check_blocks(const halfstep_optimizer *o, const char *name, const struct hstep_tensor *t, int format)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int64_t end = t->first_column + t->n_columns, block = f->block;
+    if (f->geometry == HALFSTEP_GEOMETRY_ROWS &&
+        (t->first_column % block || (end % block && end != t->row_length)))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
+                          (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT &&
+        (t->n_columns != t->row_length || t->first_row * t->row_length % block || t->n_rows * t->row_length % block))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': rows %lld + %lld of %lld do not fall on blocks of %d flattened elements ('%s' states)",
+                          name, (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block, f->name);
+    return HALFSTEP_OK;
 }
 
 /* The formats of a tensor's states under the group's hyper-parameters. */
 static int choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name, struct hstep_tensor *t)
 {
+    int flat = 0, longest = 0, error;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
         *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE};
-        if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i)) continue;
+        if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
+            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->rows, t->row_length))
+            continue;
         slot->format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
         slot->fell_back = slot->format != g->recipe.state[i];
         slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
         size_slot(t, slot);
-        int block = hstep_formats[slot->format].block;
-        int64_t end = t->first_column + t->n_columns;
-        if (block && (t->first_column % block || (end % block && end != t->row_length)))
-            return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
-                              "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
-                              (long long)t->first_column, (long long)t->n_columns, block, hstep_formats[slot->format].name);
+        const struct hstep_format *f = &hstep_formats[slot->format];
+        if (!f->block || f->geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
+        if ((error = check_blocks(o, name, t, slot->format))) return error;
+        flat |= f->geometry == HALFSTEP_GEOMETRY_FLAT ? 1 : 2;
+        if (f->block > longest) longest = f->block;
     }
+    if (flat == 3 && t->row_length % longest)
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': states in blocks of rows and of the flattened tensor need rows of whole blocks", name);
     return HALFSTEP_OK;
 }
 
@@ -341,6 +391,7 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     if (group == HALFSTEP_ALL_GROUPS)
         return !strcmp(choice, "scan") ? &o->scan
                : !strcmp(choice, "clip") ? &o->clip
+               : !strcmp(choice, "missing") ? &o->missing
                : !strcmp(choice, "generator") ? &o->generator
                                               : NULL;
     return !strcmp(choice, "decay") ? &o->groups[group].decay
@@ -421,7 +472,8 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
     if (gradient < 0)
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': no gradient format is called '%s'", d->name,
                           d->gradient ? d->gradient : "(null)");
-    if (!(hstep_formats[gradient].roles & HALFSTEP_ROLE_GRADIENT))
+    int raw = hstep_rules[o->groups[t->group].recipe.rule].kind == HSTEP_RAW_GRADIENT;
+    if (!(hstep_formats[gradient].roles & (HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0))))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name, d->gradient);
     t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
     t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
@@ -445,13 +497,12 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t
             return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensors '%s' and '%s' have one id, %016llx: they would share "
                               "their random bits", o->tensors[i].name, d->name, (unsigned long long)t.id);
 
-    int64_t stride = hstep_row_stride(t.row_length);
-    int dense = t.n_columns == stride; /* rows follow each other in index space as they do in memory */
-    t.runs = dense ? 1 : t.n_rows;
-    t.run_length = dense ? t.n_rows * t.n_columns : t.n_columns;
-    if (!t.n_rows || !t.n_columns) t.runs = t.run_length = 0;
-    t.index0 = (uint64_t)t.first_row * (uint64_t)stride + (uint64_t)t.first_column;
-    t.index_stride = stride;
+    if (hstep_is_matrix(o->groups[t.group].recipe.rule, t.ndim, t.rows, t.row_length) &&
+        t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld",
+                          d->name, hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows,
+                          (long long)t.n_columns, (long long)t.rows, (long long)t.row_length);
 
     size_t length = strlen(d->name) + 1;
     if (grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) || !(t.name = malloc(length)))
@@ -532,6 +583,39 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
     return HALFSTEP_OK;
 }
 
+static double *find_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
+{
+    struct hstep_tensor *t = &o->tensors[tensor];
+    int rule = o->groups[t->group].recipe.rule;
+    for (int i = 0; i < hstep_rule_scalars(rule); i++)
+        if (!strcmp(hstep_rules[rule].scalar[i], name)) return &t->scalar[i];
+    hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': %s keeps no '%s'", t->name, hstep_rules[rule].name, name);
+    return NULL;
+}
+
+int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
+{
+    if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_tensor(o, tensor);
+    if (error) return error;
+    const double *scalar = find_scalar(o, tensor, name);
+    if (!scalar) return HALFSTEP_ERROR_NAME;
+    *value = *scalar;
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name, double value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_tensor(o, tensor);
+    if (error) return error;
+    double *scalar = find_scalar(o, tensor, name);
+    if (!scalar) return HALFSTEP_ERROR_NAME;
+    if (!isfinite(value)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not finite", name, value);
+    *scalar = value;
+    return HALFSTEP_OK;
+}
+
 int halfstep_get_group_steps(const halfstep_optimizer *o, int32_t group, uint64_t *steps)
 {
     if (!o || !steps) return HALFSTEP_ERROR_ARGUMENT;
@@ -575,6 +659,7 @@ int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gr
         }
         fallen += fell;
     }
+    sum[3] += o->workspace_bytes;
     if (weights) *weights = sum[0];
     if (gradients) *gradients = sum[1];
     if (weight_extras) *weight_extras = sum[2];

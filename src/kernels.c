@@ -4,6 +4,12 @@
  * once for each instruction set. */
 #include "kernels.h"
 
+/* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of long
+ * loops overlap. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("schedule-insns", "sched-pressure")
+#endif
+
 #include HSTEP_VEC_HEADER
 
 #define HSTEP_INCLUDE_FORMATS
@@ -13,29 +19,80 @@
 #include "rules/rules.def"
 #undef HSTEP_INCLUDE_RULES
 
+#include "product.h"
+
 #define PAIR (2 * VL)
 #define PAIRS (16 / VL) /* in a group of 32 */
 
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
+/* Of formats.def; block: elements that share a scale, 0 for element formats. */
+struct columns { int bits, block, scale_bits, stochastic; };
+
+V_OP struct columns columns_of(const int format)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, title, roles, bits, dtype, extra_bits, extra_dtype, sr) \
+    case HSTEP_FORMAT_##fn:                                                                  \
+        return (struct columns){bits, 0, 0, sr};
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
+    case HSTEP_FORMAT_##fn:                                                                                 \
+        return (struct columns){bits, block, scale_bits, sr};
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        return (struct columns){0, 0, 0, 0};
+    }
+}
+
+V_OP int is_block(const int format) { return columns_of(format).block != 0; }
+
+V_OP uint32_t scale_pattern(const char *extra, int64_t block, const int bits)
+{
+    uint32_t wide;
+    uint16_t narrow;
+    if (bits == 32) {
+        memcpy(&wide, extra + 4 * block, 4);
+        return wide;
+    }
+    memcpy(&narrow, extra + 2 * block, 2);
+    return (uint32_t)narrow << 16;
+}
+
+/* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
+V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
+{
+    vi ce, co;
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...)         \
+    case HSTEP_FORMAT_##fn:                     \
+        fn##_load(code, i, &ce, &co, nonneg);   \
+        *e = fn##_value(ce, scale, nonneg);     \
+        *o = fn##_value(co, scale, nonneg);     \
+        break;
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        *e = *o = v_set(0.0f);
+    }
+}
+
 V_OP void load_any(const int format, const int nonneg, const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
+    const struct columns c = columns_of(format);
+    if (c.block) {
+        load_scaled(format, nonneg, code, v_from_bits(vi_set(scale_pattern(extra, i / c.block, c.scale_bits))), i, e, o);
+        return;
+    }
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)    \
     case HSTEP_FORMAT_##fn:                  \
         fn##_decode(code, extra, i, e, o);   \
         break;
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, sr)     \
-    case HSTEP_FORMAT_##fn: {                                                \
-        uint16_t scale;                                                      \
-        vi ce, co;                                                           \
-        memcpy(&scale, extra + i / block * 2, 2);                            \
-        vf s = v_from_bits(vi_set((uint32_t)scale << 16));                   \
-        fn##_load(code, i, &ce, &co, nonneg);                                \
-        *e = fn##_value(ce, s, nonneg);                                      \
-        *o = fn##_value(co, s, nonneg);                                      \
-        break;                                                               \
-    }
+#define BLOCK_FORMAT(id, name, fn, ...)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -94,47 +151,47 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
     }
 }
 
-V_OP int is_block(const int format)
-{
-    switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...) case HSTEP_FORMAT_##fn:
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-        return 1;
-    default:
-        return 0;
-    }
-}
+/* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
+V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
-/* Codes of n stashed elements (n <= 512) whose blocks have the given maxima (patterns; room for 16). */
-V_OP void encode_blocks(const int format, const int nonneg, const float *stash, uint32_t *maxima, char *code, char *extra,
-                        const uint32_t *words, int64_t n)
+/* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
+#define SCALES_ROWS(fn, nonneg, block, scale_bits)                                                                 \
+    if (block > HSTEP_GROUP)                                                                                       \
+        for (int64_t b = 0; b * block < n; b++) {                                                                  \
+            uint32_t largest = 0;                                                                                  \
+            for (int j = 0; j < block / HSTEP_GROUP; j++)                                                          \
+                if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j]; \
+            maxima[b] = largest;                                                                                   \
+        }                                                                                                          \
+    for (int b = 0; b < 16; b += VL) {                                                                             \
+        vi scale = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                           \
+        vi_store(scales + b, scale);                                                                               \
+        v_store(inverses + b, fn##_inverse(scale, nonneg));                                                        \
+    }                                                                                                              \
+    for (int64_t b = 0; b * block < n; b++) {                                                                      \
+        uint16_t narrow = (uint16_t)(scales[b] >> 16);                                                             \
+        if (scale_bits == 32)                                                                                      \
+            memcpy(extra + 4 * b, &scales[b], 4);                                                                  \
+        else                                                                                                       \
+            memcpy(extra + 2 * b, &narrow, 2);                                                                     \
+    }
+#define SCALES_FLAT SCALES_ROWS
+/* The scale is given. */
+#define SCALES_TENSOR(fn, nonneg, block, scale_bits)                                                               \
+    (void)maxima, (void)scales, (void)n;                                                                           \
+    v_store(inverses, fn##_inverse(vi_set(scale_pattern(extra, 0, scale_bits)), nonneg));
+
+/* maxima and inverses have room for 16; inverses[b] belongs to block b. */
+V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
     HSTEP_ALIGNED uint32_t scales[16];
-    HSTEP_ALIGNED float inverses[16];
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, sr)                           \
-    case HSTEP_FORMAT_##fn:                                                                        \
-        for (int b = 0; b < 16; b += VL) {                                                         \
-            vi scale = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                       \
-            vi_store(scales + b, scale);                                                           \
-            v_store(inverses + b, fn##_inverse(scale, nonneg));                                    \
-        }                                                                                          \
-        for (int64_t b = 0; b * block < n; b++) {                                                  \
-            uint16_t scale = (uint16_t)(scales[b] >> 16);                                          \
-            vf inverse = v_set(inverses[b]);                                                       \
-            memcpy(extra + 2 * b, &scale, 2);                                                      \
-            for (int64_t i = b * block; i < (b + 1) * block; i += PAIR) {                          \
-                vi w = vi_load(words + i / 2);                                                     \
-                vi ce = fn##_code(v_load(stash + i), inverse, vi_and(w, vi_set(0xffff)), nonneg);  \
-                vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(w, 16), nonneg);         \
-                fn##_store(code, i, ce, co);                                                       \
-            }                                                                                      \
-        }                                                                                          \
-        break;
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
+    case HSTEP_FORMAT_##fn: {                                                                               \
+        SCALES_##geometry(fn, nonneg, block, scale_bits)                                                    \
+        break;                                                                                              \
+    }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -143,14 +200,29 @@ V_OP void encode_blocks(const int format, const int nonneg, const float *stash, 
     }
 }
 
-/* One row of lane maxima per group of stashed elements; block_maxima() takes 16 rows down to 16 maxima. */
-V_OP void group_maximum(const float *x, uint32_t *row)
+/* Codes of stashed elements i .. i + PAIR - 1. */
+V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code, int64_t i,
+                       vi words)
 {
-    vi m = vi_set(0);
-    for (int i = 0; i < HSTEP_GROUP; i += VL) m = vi_max(m, v_bits(v_abs(v_load(x + i))));
-    vi_store(row, m);
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                              \
+    case HSTEP_FORMAT_##fn: {                                                                          \
+        vf inverse = v_set(inverses[i / (block)]);                                                     \
+        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg);          \
+        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);                 \
+        fn##_store(code, i, ce, co);                                                                   \
+        break;                                                                                         \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        break;
+    }
 }
 
+/* One row of lane maxima per group; this takes 16 rows down to 16 maxima. */
 V_OP void block_maxima(uint32_t (*rows)[VL], int64_t used, uint32_t *maxima)
 {
     for (int64_t b = used; b < 16; b++) vi_store(rows[b], vi_set(0));
@@ -177,12 +249,20 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
             store_any(format, code, extra, i, v_load(x + i), v_load(x + i + VL), vi_load(words + i / 2), state);
         return;
     }
-    HSTEP_ALIGNED float stash[HSTEP_TILE];
+    HSTEP_ALIGNED float stash[HSTEP_TILE], inverses[16];
     HSTEP_ALIGNED uint32_t rows[16][VL], maxima[16];
-    for (int64_t i = 0; i < n; i += VL) v_store(stash + i, stash_any(format, v_load(x + i), nonneg));
-    for (int64_t b = 0; b * HSTEP_GROUP < n; b++) group_maximum(stash + b * HSTEP_GROUP, rows[b]);
+    for (int64_t b = 0; b * HSTEP_GROUP < n; b++) {
+        vi largest = vi_set(0);
+        for (int64_t i = b * HSTEP_GROUP; i < (b + 1) * HSTEP_GROUP; i += VL) {
+            vf stashed = stash_any(format, v_load(x + i), nonneg);
+            v_store(stash + i, stashed);
+            largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, nonneg));
+        }
+        vi_store(rows[b], largest);
+    }
     block_maxima(rows, n / HSTEP_GROUP, maxima);
-    encode_blocks(format, nonneg, stash, maxima, code, extra, words, n);
+    encode_scales(format, nonneg, maxima, extra, inverses, n);
+    for (int64_t i = 0; i < n; i += PAIR) encode_codes(format, nonneg, stash, inverses, code, i, vi_load(words + i / 2));
 }
 
 #define TILE_FUNCTIONS(fn, nonneg)                                                                                 \
@@ -212,12 +292,31 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 
+/* Formats whose scale is a sum over the tensor: the values whose squares are summed, and the scale. */
+#define NORM_ROWS(fn)
+#define NORM_FLAT(fn)
+#define NORM_TENSOR(fn)                                                                                           \
+    static void norm_##fn##_0(const float *x, float *out, int64_t n)                                              \
+    {                                                                                                             \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 0));                        \
+    }                                                                                                             \
+    static void norm_##fn##_1(const float *x, float *out, int64_t n)                                              \
+    {                                                                                                             \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1));                        \
+    }
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) NORM_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
 /* How many states a row has: the length of a list with one entry each. */
 #define STATE(...) 0
 #define STATES(...) (int)sizeof((char[]){__VA_ARGS__})
 #define HYPERS(...)
+#define SCALARS(...)
 
-V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states, const int clamp, const float *k,
+V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states, const int mode, const float *k,
                     const float *w, const float *g, float *d, float *const *s, int64_t n)
 {
     vf kv[HSTEP_MAX_SCALARS];
@@ -225,24 +324,94 @@ V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states,
     for (int64_t i = 0; i < n; i += VL) {
         vf sv[HALFSTEP_MAX_STATES];
         for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
-        v_store(d + i, rule(kv, v_load(w + i), v_load(g + i), sv, clamp));
+        v_store(d + i, rule(kv, v_load(w + i), v_load(g + i), sv, mode));
         for (int j = 0; j < states; j++) v_store(s[j] + i, sv[j]);
     }
 }
 
-#define RULE(id, name, fn, title, lr, wd, decay, states, hypers)                                                    \
-    static void rule_##id##_free(const float *k, const float *w, const float *g, float *d, float *const *s,         \
-                                 int64_t n)                                                                         \
-    {                                                                                                               \
-        rule_tile(fn##_rule, states, 0, k, w, g, d, s, n);                                                          \
-    }                                                                                                               \
-    static void rule_##id##_clamped(const float *k, const float *w, const float *g, float *d, float *const *s,      \
-                                    int64_t n)                                                                      \
-    {                                                                                                               \
-        rule_tile(fn##_rule, states, 1, k, w, g, d, s, n);                                                          \
+V_OP void norms_tile(void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int states, const int count, const int mode,
+                     const float *k, const float *w, const float *g, float *const *x, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES], xv[HSTEP_MAX_NORMS];
+        for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
+        norms(kv, v_load(w + i), v_load(g + i), sv, xv, mode);
+        for (int j = 0; j < states; j++) v_store(s[j] + i, sv[j]);
+        for (int j = 0; j < count; j++) v_store(x[j] + i, xv[j]);
     }
+}
+
+/* The direction of a matrix step, in the order of elements, and the change that the transformed one makes. */
+V_OP void direction_tile(vf (*direction)(const vf *, vf, vf *, int), const int mode, const float *k, const float *g,
+                         float *u, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES] = {v_load(s[0] + i)};
+        v_store(u + i, direction(kv, v_load(g + i), sv, mode));
+        v_store(s[0] + i, sv[0]);
+    }
+}
+
+V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const float *w, const float *u, float *d, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) v_store(d + i, change(kv, v_load(w + i), v_load(u + i)));
+}
+
+#define RULE_FUNCTION(id, fn, states, mode)                                                                         \
+    static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s,       \
+                                   int64_t n)                                                                       \
+    {                                                                                                               \
+        rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                       \
+    }
+#define RULE(id, name, fn, title, lr, wd, decay, states, ...)                                                       \
+    RULE_FUNCTION(id, fn, states, 0) RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2)              \
+    RULE_FUNCTION(id, fn, states, 3)
 #include "rules/rules.def"
 #undef RULE
+
+#define NO_NORMS(id, fn, states)
+#define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
+#define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
+#define NORMS_FUNCTION(id, fn, states, count, mode)                                                                 \
+    static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x,                \
+                                    float *const *s, int64_t n)                                                     \
+    {                                                                                                               \
+        norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                              \
+    }
+#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
+#include "rules/rules.def"
+#undef RULE
+#undef NO_NORMS
+#undef NORMS_1
+#undef NORMS_2
+
+#define ELEMENTWISE(id, fn)
+#define RAW_GRADIENT(id, fn)
+#define MATRIX(id, fn)                                                                                              \
+    static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n)            \
+    {                                                                                                               \
+        direction_tile(fn##_direction, 0, k, g, u, s, n);                                                           \
+    }                                                                                                               \
+    static void direction_##id##_1(const float *k, const float *g, float *u, float *const *s, int64_t n)            \
+    {                                                                                                               \
+        direction_tile(fn##_direction, 1, k, g, u, s, n);                                                           \
+    }                                                                                                               \
+    static void change_##id(const float *k, const float *w, const float *u, float *d, int64_t n)                    \
+    {                                                                                                               \
+        change_tile(fn##_change, k, w, u, d, n);                                                                    \
+    }
+#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id, fn)
+#include "rules/rules.def"
+#undef RULE
+#undef ELEMENTWISE
+#undef RAW_GRADIENT
+#undef MATRIX
 
 static void gradient_tile(float *g, const float *w, float scale, float mean, float l2, int64_t n)
 {
@@ -396,32 +565,51 @@ static void random_PHILOX7(const struct hstep_key *stream, uint64_t first, uint3
 
 /* ---- Fused steps ---- */
 
-/* Sixteen blocks: the maxima of a stretch fill one vector of the widest instruction set. */
+/* Sixteen groups: their maxima fill one vector of the widest instruction set. */
 #define FUSED_TILE 512
 
-/* One state on its way through a fused loop. */
-struct fused_state {
-    char *code, *extra;
-    vi x, k1, largest; /* of its random words; of the group's stashed magnitudes */
-    float *stash;
+/* What a block format needs for a tile; scales are the stored ones as fp32, so that a loop reads them at no cost. */
+struct fused_room {
+    HSTEP_ALIGNED float stash[FUSED_TILE];
+    HSTEP_ALIGNED float scales[16];
+    HSTEP_ALIGNED float inverses[16];
+    HSTEP_ALIGNED uint32_t maxima[16][VL];
 };
 
+/* One slot on its way through a fused loop. */
+struct fused_slot {
+    char *code, *extra;
+    vi x, k1, largest; /* of its random words; of the group's magnitudes */
+    struct fused_room *room;
+};
+
+V_OP struct fused_slot fused_start(const struct hstep_fused *a, int slot, struct fused_room *room)
+{
+    struct fused_slot s = {.code = a->code[slot], .extra = a->extra[slot], .room = room};
+    s.x = mixer_start(&a->key[slot], a->index / 2);
+    s.k1 = vi_set(a->key[slot].k[1]);
+    s.largest = vi_set(0);
+    return s;
+}
+
 /* Format and role are constants at every call, and calls are written out instead of looped over: a loop that the compiler
- * leaves rolled would turn the switches on formats into real ones. */
-V_OP void fused_load(const struct fused_state *s, const int format, const int nonneg, const int plain, int64_t i, vf *e,
-                     vf *o)
+ * leaves rolled would turn the switches on formats into real ones. Element i is the r-th of its tile. */
+V_OP void fused_load(const struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r,
+                     vf *e, vf *o)
 {
     if (format == HSTEP_FORMAT_NONE) {
         *e = *o = v_set(0.0f);
     } else if (plain) {
         *e = v_loadu(s->code + 4 * i);
         *o = v_loadu(s->code + 4 * (i + VL));
+    } else if (is_block(format)) {
+        load_scaled(format, nonneg, s->code, v_set(s->room->scales[r / columns_of(format).block]), i, e, o);
     } else {
         load_any(format, nonneg, s->code, s->extra, i, e, o);
     }
 }
 
-V_OP void fused_store(struct fused_state *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r, vf e,
+V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r, vf e,
                       vf o)
 {
     if (format == HSTEP_FORMAT_NONE) return;
@@ -429,67 +617,96 @@ V_OP void fused_store(struct fused_state *s, const int format, const int nonneg,
         v_storeu(s->code + 4 * i, v_from_bits(hstep_flush(v_bits(e))));
         v_storeu(s->code + 4 * (i + VL), v_from_bits(hstep_flush(v_bits(o))));
     } else if (is_block(format)) {
-        e = stash_any(format, e, nonneg);
-        o = stash_any(format, o, nonneg);
-        v_store(s->stash + r, e);
-        v_store(s->stash + r + VL, o);
-        if (!nonneg) e = v_abs(e), o = v_abs(o);
-        s->largest = vi_max(s->largest, vi_max(v_bits(e), v_bits(o)));
+        vf stashed_e = stash_any(format, e, nonneg), stashed_o = stash_any(format, o, nonneg);
+        v_store(s->room->stash + r, stashed_e);
+        v_store(s->room->stash + r + VL, stashed_o);
+        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));
+        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;
+        vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);
     } else {
         store_any(format, s->code, s->extra, i, e, o, mixer_next(&s->x, s->k1), 1);
     }
 }
 
-V_OP void fused_encode(struct fused_state *s, const int format, const int nonneg, int random, uint32_t (*rows)[VL],
-                       int64_t t, int64_t n)
+V_OP char *fused_extra(const struct fused_slot *s, const int format, int64_t t)
 {
-    if (!is_block(format)) return;
-    HSTEP_ALIGNED uint32_t words[FUSED_TILE / 2], maxima[16];
-    if (random)
-        for (int64_t i = 0; i < n / 2; i += VL) vi_store(words + i, mixer_next(&s->x, s->k1));
-    else
-        for (int64_t i = 0; i < n / 2; i += VL) vi_store(words + i, vi_set(0x80008000));
-    block_maxima(rows, n / HSTEP_GROUP, maxima);
-    encode_blocks(format, nonneg, s->stash, maxima, s->code + t, s->extra + t / HSTEP_GROUP * 2, words, n);
+    const struct columns c = columns_of(format);
+    return s->extra + t / c.block * c.scale_bits / 8;
 }
 
-V_OP struct fused_state fused_start(const struct hstep_fused *a, int slot, float *stash)
+/* Scales of the n elements from t on, before a tile. */
+V_OP void fused_read_scales(const struct fused_slot *s, const int format, int64_t t, int64_t n)
 {
-    struct fused_state s = {.code = a->code[slot], .extra = a->extra[slot], .stash = stash};
-    s.x = mixer_start(&a->key[slot], a->index / 2);
-    s.k1 = vi_set(a->key[slot].k[1]);
-    s.largest = vi_set(0);
-    return s;
+    const struct columns c = columns_of(format);
+    if (!c.block) return;
+    for (int64_t b = 0; b * c.block < n; b++) {
+        uint32_t scale = scale_pattern(fused_extra(s, format, t), b, c.scale_bits);
+        memcpy(&s->room->scales[b], &scale, 4);
+    }
+}
+
+/* And after it. */
+V_OP void fused_write_scales(const struct fused_slot *s, const int format, const int nonneg, int64_t t, int64_t n)
+{
+    HSTEP_ALIGNED uint32_t maxima[16];
+    if (!is_block(format)) return;
+    block_maxima(s->room->maxima, n / HSTEP_GROUP, maxima);
+    encode_scales(format, nonneg, maxima, fused_extra(s, format, t), s->room->inverses, n);
+}
+
+/* Codes of both states in one loop: one often waits for roots that the other does not need. */
+V_OP void fused_codes(struct fused_slot *p, struct fused_slot *q, const int s0, const int s1, const int random0, int64_t t,
+                      int64_t n)
+{
+    const struct columns c0 = columns_of(s0), c1 = columns_of(s1);
+    const vi half = vi_set(0x80008000);
+    for (int64_t i = 0; i < n; i += PAIR) {
+        if (c0.block)
+            encode_codes(s0, 0, p->room->stash, p->room->inverses, p->code + t * c0.bits / 8, i,
+                         random0 ? mixer_next(&p->x, p->k1) : half);
+        /* Second moments are never written to nearest where there is a choice. */
+        if (c1.block)
+            encode_codes(s1, 1, q->room->stash, q->room->inverses, q->code + t * c1.bits / 8, i,
+                         c1.stochastic ? mixer_next(&q->x, q->k1) : half);
+    }
 }
 
 V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf, vf *, int), const int weight,
                      const int gradient, const int s0, const int s1)
 {
-    const int clamp = is_block(s0) || is_block(s1);
+    const int mode = is_block(s0) || is_block(s1) ? RULE_CLAMP : 0;
     /* No 16-bit neighbour asks for pairs: elements stay in memory order and need no shuffles. */
     const int plain = weight == HSTEP_FORMAT_f32 && gradient == HSTEP_FORMAT_f32 && s0 == HSTEP_FORMAT_f32 &&
                       (s1 == HSTEP_FORMAT_f32 || s1 == HSTEP_FORMAT_NONE);
-    HSTEP_ALIGNED float stash0[FUSED_TILE], stash1[FUSED_TILE];
-    HSTEP_ALIGNED uint32_t rows0[16][VL], rows1[16][VL];
-    struct fused_state w = fused_start(a, HALFSTEP_SLOT_WEIGHT, NULL), g = fused_start(a, HALFSTEP_SLOT_GRADIENT, NULL);
-    struct fused_state p = fused_start(a, HALFSTEP_SLOT_STATE, stash0), q = fused_start(a, HALFSTEP_SLOT_STATE + 1, stash1);
-    const uint32_t stochastic = a->stochastic;
+    /* Block codes are decoded one turn ahead: processors look for independent work within about half a turn. */
+    const int early = is_block(s0) || is_block(s1);
+    struct fused_room room0, room1;
+    struct fused_slot w = fused_start(a, HALFSTEP_SLOT_WEIGHT, NULL), g = fused_start(a, HALFSTEP_SLOT_GRADIENT, NULL);
+    struct fused_slot p = fused_start(a, HALFSTEP_SLOT_STATE, &room0), q = fused_start(a, HALFSTEP_SLOT_STATE + 1, &room1);
     const int64_t total = a->n;
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
 
     for (int64_t t = 0; t < total; t += FUSED_TILE) {
         int64_t n = total - t < FUSED_TILE ? total - t : FUSED_TILE;
-        for (int64_t b = 0; b < n / HSTEP_GROUP; b++) {
-            p.largest = q.largest = vi_set(0);
-            for (int part = 0; part < PAIRS; part++) {
-                int64_t r = b * HSTEP_GROUP + part * PAIR, i = t + r;
+        fused_read_scales(&p, s0, t, n);
+        fused_read_scales(&q, s1, t, n);
+        vf next_e[2], next_o[2];
+        if (early) {
+            fused_load(&p, s0, 0, plain, t, 0, &next_e[0], &next_o[0]);
+            fused_load(&q, s1, 1, plain, t, 0, &next_e[1], &next_o[1]);
+        }
+        for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+            for (int64_t r = b; r < b + HSTEP_GROUP; r += PAIR) {
+                int64_t i = t + r, at = !early ? r : r + PAIR < n ? r + PAIR : r;
                 vf we, wo, ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES];
-                fused_load(&w, weight, 0, plain, i, &we, &wo);
-                fused_load(&g, gradient, 0, plain, i, &ge, &go);
-                fused_load(&p, s0, 0, plain, i, &se[0], &so[0]);
-                fused_load(&q, s1, 1, plain, i, &se[1], &so[1]);
-                vf de = rule(k, we, v_mul(ge, scale), se, clamp), d_o = rule(k, wo, v_mul(go, scale), so, clamp);
+                fused_load(&w, weight, 0, plain, i, r, &we, &wo);
+                fused_load(&g, gradient, 0, plain, i, r, &ge, &go);
+                if (early) se[0] = next_e[0], so[0] = next_o[0], se[1] = next_e[1], so[1] = next_o[1];
+                fused_load(&p, s0, 0, plain, t + at, at, &next_e[0], &next_o[0]);
+                fused_load(&q, s1, 1, plain, t + at, at, &next_e[1], &next_o[1]);
+                if (!early) se[0] = next_e[0], so[0] = next_o[0], se[1] = next_e[1], so[1] = next_o[1];
+                vf de = rule(k, we, v_mul(ge, scale), se, mode), d_o = rule(k, wo, v_mul(go, scale), so, mode);
                 if (plain) {
                     v_storeu(w.code + 4 * i, v_sub(we, v_add(de, v_set(0.0f))));
                     v_storeu(w.code + 4 * (i + VL), v_sub(wo, v_add(d_o, v_set(0.0f))));
@@ -499,11 +716,12 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
                 fused_store(&p, s0, 0, plain, i, r, se[0], so[0]);
                 fused_store(&q, s1, 1, plain, i, r, se[1], so[1]);
             }
-            if (is_block(s0)) vi_store(rows0[b], p.largest);
-            if (is_block(s1)) vi_store(rows1[b], q.largest);
-        }
-        fused_encode(&p, s0, 0, stochastic >> HALFSTEP_SLOT_STATE & 1, rows0, t, n);
-        fused_encode(&q, s1, 1, stochastic >> (HALFSTEP_SLOT_STATE + 1) & 1, rows1, t, n);
+        fused_write_scales(&p, s0, 0, t, n);
+        fused_write_scales(&q, s1, 1, t, n);
+        if (a->stochastic >> HALFSTEP_SLOT_STATE & 1)
+            fused_codes(&p, &q, s0, s1, 1, t, n);
+        else
+            fused_codes(&p, &q, s0, s1, 0, t, n);
     }
 }
 
@@ -539,19 +757,40 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .lanes = VL,
     .format = {
 #define ELEMENT_FORMAT(id, name, fn, ...)                                                                          \
-    [HSTEP_FORMAT_##fn] = {{decode_##fn##_0, decode_##fn##_0}, {encode_##fn##_0, encode_##fn##_0}, apply_##fn,     \
-                           maximum_##fn, squares_##fn, sums_##fn},
-#define BLOCK_FORMAT(id, name, fn, ...)                                                                            \
-    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}},
+    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_0}, .encode = {encode_##fn##_0, encode_##fn##_0}, \
+                           .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn},
+#define SCALE_ROWS(fn)
+#define SCALE_FLAT(fn)
+#define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}, .tensor_scale = fn##_tensor_scale
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr)        \
+    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}, \
+                           SCALE_##geometry(fn)},
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
     },
     .rule = {
-#define RULE(id, ...) [HSTEP_RULE_ROW_##id] = {rule_##id##_free, rule_##id##_clamped},
+#define RULE(id, ...) [HSTEP_RULE_ROW_##id] = {rule_##id##_0, rule_##id##_1, rule_##id##_2, rule_##id##_3},
 #include "rules/rules.def"
 #undef RULE
     },
+    .norms = {
+#define NO_NORMS(id)
+#define NORMS_1(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
+#define NORMS_2(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
+#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
+#include "rules/rules.def"
+#undef RULE
+    },
+    .matrix = {
+#define ELEMENTWISE(id)
+#define RAW_GRADIENT(id)
+#define MATRIX(id) [HSTEP_RULE_ROW_##id] = {{direction_##id##_0, direction_##id##_1}, change_##id},
+#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id)
+#include "rules/rules.def"
+#undef RULE
+    },
+    .product = product_tile,
     .gradient = gradient_tile,
     .accumulate = accumulate_tile,
     .to_plain = to_plain,

@@ -48,13 +48,28 @@ struct hstep_format_kernels {
     /* 16 partial sums in double of the squares, of the values: n <= 256. Combined by hstep_tree_sum(). */
     void (*squares)(const char *code, int64_t n, double *sums, uint32_t *maximum);
     void (*sums)(const char *code, int64_t n, double *sums);
+    /* Of formats with one scale for a tensor, NULL for others: the values whose squares make the scale (by nonneg), and the
+     * scale from the root of their sum and the number of elements. encode then finds it in extra. */
+    void (*norm[2])(const float *x, float *out, int64_t n);
+    float (*tensor_scale)(double norm, double elements);
+};
+
+struct hstep_matrix_kernels {
+    void (*direction[2])(const float *k, const float *g, float *u, float *const *s, int64_t n); /* by RULE_CLAMP */
+    void (*change)(const float *k, const float *w, const float *u, float *d, int64_t n);
 };
 
 struct hstep_kernels {
     const char *name;
     int lanes;
     struct hstep_format_kernels format[HSTEP_FORMATS];
-    void (*rule[HSTEP_RULES][2])(const float *k, const float *w, const float *g, float *d, float *const *s, int64_t n);
+    void (*rule[HSTEP_RULES][RULE_MODES])(const float *k, const float *w, const float *g, float *d, float *const *s,
+                                          int64_t n);
+    /* Two-pass rules: new states and the values whose squares are summed; by RULE_CLAMP. */
+    void (*norms[HSTEP_RULES][2])(const float *k, const float *w, const float *g, float *const *x, float *const *s,
+                                  int64_t n);
+    struct hstep_matrix_kernels matrix[HSTEP_RULES];
+    void (*product)(float *c, const float *a, const float *b, int64_t k); /* product.h */
     /* g = g * scale - mean + l2 * w */
     void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);
     /* g += scale * x */

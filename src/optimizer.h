@@ -1,4 +1,4 @@
-/* The inside of a handle, shared by halfstep.c (arguments), slots.c (memory) and step.c (steps). */
+/* The inside of a handle, shared by halfstep.c (arguments), slots.c (memory), step.c (steps) and update.c (their work). */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -23,10 +23,18 @@ struct hstep_tensor {
      * element index0 + r * index_stride of the space that random bits and blocks are indexed by. */
     int64_t runs, run_length, index_stride;
     uint64_t index0;
+    /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length in
+     * index space where rows are dense in it, else at such a column. */
+    int unit, dense;
+    int matrix; /* stepped as a matrix */
     struct hstep_slot slot[HSTEP_SLOTS];
     const struct hstep_fused_row *fused; /* the row of fused.def that fits, or NULL */
     uint64_t state_steps, full_steps, writes;
+    double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
+    /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one. Their
+     * limbs start at number `first_sum` of those of all tensors. */
+    int sums, first_sum;
 };
 
 struct hstep_group {
@@ -49,14 +57,21 @@ struct hstep_update {
     float k[HSTEP_MAX_SCALARS];
     float gradient_scale, l2;
     double centralize;     /* times the row mean of the raw gradient, or 0 */
-    int clamp;
+    int mode;              /* of the rule function */
     uint32_t stochastic;   /* bit per slot */
+    uint32_t first;        /* bit per slot: a copy of the weight is made before the update, */
+    uint32_t copy;         /* and the weight made a copy of the slot after it */
     int skip, fused;
     int still;             /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int micro;             /* only states are written */
+    double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
+    float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
 };
 
-/* Statistics of a step: the limbs of the sum of squares, then for each tensor whether it is not finite. */
+/* Statistics of a step: the limbs of the sum of squares, then for each tensor whether it is not finite, then the limbs of the
+ * sums over single tensors. */
 #define HSTEP_STATISTICS_HEAD HSTEP_EXACT_LIMBS
+#define HSTEP_MAX_SUMS (HSTEP_MAX_NORMS + HALFSTEP_MAX_STATES)
 
 struct halfstep_optimizer {
     const struct hstep_kernels *kernels;
@@ -65,7 +80,7 @@ struct halfstep_optimizer {
     halfstep_run_tasks run;
     void *host;
     int generator; /* row */
-    int scan, clip;
+    int scan, clip, missing;
     double gradient_scale, clip_norm;
 
     struct hstep_group *groups;
@@ -77,7 +92,13 @@ struct halfstep_optimizer {
     int64_t n_chunks;
     struct hstep_update *updates;
     int64_t *statistics;
-    void *memory; /* the library's own, or NULL */
+    int sums;            /* of all tensors */
+    int norms_are_made;  /* by halfstep_step_norms(), for the next finish */
+    void *memory;        /* the library's own, or NULL */
+    /* For matrices, the largest of which it fits; one at a time. */
+    float *workspace;
+    uint64_t workspace_bytes;
+    atomic_flag workspace_lock;
 
     /* Clipping in release: squares of the round that runs now, norm of the one before. */
     int64_t round_squares[HSTEP_EXACT_LIMBS];
@@ -99,6 +120,11 @@ int hstep_settle(halfstep_optimizer *o);
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
+/* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */
+int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
+int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
+/* The main stream alone, as a format: what the scan of a gradient slot reads. */
+int hstep_plain_format(int format);
 
 /* n tasks on the host's threads or the pool. */
 void hstep_run(const halfstep_optimizer *o, halfstep_task task, void *argument, int64_t n);
@@ -110,8 +136,8 @@ void hstep_fill_words(const halfstep_optimizer *o, const struct hstep_key *strea
 void *hstep_allocate(size_t bytes);
 void hstep_free(void *memory);
 
-/* From a group's hyper-parameters to the constants of its rule. */
-void hstep_prepare_rule(const struct hstep_group *group, double lr, double decay, uint64_t t, float *k);
+/* From a group's hyper-parameters, with the rest of p filled in by the caller, to the constants of its rule. */
+void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
 /* The group's lr at its next step. */
 double hstep_group_lr(const struct hstep_group *group);
 /* The decay rate of a state; and 1 where these hyper-parameters need it at all (sgd without momentum does not). */

@@ -6,17 +6,17 @@
 #include "rules/rules.def"
 #undef HSTEP_INCLUDE_RULES
 
-static void (*const prepares[HSTEP_RULES])(float *, const struct hstep_prepare *) = {
+static void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
 #define RULE(id, name, fn, ...) [HSTEP_RULE_ROW_##id] = fn##_prepare,
 #include "rules/rules.def"
 #undef RULE
 };
 
-void hstep_prepare_rule(const struct hstep_group *group, double lr, double decay, uint64_t t, float *k)
+void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k)
 {
-    struct hstep_prepare p = {.hyper = group->own, .lr = lr, .decay = decay, .t = t};
+    p->hyper = group->own;
     for (int i = 0; i < HSTEP_MAX_SCALARS; i++) k[i] = 0.0f;
-    prepares[group->recipe.rule](k, &p);
+    prepares[group->recipe.rule](k, p);
 }
 
 double hstep_group_lr(const struct hstep_group *group)

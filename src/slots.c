@@ -1,4 +1,5 @@
 /* Where states live, and reading and writing slots as fp32. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,7 +44,7 @@ static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **p
         for (int s = 0; s < HSTEP_SLOTS; s++) {
             struct hstep_slot *slot = &o->tensors[i].slot[s];
             if (s >= HALFSTEP_SLOT_STATE && slot->code_bytes) visit(arg, &slot->code, slot->code_bytes);
-            if (slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
+            if (s != HALFSTEP_SLOT_GRADIENT && slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
         }
 }
 
@@ -116,7 +117,8 @@ int halfstep_allocate_states(halfstep_optimizer *o)
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     uint64_t bytes;
     halfstep_state_bytes(o, &bytes);
-    if (bytes > SIZE_MAX / 2) return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
+    if (bytes > SIZE_MAX / 2)
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
     void *memory = hstep_allocate((size_t)bytes);
     if (!memory) return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for %llu bytes of states", (unsigned long long)bytes);
     int error = hstep_settle(o);
@@ -137,7 +139,7 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     if (error) return error;
     struct hstep_slot *s = &o->tensors[tensor].slot[slot];
     const char *name = o->tensors[tensor].name;
-    if (slot == HALFSTEP_SLOT_GRADIENT || (slot == HALFSTEP_SLOT_WEIGHT && code))
+    if (slot < HALFSTEP_SLOT_STATE && code)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step", name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
@@ -161,31 +163,33 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
 
 /* ---- Reading and writing ---- */
 
-/* A piece of up to 256 elements of one row, through padded copies: its elements, and from where in each stream. */
+/* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
+ * asked for. */
 struct piece {
-    int64_t element, block, n;
+    int64_t element;
+    int n, skip;
 };
 
-static void fetch(const struct hstep_slot *s, const char *code, const struct piece *p, char *code_out, char *extra_out)
+static void fetch(const struct hstep_tensor *t, const struct hstep_slot *s, const char *code, const struct piece *p,
+                  char *code_out, char *extra_out)
 {
     const struct hstep_format *f = &hstep_formats[s->format];
     memset(code_out, 0, HSTEP_TILE * 4);
     memset(extra_out, 0, HSTEP_TILE * 2);
-    memcpy(code_out, code + p->element * f->code_bits / 8, (size_t)(p->n * f->code_bits / 8));
-    if (f->block)
-        memcpy(extra_out, s->extra + p->block * 2, (size_t)((p->n + f->block - 1) / f->block * 2));
-    else if (f->extra_bits)
-        memcpy(extra_out, s->extra + p->element * f->extra_bits / 8, (size_t)(p->n * f->extra_bits / 8));
+    memcpy(code_out, code + hstep_code_offset(t, s->format, p->element), (size_t)((p->n * f->code_bits + 7) / 8));
+    if (!s->extra_bytes) return;
+    int64_t bytes = f->block ? (p->n + f->block - 1) / f->block * f->scale_bits / 8 : p->n * f->extra_bits / 8;
+    memcpy(extra_out, s->extra + hstep_extra_offset(t, s->format, p->element), (size_t)bytes);
 }
 
-static void put(struct hstep_slot *s, char *code, const struct piece *p, const char *code_in, const char *extra_in)
+static void put(const struct hstep_tensor *t, struct hstep_slot *s, char *code, const struct piece *p, const char *code_in,
+                const char *extra_in)
 {
     const struct hstep_format *f = &hstep_formats[s->format];
-    memcpy(code + p->element * f->code_bits / 8, code_in, (size_t)(p->n * f->code_bits / 8));
-    if (f->block)
-        memcpy(s->extra + p->block * 2, extra_in, (size_t)((p->n + f->block - 1) / f->block * 2));
-    else if (f->extra_bits)
-        memcpy(s->extra + p->element * f->extra_bits / 8, extra_in, (size_t)(p->n * f->extra_bits / 8));
+    memcpy(code + hstep_code_offset(t, s->format, p->element), code_in, (size_t)((p->n * f->code_bits + 7) / 8));
+    if (!s->extra_bytes) return;
+    int64_t bytes = f->block ? (p->n + f->block - 1) / f->block * f->scale_bits / 8 : p->n * f->extra_bits / 8;
+    memcpy(s->extra + hstep_extra_offset(t, s->format, p->element), extra_in, (size_t)bytes);
 }
 
 static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
@@ -208,20 +212,32 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     return HALFSTEP_OK;
 }
 
-/* Pieces in order: along each row for block formats, else straight through memory. */
-static int next_piece(const struct hstep_tensor *t, int format, int64_t first_row, int64_t n_rows, struct piece *p)
+/* Pieces in order, up to element `end`: along each row for blocks of rows, else straight through memory. */
+static int next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct piece *p)
 {
-    int64_t end = (first_row + n_rows) * t->n_columns;
-    p->element = p->n ? p->element + p->n : first_row * t->n_columns;
+    const struct hstep_format *f = &hstep_formats[format];
+    p->element = p->n ? p->element + p->n : first;
+    p->skip = 0;
     if (p->element >= end) return 0;
-    p->n = end - p->element;
-    if (hstep_formats[format].block) {
-        int64_t row = p->element / t->n_columns, column = p->element % t->n_columns;
-        p->block = row * hstep_blocks_per_row(t, format) + column / hstep_formats[format].block;
-        p->n = t->n_columns - column;
+    int64_t n = end - p->element;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) {
+        p->skip = (int)(p->element % f->block);
+        p->element -= p->skip;
+        n += p->skip;
+    } else if (f->block && n > t->n_columns - p->element % t->n_columns) {
+        n = t->n_columns - p->element % t->n_columns;
     }
-    if (p->n > HSTEP_TILE) p->n = HSTEP_TILE;
+    p->n = n > HSTEP_TILE ? HSTEP_TILE : (int)n;
     return 1;
+}
+
+/* Whole groups, or whole blocks where they are longer. */
+static int64_t padded(int format, int64_t n)
+{
+    int64_t unit = HSTEP_GROUP;
+    if (hstep_formats[format].geometry != HALFSTEP_GEOMETRY_TENSOR && hstep_formats[format].block > unit)
+        unit = hstep_formats[format].block;
+    return (n + unit - 1) / unit * unit;
 }
 
 int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
@@ -234,26 +250,21 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
     const struct hstep_slot *s = &t->slot[slot];
     HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
     HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+    int64_t first = first_row * t->n_columns, end = (first_row + n_rows) * t->n_columns;
     struct piece p = {0};
-    while (next_piece(t, s->format, first_row, n_rows, &p)) {
-        fetch(s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
-        int64_t padded = (p.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
-        o->kernels->format[s->format].decode[s->nonneg](x, code, extra, padded);
-        o->kernels->to_plain(x, plain, padded);
-        memcpy(out + (p.element - first_row * t->n_columns), plain, (size_t)p.n * 4);
+    while (next_piece(t, s->format, first, end, &p)) {
+        fetch(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+        o->kernels->format[s->format].decode[s->nonneg](x, code, extra, padded(s->format, p.n));
+        o->kernels->to_plain(x, plain, padded(HSTEP_FORMAT_f32, p.n));
+        memcpy(out + (p.element + p.skip - first), plain + p.skip, (size_t)(p.n - p.skip) * 4);
     }
     return HALFSTEP_OK;
 }
 
-int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
-                        const float *in)
+static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const float *in, int64_t n)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
-    if (error) return error;
-    struct hstep_tensor *t = &o->tensors[tensor];
-    struct hstep_slot *s = &t->slot[slot];
-    int64_t n = n_rows * t->n_columns;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
     int block = hstep_formats[s->format].block;
     for (int64_t i = 0; i < n && (block || s->nonneg); i++) {
         uint32_t bits;
@@ -265,19 +276,103 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative", t->name, (long long)i,
                               slot_name(o, tensor, slot));
     }
+    return HALFSTEP_OK;
+}
+
+/* The scale of a state that has one for the whole tensor, from its new values. */
+static float tensor_scale(const halfstep_optimizer *o, const struct hstep_tensor *t, const struct hstep_slot *s,
+                          const float *in, int64_t n)
+{
+    const struct hstep_kernels *kernels = o->kernels;
+    HSTEP_ALIGNED float plain[HSTEP_TILE], x[HSTEP_TILE], y[HSTEP_TILE];
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        double sums[16];
+        uint32_t largest;
+        memset(plain, 0, sizeof plain);
+        memcpy(plain, in + i, (size_t)(n - i < HSTEP_TILE ? n - i : HSTEP_TILE) * 4);
+        kernels->from_plain(plain, x, HSTEP_TILE);
+        kernels->format[s->format].norm[s->nonneg](x, y, HSTEP_TILE);
+        kernels->to_plain(y, plain, HSTEP_TILE);
+        kernels->format[HSTEP_FORMAT_f32].squares((const char *)plain, HSTEP_TILE, sums, &largest);
+        sum += hstep_tree_sum(sums);
+    }
+    return kernels->format[s->format].tensor_scale(sqrt(sum), (double)t->rows * (double)t->row_length);
+}
+
+int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
+                        const float *in)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    struct hstep_slot *s = &t->slot[slot];
+    const struct hstep_format *f = &hstep_formats[s->format];
+    int64_t first = first_row * t->n_columns, end = (first_row + n_rows) * t->n_columns, whole = t->n_rows * t->n_columns;
+    if ((error = check_values(o, tensor, slot, in, end - first))) return error;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT && (first % f->block || (end % f->block && end != whole)))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')", t->name,
+                          (long long)first_row, (long long)n_rows, f->block, f->name);
+    float scale = 0.0f;
+    int one_scale = f->block && f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole;
+    if (one_scale) {
+        if (end - first != whole || t->n_rows != t->rows || t->n_columns != t->row_length)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
+                              t->name, f->name, slot_name(o, tensor, slot));
+        scale = tensor_scale(o, t, s, in, whole);
+    }
     HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
-    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE], nothing[HSTEP_TILE] = {0};
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
     /* The random number that is half of everything: stochastic formats round to nearest with it. */
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
     struct piece p = {0};
-    while (next_piece(t, s->format, first_row, n_rows, &p)) {
+    while (next_piece(t, s->format, first, end, &p)) {
         memset(plain, 0, sizeof plain);
-        memcpy(plain, in + (p.element - first_row * t->n_columns), (size_t)p.n * 4);
-        int64_t padded = (p.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
-        o->kernels->from_plain(plain, x, padded);
-        o->kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded, slot >= HALFSTEP_SLOT_STATE);
-        put(s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+        memcpy(plain, in + (p.element - first), (size_t)p.n * 4);
+        if (one_scale) memcpy(extra, &scale, 4);
+        o->kernels->from_plain(plain, x, padded(s->format, p.n));
+        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would start
+         * from what is there. */
+        if (slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits)
+            o->kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
+        else
+            o->kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded(s->format, p.n),
+                                                            slot >= HALFSTEP_SLOT_STATE);
+        put(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+    }
+    return HALFSTEP_OK;
+}
+
+int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
+                          float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = halfstep_read_slot(o, tensor, HALFSTEP_SLOT_WEIGHT, weight, first_row, n_rows, out);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_group *g = &o->groups[t->group];
+    for (int i = 0; i < hstep_rule_states(g->recipe.rule) && t->full_steps; i++) {
+        const struct hstep_state *state = &hstep_rules[g->recipe.rule].state[i];
+        if (state->role != HALFSTEP_ROLE_WEIGHT || !state->beta) continue;
+        float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i)), other[HSTEP_TILE];
+        const struct hstep_slot *s = &t->slot[HALFSTEP_SLOT_STATE + i];
+        HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
+        HSTEP_ALIGNED float x[HSTEP_TILE];
+        int64_t first = first_row * t->n_columns, end = (first_row + n_rows) * t->n_columns;
+        if (first < end && !s->code)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", t->name, state->name);
+        struct piece p = {0};
+        while (next_piece(t, s->format, first, end, &p)) {
+            fetch(t, s, s->code, &p, code, extra);
+            o->kernels->format[s->format].decode[0](x, code, extra, padded(s->format, p.n));
+            o->kernels->to_plain(x, other, padded(s->format, p.n));
+            for (int j = 0; j < p.n; j++) {
+                float *w = &out[p.element - first + j];
+                *w = *w + part * (other[j] - *w);
+            }
+        }
     }
     return HALFSTEP_OK;
 }

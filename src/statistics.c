@@ -12,6 +12,7 @@ struct scan {
     const void *const *gradients; /* of the tensors from `first_tensor` on */
     int first_tensor;
     int64_t first_chunk;
+    int clipped;
     int64_t *squares;             /* limbs, or NULL */
     int64_t *flags;               /* per tensor from `first_tensor` on, or NULL */
 };
@@ -39,14 +40,15 @@ static uint32_t scan_stretch(const struct scan *s, const struct hstep_tensor *t,
 {
     const struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_GRADIENT];
     const struct hstep_kernels *kernels = s->o->kernels;
+    const struct hstep_format_kernels *format = &kernels->format[hstep_plain_format(slot->format)];
     HSTEP_ALIGNED char room[HSTEP_TILE * 4];
     uint32_t largest = 0, m;
     if (!squares) {
         int64_t whole = n / HSTEP_GROUP * HSTEP_GROUP, rest = n - whole;
-        if (whole) largest = kernels->format[slot->format].maximum(code, whole);
+        if (whole) largest = format->maximum(code, whole);
         if (rest) {
             code = hstep_whole_groups(slot, code + whole * element_bytes(slot), &rest, room);
-            m = kernels->format[slot->format].maximum(code, rest);
+            m = format->maximum(code, rest);
             if (m > largest) largest = m;
         }
         return largest;
@@ -58,12 +60,12 @@ static uint32_t scan_stretch(const struct scan *s, const struct hstep_tensor *t,
             HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
             int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE, padded = count;
             const char *tile = hstep_whole_groups(slot, code + i * element_bytes(slot), &padded, room);
-            m = kernels->format[slot->format].maximum(tile, padded);
+            m = format->maximum(tile, padded);
             if (m > largest) largest = m;
-            if (m >= 0x7f800000u) return m;
-            kernels->format[slot->format].decode[0](x, tile, NULL, padded);
+            format->decode[0](x, tile, NULL, padded);
             kernels->to_plain(x, plain, padded);
-            for (int64_t j = 0; j < count; j++) hstep_exact_add(squares, (double)plain[j] * (double)plain[j]);
+            for (int64_t j = 0; j < count; j++)
+                if (isfinite(plain[j])) hstep_exact_add(squares, (double)plain[j] * (double)plain[j]);
         }
         return largest;
     }
@@ -73,10 +75,10 @@ static uint32_t scan_stretch(const struct scan *s, const struct hstep_tensor *t,
         if (count > row - column) count = row - column;
         if (count > n) count = n;
         int64_t padded = count;
-        kernels->format[slot->format].squares(hstep_whole_groups(slot, code, &padded, room), padded, sums, &m);
+        format->squares(hstep_whole_groups(slot, code, &padded, room), padded, sums, &m);
         if (m > largest) largest = m;
-        if (m >= 0x7f800000u) return m;
-        hstep_exact_add(squares, hstep_tree_sum(sums));
+        /* Chunks that are not finite are left out, and no others, so that no cut matters then either. */
+        if (m < 0x7f800000u) hstep_exact_add(squares, hstep_tree_sum(sums));
         code += count * element_bytes(slot);
         index += (uint64_t)count;
         n -= count;
@@ -85,7 +87,7 @@ static uint32_t scan_stretch(const struct scan *s, const struct hstep_tensor *t,
 }
 
 /* A chunk of 256 columns belongs to the task that holds its first element, and is read whole across the task's end. */
-static void scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length)
+void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length)
 {
     int64_t row = t->index_stride, ends[2] = {*offset, *offset + *length};
     if (row < HSTEP_GROUP) return;
@@ -104,10 +106,12 @@ static void scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *o
 /* The bound on an effective gradient: its square has to stay within fp32. */
 #define GRADIENT_LIMIT 0x1p62
 
-static double threshold(const halfstep_optimizer *o)
+static double threshold(const struct scan *s, int raw)
 {
-    /* With clipping on, finite gradients end below clip_norm, so only NaN and infinities can offend. */
-    return o->clip_norm > 0.0 ? INFINITY : GRADIENT_LIMIT / (o->gradient_scale > 0.0 ? o->gradient_scale : 1.0);
+    /* A weight that is followed may be as large as it likes. Gradients that are clipped by their own norm end below clip_norm,
+     * so only NaN and infinities can offend. */
+    double scale = s->o->gradient_scale;
+    return raw || s->clipped ? INFINITY : GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
 }
 
 static void scan_task(void *argument, int64_t i)
@@ -120,27 +124,27 @@ static void scan_task(void *argument, int64_t i)
     struct hstep_fp fp = hstep_fp_enter();
     int64_t squares[HSTEP_EXACT_LIMBS] = {0};
     uint32_t largest = 0;
+    int raw = hstep_rules[s->o->groups[t->group].recipe.rule].kind == HSTEP_RAW_GRADIENT, summed = s->squares && !raw;
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
         int64_t offset = c->offset, length = c->length;
-        if (s->squares) scan_bounds(t, start, &offset, &length);
+        if (summed) hstep_scan_bounds(t, start, &offset, &length);
         const char *code = gradient + (run * t->run_length + offset) * element_bytes(&t->slot[HALFSTEP_SLOT_GRADIENT]);
-        uint32_t m = scan_stretch(s, t, code, start + (uint64_t)offset, length, s->squares ? squares : NULL);
+        uint32_t m = scan_stretch(s, t, code, start + (uint64_t)offset, length, summed ? squares : NULL);
         if (m > largest) largest = m;
     }
     float magnitude;
     memcpy(&magnitude, &largest, 4);
-    if (s->flags && !((double)magnitude < threshold(s->o)))
+    if (s->flags && !((double)magnitude < threshold(s, raw)))
         __atomic_store_n(&s->flags[c->tensor - s->first_tensor], 1, __ATOMIC_RELAXED);
-    else if (s->squares && largest < 0x7f800000u)
-        hstep_merge_squares(s->squares, squares);
+    if (summed) hstep_merge_squares(s->squares, squares);
     hstep_fp_leave(fp);
 }
 
-void hstep_scan_tensors(const halfstep_optimizer *o, int first, int n, const void *const *gradients, int64_t *squares,
-                        int64_t *flags)
+void hstep_scan_tensors(const halfstep_optimizer *o, int first, int n, const void *const *gradients, int clipped,
+                        int64_t *squares, int64_t *flags)
 {
-    struct scan s = {o, gradients, first, 0, squares, flags};
+    struct scan s = {o, gradients, first, 0, clipped, squares, flags};
     if (!n || (!squares && !flags)) return;
     s.first_chunk = o->tensors[first].first_chunk;
     int64_t end = o->tensors[first + n - 1].first_chunk + o->tensors[first + n - 1].chunks;

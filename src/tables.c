@@ -11,14 +11,17 @@ enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,
     GRADIENT = HALFSTEP_ROLE_GRADIENT,
     SIGNED = HALFSTEP_ROLE_SIGNED,
-    NONNEG = HALFSTEP_ROLE_NONNEG
+    NONNEG = HALFSTEP_ROLE_NONNEG,
+    ROWS = HALFSTEP_GEOMETRY_ROWS,
+    FLAT = HALFSTEP_GEOMETRY_FLAT,
+    TENSOR = HALFSTEP_GEOMETRY_TENSOR
 };
 
 const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, bits, dtype, extra_bits, extra_dtype, sr) \
-    {id, name, title, roles, bits, extra_bits, 0, sr, dtype, extra_dtype},
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, sr) \
-    {id, name, title, roles, bits, 0, block, sr, dtype, "BF16"},
+    {id, name, title, roles, bits, extra_bits, 0, 0, 0, sr, dtype, extra_dtype},
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
+    {id, name, title, roles, bits, 0, block, scale_bits, geometry, sr, dtype, scale_dtype},
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -29,9 +32,24 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define HYPER(name, title, initial, minimum, maximum, exclusive) {name, title, initial, minimum, maximum, exclusive}
 #define STATES(...) {__VA_ARGS__}
 #define HYPERS(...) {__VA_ARGS__}
-#define RULE(id, name, fn, title, lr, wd, decay, states, hypers) {id, name, #fn, title, lr, wd, decay, states, hypers},
+#define SCALARS(...) {__VA_ARGS__}
+#define NO_NORMS 0
+#define NORMS_1 1
+#define NORMS_2 2
+#define ELEMENTWISE HSTEP_ELEMENTWISE
+#define RAW_GRADIENT HSTEP_RAW_GRADIENT
+#define MATRIX HSTEP_MATRIX
+#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+    {id, name, #fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
 #include "rules/rules.def"
 #undef RULE
+#undef MATRIX
+#undef RAW_GRADIENT
+#undef ELEMENTWISE
+#undef NORMS_2
+#undef NORMS_1
+#undef NO_NORMS
+#undef SCALARS
 #undef STATES
 #undef HYPERS
 #undef STATE
@@ -50,6 +68,20 @@ int hstep_rule_hypers(int rule)
     int n = 0;
     while (hstep_rules[rule].hyper[n].name) n++;
     return n;
+}
+
+int hstep_rule_scalars(int rule)
+{
+    int n = 0;
+    while (hstep_rules[rule].scalar[n]) n++;
+    return n;
+}
+
+int hstep_rule_state(int rule, const char *name)
+{
+    for (int i = 0; name && hstep_rules[rule].state[i].name; i++)
+        if (!strcmp(hstep_rules[rule].state[i].name, name)) return i;
+    return -1;
 }
 
 struct hstep_hyper hstep_rule_hyper(int rule, int index)
@@ -77,9 +109,10 @@ const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
     [HSTEP_CLIP_NORM] = {"clip_norm", "largest global gradient norm; 0: no clipping", 0.0, 0.0, 1e15, 0},
 };
 
-static const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled"};
+static const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
 static const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
 static const char *const clips[] = {"delayed", "per-tensor", NULL};
+static const char *const missings[] = {"skip", "error", NULL};
 
 const char *halfstep_choice_value(const char *choice, int32_t index)
 {
@@ -89,6 +122,7 @@ const char *halfstep_choice_value(const char *choice, int32_t index)
     const char *const *values = !strcmp(choice, "decay") ? decays
                                 : !strcmp(choice, "scan") ? scans
                                 : !strcmp(choice, "clip") ? clips
+                                : !strcmp(choice, "missing") ? missings
                                                           : NULL;
     if (!values) return NULL;
     for (int i = 0; values[i]; i++)
@@ -132,13 +166,89 @@ static int fail(int code, char *detail, size_t size, const char *format, ...)
     return code;
 }
 
+int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length)
+{
+    return hstep_rules[rule].kind == HSTEP_MATRIX && ndim >= 2 && rows > 1 && row_length > 1;
+}
+
+int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length)
+{
+    return !hstep_is_matrix(rule, ndim, rows, row_length) || hstep_rules[rule].state[state].role != NONNEG;
+}
+
+int hstep_format_serves(int format, int role)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    /* A state that holds gradients has either sign, and no block to share with a larger neighbour. */
+    return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
+}
+
+/* States that a recipe names a format for: all but copies of the weight. The last `optional` of them need not be named. */
+static int named_states(int rule, int *which, int *optional)
+{
+    int n = 0;
+    *optional = 0;
+    for (int i = 0; i < hstep_rule_states(rule); i++) {
+        if (hstep_rules[rule].state[i].role == WEIGHT) continue;
+        *optional += hstep_rules[rule].state[i].unless != NULL;
+        which[n++] = i;
+    }
+    return n;
+}
+
+/* An optional state that was not named is stored as the last one before it of its role. */
+static int inherited_format(const struct hstep_recipe *recipe, int state)
+{
+    const struct hstep_state *states = hstep_rules[recipe->rule].state;
+    for (int i = state - 1; i >= 0; i--)
+        if (states[i].role == states[state].role) return recipe->state[i];
+    return recipe->state[0];
+}
+
+/* The part of a recipe that names the formats of states. */
+static int parse_states(const char *text, const char *part, struct hstep_recipe *recipe, char *detail, size_t size)
+{
+    int which[HALFSTEP_MAX_STATES], optional, given = 0, formats[HALFSTEP_MAX_STATES];
+    int named = named_states(recipe->rule, which, &optional);
+    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
+    for (;; part++) {
+        size_t length = strcspn(part, "+/");
+        int format = find_format(part, length);
+        if (format < 0)
+            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
+                        part);
+        if (given >= named)
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for", text,
+                        rule->name, named, named == 1 ? "" : "s");
+        formats[given++] = format;
+        part += length;
+        if (*part != '+') break;
+    }
+    if (*part)
+        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
+    if (given != 1 && given < named - optional)
+        return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
+                    "recipe '%s': give one state format, or one for each of the %d states of %s", text, named - optional,
+                    rule->name);
+    for (int i = 0; i < named; i++) {
+        int state = which[i], role = rule->state[state].role;
+        /* One format for all of them leaves out the states that hold gradients, if it cannot serve them. */
+        if (given == 1 && named > 1 && role == GRADIENT && !hstep_format_serves(formats[0], role)) continue;
+        recipe->state[state] = given == 1 ? formats[0] : i < given ? formats[i] : inherited_format(recipe, state);
+        if (!hstep_format_serves(recipe->state[state], role))
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store %s", text,
+                        hstep_formats[recipe->state[state]].name, rule->state[state].name);
+    }
+    return HALFSTEP_OK;
+}
+
 int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size)
 {
     size_t length = strcspn(text, "/");
     recipe->rule = find_rule(text, length);
     if (recipe->rule < 0)
         return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length, text);
-    int states = hstep_rule_states(recipe->rule);
+    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
     const char *part = text + length;
 
     recipe->weight = HSTEP_FORMAT_f32;
@@ -149,45 +259,19 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
         if (recipe->weight < 0)
             return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
                         part);
-        if (!(hstep_formats[recipe->weight].roles & HALFSTEP_ROLE_WEIGHT))
+        if (!(hstep_formats[recipe->weight].roles & WEIGHT))
             return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store weights", text,
                         hstep_formats[recipe->weight].name);
         part += length;
     }
 
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
-        recipe->state[i] = i >= states                            ? HSTEP_FORMAT_NONE
-                           : recipe->weight == HSTEP_FORMAT_f32   ? HSTEP_FORMAT_f32
-                                                                  : HSTEP_FORMAT_bf16_sr;
-    if (!*part) return HALFSTEP_OK;
-    part++;
-    int given = 0;
-    for (;; part++) {
-        length = strcspn(part, "+/");
-        int format = find_format(part, length);
-        if (format < 0)
-            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
-                        part);
-        if (given >= states)
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s", text,
-                        hstep_rules[recipe->rule].name, states, states == 1 ? "" : "s");
-        recipe->state[given++] = format;
-        part += length;
-        if (*part != '+') break;
-    }
-    if (*part)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
-    if (given == 1)
-        for (int i = 1; i < states; i++) recipe->state[i] = recipe->state[0];
-    else if (given != states)
-        return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
-                    "recipe '%s': give one state format, or one for each of the %d states of %s", text, states,
-                    hstep_rules[recipe->rule].name);
-    for (int i = 0; i < states; i++)
-        if (!(hstep_formats[recipe->state[i]].roles & hstep_rules[recipe->rule].state[i].role))
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store %s", text,
-                        hstep_formats[recipe->state[i]].name, hstep_rules[recipe->rule].state[i].name);
-    return HALFSTEP_OK;
+        recipe->state[i] = i >= hstep_rule_states(recipe->rule) ? HSTEP_FORMAT_NONE
+                           : rule->state[i].role == WEIGHT      ? recipe->weight
+                           : recipe->weight == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32
+                                                                : HSTEP_FORMAT_bf16_sr;
+    if (*part) return parse_states(text, part + 1, recipe, detail, size);
+    return rule->formats ? parse_states(text, rule->formats, recipe, detail, size) : HALFSTEP_OK;
 }
 
 int halfstep_recipe_full(const char *recipe, char *text, size_t size)
@@ -198,10 +282,14 @@ int halfstep_recipe_full(const char *recipe, char *text, size_t size)
     int error = hstep_recipe_parse(recipe, &r, NULL, 0);
     if (error) return error;
     int n = snprintf(full, sizeof full, "%s/%s", hstep_rules[r.rule].name, hstep_formats[r.weight].name);
-    int states = hstep_rule_states(r.rule), same = 1;
-    for (int i = 1; i < states; i++) same &= r.state[i] == r.state[0];
-    for (int i = 0; i < (same && states ? 1 : states); i++)
-        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r.state[i]].name);
+    int which[HALFSTEP_MAX_STATES], optional, named = named_states(r.rule, which, &optional), same = 1, inherits = 1;
+    for (int i = 1; i < named; i++) {
+        same &= r.state[which[i]] == r.state[which[0]];
+        if (i >= named - optional) inherits &= r.state[which[i]] == inherited_format(&r, which[i]);
+    }
+    int shown = same && named ? 1 : inherits ? named - optional : named;
+    for (int i = 0; i < shown; i++)
+        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r.state[which[i]]].name);
     if ((size_t)n >= size) return HALFSTEP_ERROR_RANGE;
     memcpy(text, full, (size_t)n + 1);
     return HALFSTEP_OK;
@@ -215,16 +303,40 @@ int64_t hstep_row_stride(int64_t row_length)
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length)
 {
     if (format < 0 || !hstep_formats[format].block) return format;
-    int one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
-    if ((ndim >= 2 || one_row) && row_length >= hstep_formats[format].block) return format;
+    const struct hstep_format *f = &hstep_formats[format];
+    int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && rows * row_length % f->block == 0;
+    if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
+    if (eligible) return format;
     return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
 }
 
-static uint64_t format_bytes(int format, int64_t rows, int64_t row_length, int extra)
+uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    if (extra && f->block) return (uint64_t)rows * (uint64_t)((row_length + f->block - 1) / f->block) * 2;
-    return (uint64_t)rows * (uint64_t)row_length * (uint64_t)(extra ? f->extra_bits : f->code_bits) / 8;
+    /* Half a byte can only be left over at the end of a row, or of everything. */
+    if (f->geometry == FLAT) return ((uint64_t)n_rows * (uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8;
+    return (uint64_t)n_rows * (((uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8);
+}
+
+uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    uint64_t elements = (uint64_t)n_rows * (uint64_t)n_columns, block = (uint64_t)f->block;
+    if (!f->block) return elements * (uint64_t)f->extra_bits / 8;
+    uint64_t scales = f->geometry == TENSOR ? elements != 0
+                      : f->geometry == FLAT ? (elements + block - 1) / block
+                                            : (uint64_t)n_rows * (((uint64_t)n_columns + block - 1) / block);
+    return scales * (uint64_t)f->scale_bits / 8;
+}
+
+/* With the rule's default hyper-parameters. */
+static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
+{
+    const char *unless = hstep_rules[rule].state[state].unless;
+    for (int i = 0; unless && i < hstep_rule_hypers(rule); i++)
+        if (!strcmp(hstep_rules[rule].hyper[i].name, unless)) return hstep_rules[rule].hyper[i].initial != 0.0;
+    return hstep_state_of_shape(rule, state, ndim, rows, row_length);
 }
 
 int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
@@ -235,13 +347,14 @@ int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_
     int error = hstep_recipe_parse(recipe, &r, NULL, 0);
     if (error) return error;
     if (rows < 0 || row_length < 0 || (row_length && rows > (INT64_MAX >> 6) / row_length)) return HALFSTEP_ERROR_SHAPE;
-    if (weight) *weight = format_bytes(r.weight, rows, row_length, 0);
-    if (weight_extra) *weight_extra = format_bytes(r.weight, rows, row_length, 1);
+    if (weight) *weight = hstep_code_bytes(r.weight, rows, row_length);
+    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, rows, row_length);
     if (!states) return HALFSTEP_OK;
     *states = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {
+        if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
         int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length);
-        *states += format_bytes(format, rows, row_length, 0) + format_bytes(format, rows, row_length, 1);
+        *states += hstep_code_bytes(format, rows, row_length) + hstep_extra_bytes(format, rows, row_length);
     }
     return HALFSTEP_OK;
 }
@@ -265,7 +378,14 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *info)
     for (int i = 0; i < info->states; i++) {
         info->state_role[i] = rule->state[i].role;
         info->state_name[i] = rule->state[i].name;
+        info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
     }
+    info->scalars = hstep_rule_scalars(row);
+    for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i];
+    info->two_pass = rule->norms > 0;
+    info->matrix = rule->kind == HSTEP_MATRIX;
+    info->accumulates = rule->keeps != NULL;
+    info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
     return HALFSTEP_OK;
 }
@@ -277,7 +397,8 @@ int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
     *info = (halfstep_format_info){
         .struct_size = sizeof *info, .id = format->id, .name = format->name, .title = format->title,
         .roles = format->roles, .code_bits = format->code_bits, .extra_bits = format->extra_bits,
-        .block = format->block, .scale_bytes = format->block ? 2 : 0, .stochastic = format->stochastic,
+        .block = format->block, .scale_bytes = format->scale_bits / 8, .geometry = format->geometry,
+        .stochastic = format->stochastic != 0,
         .code_dtype = format->code_dtype, .extra_dtype = format->extra_dtype};
     return HALFSTEP_OK;
 }

@@ -3,6 +3,7 @@
 #define HSTEP_TABLES_H
 
 #include "halfstep.h"
+#include "rules/rule.h"
 
 /* Row numbers, in the order of the .def files. */
 enum {
@@ -22,12 +23,12 @@ enum {
     HSTEP_RULES
 };
 
-#define HSTEP_MAX_OWN_HYPERS 8
+#define HSTEP_MAX_OWN_HYPERS 12
 
 struct hstep_format {
     int id;
     const char *name, *title;
-    int roles, code_bits, extra_bits, block, stochastic;
+    int roles, code_bits, extra_bits, block, scale_bits, geometry, stochastic; /* block: elements per scale, or 0 */
     const char *code_dtype, *extra_dtype;
 };
 
@@ -43,19 +44,30 @@ struct hstep_state {
     const char *beta, *unless;
 };
 
+/* What a rule needs beyond one pass over independent elements. */
+enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX };
+
 struct hstep_rule {
     int id;
     const char *name, *kernel, *title; /* kernel: the function prefix */
     double lr, weight_decay; /* initial values */
     const char *decay;
     struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */
+    const char *formats; /* default formats of the states, as in a recipe, or NULL */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
+    int norms;
+    const char *scalar[HSTEP_MAX_NAMED_SCALARS + 1];
+    const char *keeps;
+    int kind;
 };
 
 extern const struct hstep_format hstep_formats[HSTEP_FORMATS];
 extern const struct hstep_rule hstep_rules[HSTEP_RULES];
 int hstep_rule_states(int rule);
 int hstep_rule_hypers(int rule); /* the rule's own */
+int hstep_rule_scalars(int rule);
+/* The row of a state, or -1; NULL is no state. */
+int hstep_rule_state(int rule, const char *name);
 /* Row `index` of those of the rule, the common ones first, with the rule's initial value. */
 struct hstep_hyper hstep_rule_hyper(int rule, int index);
 
@@ -67,9 +79,10 @@ enum {
 };
 extern const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
 
-enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAYS };
+enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAY_PROXIMAL, HSTEP_DECAYS };
 enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
 enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
+enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };
 
 enum { HSTEP_CHOICE_DECAY, HSTEP_CHOICE_SCHEDULE, HSTEP_CHOICE_SCAN, HSTEP_CHOICE_CLIP, HSTEP_CHOICE_GENERATOR,
        HSTEP_CHOICES };
@@ -81,8 +94,16 @@ struct hstep_recipe {
 /* HALFSTEP_OK, or an error with a sentence in detail[size]. */
 int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size);
 
-/* What a block format becomes for a tensor whose rows it cannot serve. */
+/* What a block format becomes for a tensor that it cannot serve. */
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length);
+/* Whether a tensor of that shape is stepped as a matrix, and whether it has a state at all: second moments serve the rest. */
+int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
+int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
+/* Whether a format can store a state of that role. */
+int hstep_format_serves(int format, int role);
+/* Bytes of n_rows x n_columns elements and of their second stream. */
+uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns);
+uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
 
 /* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed by. */
 int64_t hstep_row_stride(int64_t row_length);

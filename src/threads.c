@@ -25,7 +25,7 @@ static void os_acquire(os_lock *lock) { AcquireSRWLockExclusive(lock); }
 static void os_release(os_lock *lock) { ReleaseSRWLockExclusive(lock); }
 static void os_wait(os_condition *condition, os_lock *lock) { SleepConditionVariableSRW(condition, lock, INFINITE, 0); }
 static void os_wake_all(os_condition *condition) { WakeAllConditionVariable(condition); }
-static void os_yield(void) { SwitchToThread(); }
+void hstep_yield(void) { SwitchToThread(); }
 static void os_join(os_thread thread)
 {
     WaitForSingleObject(thread, INFINITE);
@@ -64,7 +64,7 @@ static void os_acquire(os_lock *lock) { pthread_mutex_lock(lock); }
 static void os_release(os_lock *lock) { pthread_mutex_unlock(lock); }
 static void os_wait(os_condition *condition, os_lock *lock) { pthread_cond_wait(condition, lock); }
 static void os_wake_all(os_condition *condition) { pthread_cond_broadcast(condition); }
-static void os_yield(void) { sched_yield(); }
+void hstep_yield(void) { sched_yield(); }
 static void os_join(os_thread thread) { pthread_join(thread, NULL); }
 
 /* Signals are the host's business: its handlers must not run on our threads. */
@@ -164,7 +164,7 @@ static uint64_t wait_for_run(uint64_t seen)
             gate = atomic_load_explicit(&pool.gate, memory_order_acquire);
             if (gate >> GATE_NUMBER_SHIFT != seen || gate & GATE_QUIT) return gate;
         }
-        os_yield();
+        hstep_yield();
     }
     os_acquire(&pool.lock);
     atomic_fetch_add(&pool.sleeping, 1);
@@ -214,7 +214,7 @@ static void wait_for_workers(void)
     for (int round = 0; round < SPIN_ROUNDS; round++) {
         for (int look = 0; look < SPIN_LOOKS; look++)
             if (!(atomic_load_explicit(&pool.gate, memory_order_acquire) & GATE_INSIDE)) return;
-        os_yield();
+        hstep_yield();
     }
     os_acquire(&pool.lock);
     atomic_store(&pool.caller_sleeps, 1);

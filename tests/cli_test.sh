@@ -14,7 +14,8 @@ ok() { echo "ok   $1"; passed=$((passed + 1)); }
 expect() {
     local status=$1 pattern=$2 got=0
     shift 2
-    "$halfstep" "$@" >out 2>err </dev/null || got=$?
+    # What is not refused would train for minutes.
+    timeout 60 "$halfstep" "$@" >out 2>err </dev/null || got=$?
     [ "$got" = "$status" ] || fail "halfstep $*: exit $got, expected $status: $(cat err)"
     [ "$(wc -l <err)" = 1 ] || fail "halfstep $*: not one line on stderr: $(cat err)"
     grep -qE -- "^halfstep: .*$pattern" err || fail "halfstep $*: $(cat err) does not match $pattern"
@@ -40,13 +41,23 @@ expect 2 'unknown rule "adamx", did you mean adam' train lm --data "$data" --rec
 expect 2 'unknown weight format "bf17"' train lm --data "$data" --recipe adamw/bf17
 expect 2 'unknown state format "int9"' train lm --data "$data" --recipe adamw/bf16/int9
 expect 2 'cannot store exp_avg_sq' train lm --data "$data" --recipe adamw/bf16/bf16-kahan
-expect 2 'names 3 state formats; adamw has 2' train lm --data "$data" --recipe adamw/bf16/int8+int8+int8
+expect 2 'names 4 state formats; adamw has 3' train lm --data "$data" --recipe adamw/bf16/int8+int8+int8+int8
+expect 2 'names 2 state formats; adan has 4' train lm --data "$data" --recipe adan/bf16/int8+int8
+expect 2 'cannot store previous of adan, which is a gradient' train lm --data "$data" --recipe adan/bf16/int8+int8+int8+int8
+expect 2 'names 2 state formats; schedulefree has 1 state to' train lm --data "$data" --recipe schedulefree/bf16/int8+int8
 expect 2 'multiple of 4 heads' train lm --data "$data" --width 30 --heads 4
 expect 2 'beta1 = 1 is not in' train lm --data "$data" --beta1 1
 expect 2 'no such hyper-parameter, did you mean beta' train lm --data "$data" --hyper beta3=0.5
 expect 2 'use --lr' train lm --data "$data" --hyper lr=1
 expect 2 'one of bf16, f32' train lm --data "$data" --compute f64
 expect 2 'needs --checkpoint' train lm --data "$data" --resume
+expect 2 'nothing to add up without --micro-steps' train lm --data "$data" --accumulator bf16
+expect 2 'one of f32, bf16, bf16-sr, states' train lm --data "$data" --micro-steps 2 --accumulator int8
+expect 2 'one of scan, per-tensor, known-finite' train lm --data "$data" --scan never
+expect 2 'sgd' train lm --data "$data" --micro-steps 2 --accumulator states --recipe sgd
+expect 2 'l2' train lm --data "$data" --micro-steps 2 --accumulator states --recipe adam --weight-decay 0.1
+expect 2 'schedulefree' train lm --data "$data" --micro-steps 2 --accumulator states --recipe schedulefree
+expect 2 'ema follows weights' train lm --data "$data" --recipe ema/bf16-sr
 expect 2 'one of --params, --checkpoint, --width' plan
 expect 2 'bytes' plan --params 7e9 --memory 24Q
 expect 1 'nowhere' train lm --data nowhere
@@ -96,6 +107,16 @@ assert near(rows["adamw/bf16-sr/int8"]["bytes_per_param"]["total"], 6.125), rows
 assert not rows["adamw/f32/f32"]["fits"], rows["adamw/f32/f32"]
 sizes = [r["total_bytes"] for r in json.load(open(sys.argv[1]))["recipes"]]
 assert sizes == sorted(sizes)
+assert len(sizes) <= 40, f"{len(sizes)} recipes are more than anybody reads"
+assert "adamw/bf16/bf16" not in rows
+PY
+"$halfstep" plan --params 7e9 --all --json >all.json
+"$halfstep" plan --params 7e9 --recipes lion/bf16/bf16,adamw/f32 --json >some.json
+python3 - plan.json all.json some.json <<'PY' || fail "plan --all, plan --recipes"
+import json, sys
+few, many, some = ({r["recipe"] for r in json.load(open(name))["recipes"]} for name in sys.argv[1:])
+assert few < many and "adamw/bf16/bf16" in many, many
+assert some == {"lion/bf16/bf16", "adamw/f32/f32"}, some
 PY
 ok "info and plan"
 
@@ -124,6 +145,37 @@ assert 0 < run["bytes_per_param"]["gradients"] < 1.9, run
 PY
 ok "gradient release"
 
+# A step of micro-steps sees the data of the step whose batch is as large, and makes it but for roundings.
+learn() { lm --steps 20 --recipe adamw/f32 --compute f32 --quiet --json --val-every 0 --lr 3e-3 "$@"; }
+learn --batch 8 --eval-batches 2 >whole.json
+for accumulator in f32 bf16 bf16-sr; do
+    for release in "" --release; do
+        # shellcheck disable=SC2086
+        learn --batch 2 --micro-steps 4 --eval-batches 8 --accumulator $accumulator $release >cut.json
+        python3 - whole.json cut.json $accumulator <<'PY' || fail "micro-steps into $accumulator $release"
+import json, sys
+whole, cut = (json.load(open(name)) for name in sys.argv[1:3])
+bound = 1e-5 if sys.argv[3] == "f32" else 3e-3
+for key in "train_loss", "val_loss":
+    assert abs(whole[key] - cut[key]) <= bound * whole[key], (key, whole[key], cut[key])
+assert whole["state_hash"] != cut["state_hash"], "nothing was cut"
+assert (whole["accumulator"], cut["accumulator"], cut["micro_steps"]) == (None, sys.argv[3], 4), cut
+size = 4 if sys.argv[3] == "f32" else 2
+assert size < cut["bytes_per_param"]["gradients"] < size + 1.9, cut["bytes_per_param"]
+PY
+    done
+done
+# Moments that are fed batch by batch are no such thing, but they have learned something, and hold nothing beside them.
+learn --batch 8 --steps 0 --eval-batches 2 >start.json
+learn --batch 2 --micro-steps 4 --eval-batches 8 --accumulator states --release >cut.json
+python3 - start.json cut.json <<'PY' || fail "micro-steps into states"
+import json, sys
+start, cut = (json.load(open(name)) for name in sys.argv[1:3])
+assert cut["val_loss"] < start["val_loss"] - 0.1, (start["val_loss"], cut["val_loss"])
+assert cut["bytes_per_param"]["gradients"] < 1.9, cut["bytes_per_param"]
+PY
+ok "micro-steps: the step of the whole batch, and the memory they promise"
+
 # n steps = k + save + load + (n - k), for each way of storing, with the state that only the trainer has (clipping with
 # release) as well.
 resume_case() {
@@ -137,15 +189,29 @@ resume_case() {
     done
     [ "$(value whole.json state_hash)" != "$(value half.json state_hash)" ] || fail "$*: seven steps changed nothing"
 }
-for weight in $(python3 -c 'import json; print(*json.load(open("info.json"))["weight_formats"])'); do
+names() { python3 -c 'import json, sys; print(*json.load(open("info.json"))[sys.argv[1]])' "$1"; }
+for weight in $(names weight_formats); do
     resume_case --recipe "adamw/$weight"
 done
-for rule in $(python3 -c 'import json; print(*json.load(open("info.json"))["rules"])'); do
-    resume_case --recipe "$rule/bf16-sr/int8"
+for state in $(names state_formats); do
+    # A format for signed states only serves the momentum.
+    rule=adamw
+    "$halfstep" plan --params 1e6 --recipes "adamw/bf16-sr/$state" >out 2>err || rule=lion
+    resume_case --recipe "$rule/bf16-sr/$state"
 done
+for rule in $(names rules); do
+    [ "$rule" != ema ] || continue
+    resume_case --recipe "$rule/bf16-kahan/int8" --weight-decay 0.1
+done
+resume_case --recipe schedulefree/bf16-ecc8/int8 --release
 resume_case --recipe sgd/bf16-kahan --momentum 0.9 --weight-decay 0.1
 resume_case --recipe adamw/bf16-ecc8/int8+bf16-sr --release --clip 0.5 --generator mixer
 resume_case --gradients f16 --clip 1 --warmup 3
+for accumulator in f32 bf16 bf16-sr states; do
+    resume_case --micro-steps 3 --batch 2 --accumulator $accumulator --clip 1
+    resume_case --micro-steps 2 --batch 2 --accumulator $accumulator --recipe adamw/bf16-ecc8/int8 --release --clip 0.5
+done
+resume_case --scan per-tensor --recipe lion/bf16-sr/int8
 ok "a resumed run ends with the bits of an uninterrupted one"
 
 rm -rf run log.csv
@@ -154,6 +220,8 @@ lm --steps 6 --quiet --checkpoint run --log log.csv --recipe adamw/bf16-sr/int8 
 resume() { "$halfstep" train lm --checkpoint run --resume "$@"; }
 expect 1 '--recipe is adamw/f32/f32 here but adamw/bf16-sr/int8 in run' train lm --checkpoint run --resume --recipe adamw
 expect 1 '--width is 64 here but 32 in run' train lm --checkpoint run --resume --width 64
+expect 1 '--micro-steps is 2 here but 1 in run' train lm --checkpoint run --resume --micro-steps 2
+expect 1 '--scan is per-tensor here but scan in run' train lm --checkpoint run --resume --scan per-tensor
 expect 1 '--lr is 0.1 here but 0.001 in run' train lm --checkpoint run --resume --lr 0.1
 expect 1 'beta1 is 0.8 here but 0.9 in run' train lm --checkpoint run --resume --beta1 0.8
 expect 1 'run is already at step 6' train lm --checkpoint run --resume --steps 3
@@ -195,6 +263,20 @@ lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init wide >b.json
 [ "$(value c.json params)" = "$(value a.json params)" ] || fail "--init does not bring its shape"
 expect 1 'has shape' train lm --data "$data" --init ecc --width 64 --heads 2
 ok "--init takes the weights in full"
+
+# Schedule-free training evaluates another point than it stores as its weights. That point is what validation, the sample,
+# generate and --init speak of.
+lm --steps 30 --quiet --json --recipe schedulefree/bf16-kahan --lr 1e-2 --checkpoint free >free.json
+lm --steps 0 --quiet --json --recipe adamw/f32 --init free >average.json
+lm --steps 0 --quiet --json --recipe adamw/f32 --init "$(ls -d free/checkpoint-*)"/model.safetensors >stored.json
+"$halfstep" generate --checkpoint free --bytes 20 --json >text.json
+python3 - free.json average.json stored.json text.json <<'PY' || fail "schedulefree: not one average everywhere"
+import json, sys
+free, average, stored, text = (json.load(open(name)) for name in sys.argv[1:])
+assert average["val_loss"] == free["val_loss"] != stored["val_loss"], (free["val_loss"], average["val_loss"], stored["val_loss"])
+assert average["sample"] == text["text"] == free["sample"], (free["sample"], average["sample"], text["text"])
+PY
+ok "schedulefree speaks with its average"
 
 # Damage of any kind is one line, never a crash.
 damage() {
@@ -275,6 +357,10 @@ got=0
 nan_run --quiet --json >out 2>err || got=$?
 [ $got = 1 ] && [ ! -s out ] && grep -q '20 steps in a row had gradients that are not finite' err ||
     fail "nothing but NaN: exit $got: $(cat err)"
+poison "$(ls -d wide/checkpoint-*)"/model.safetensors 66
+nan_run --scan per-tensor --json >some.json 2>err
+[ "$(value some.json skipped_steps)" -gt "$skipped" ] || fail "--scan per-tensor counts $(value some.json skipped_steps) tensors"
+grep -q 'that tensor is left unchanged' err || fail "--scan per-tensor: $(cat err)"
 ok "gradients that are not finite"
 
 echo "$passed passed, 0 failed"

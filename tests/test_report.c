@@ -22,7 +22,8 @@ static void make(struct report *report, const double end[ENTRIES])
     report->subtitle = "made up";
     report->command = "halfstep compare lm";
     for (int i = 0; i < ENTRIES; i++)
-        report->entry[i] = (struct report_entry){names[i], i == 1 ? "adamw/bf16" : NULL, names[i], "bf16", i ? "bf16" : "f32"};
+        report->entry[i] = (struct report_entry){.name = names[i], .typed = i == 1 ? "adamw/bf16" : NULL, .recipe = names[i],
+                                                 .compute = "bf16", .gradients = i ? "bf16" : "f32"};
     report->entries = ENTRIES;
     report->seeds = SEEDS;
     report->runs = ENTRIES * SEEDS;
@@ -210,6 +211,67 @@ int main(int argc, char **argv)
                           count(&text, "class=\"band"), count(&text, "class=\"line"));
                 text_free(&text);
             }
+    }
+
+    TEST("groups and accuracies") {
+        static const char *const groups[] = {"batch 128", "batch <512>"};
+        static const struct report_words words = {"test loss", "test loss", "epoch", "images/s", ""};
+        struct text text = {0};
+        struct report_row row;
+        struct report_check check[4];
+        char error[300];
+        int n;
+        make(&report, usual);
+        report.accuracies = 1;
+        report.groups = 2;
+        report.group = groups;
+        report.words = &words;
+        for (int i = 0; i < ENTRIES; i++) {
+            report.entry[i].group = i / 2;
+            report.entry[i].label = i % 2 ? "second" : "first";
+        }
+        for (int i = 0; i < report.runs; i++) {
+            runs[i].accuracy = 0.98 + 0.0045 * runs[i].entry + 0.0001 * ((double)runs[i].seed - 8);
+            for (int epoch = 0; epoch <= 4; epoch++)
+                CHECK(report_curve_add(&runs[i].accuracies, epoch, runs[i].accuracy - 0.001 * (4 - epoch)) == 0, "out of memory");
+        }
+        report_row(&report, 3, &row);
+        CHECK(fabs(row.accuracy.mean - 0.9935) < 1e-12 && fabs(row.accuracy.deviation - 0.0001) < 1e-12, "%g ± %g", row.accuracy.mean,
+              row.accuracy.deviation);
+        CHECK(report_reference(&report, 3) == 2 && fabs(row.difference.mean - (usual[3] - usual[2])) < 1e-12,
+              "the reference of the second group is %d, %g away", report_reference(&report, 3), row.difference.mean);
+        CHECK(row.reached.n == 3 && row.reached.mean == 1, "99 %% after %g epochs", row.reached.mean);
+        report_row(&report, 0, &row);
+        CHECK(row.reached.n == 0, "98 %% counts as 99 %%");
+        report_sentence(&report, &text);
+        CHECK(has(&text, "With batch 128, second is the most accurate, 98.45 %; first ends with the lowest loss, 2.1000."), "%s", text.data);
+        CHECK(has(&text, "With batch <512>, second is the most accurate, 99.35 %, and ends with the lowest loss, 1.9000; "
+                         "second is the first to reach 99 %, after 1 epochs."), "%s", text.data);
+        text_free(&text);
+        report_table(&report, &text);
+        CHECK(has(&text, "batch 128:\n") && has(&text, "99.350 ± 0.010") && has(&text, "images/s") && has(&text, "epochs to 99 %"),
+              "%s", text.data);
+        text_free(&text);
+        report_runs_csv(&report, &text);
+        CHECK(has(&text, ",group,test_accuracy\n") && has(&text, ",batch 128,0.9799\n"), "%s", text.data);
+        text_free(&text);
+        CHECK(report_parse_checks(&report, "adamw/bf16>98.44,adamw/bf16<98.44,adamw/bf16-sr/bf16-sr~0.5,adamw/bf16~0.39", check, 4, &n,
+                                  error, sizeof error) == 0, "%s", error);
+        report.check = check;
+        report.checks = n;
+        CHECK(report_judge(&report) == 2 && check[0].passed && !check[1].passed && check[2].passed && !check[3].passed,
+              "accuracies are judged wrongly: %g", check[0].value);
+        report_check_text(&report, &check[0], &text);
+        CHECK(has(&text, "test accuracy 98.450 %, wanted more than 98.44"), "%s", text.data);
+        text_free(&text);
+        report_html(&report, &text);
+        const char *problem = text.data ? unbalanced(text.data) : "nothing written";
+        CHECK(!text.failed && !problem, "%s", problem);
+        CHECK(has(&text, "batch &lt;512&gt;") && !has(&text, "<512>") && has(&text, "Test error, 100 % − accuracy, batch 128"),
+              "the page lacks a group");
+        CHECK(count(&text, "<svg viewBox=\"0 0 960") == 2 * 3 + 1, "%d charts", count(&text, "<svg viewBox=\"0 0 960"));
+        text_free(&text);
+        for (int i = 0; i < report.runs; i++) report_curve_free(&runs[i].accuracies);
     }
 
     TEST("axes") {

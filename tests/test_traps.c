@@ -8,8 +8,58 @@
 
 static int short_run;
 
-static const char *const weights16[] = {"bf16-sr", "bf16-kahan", "bf16-ecc8", "bf16-ecc16"};
-enum { WEIGHTS16 = sizeof weights16 / sizeof weights16[0] };
+/* The weight format in a row if it has 16 bits and is meant to keep small changes: written stochastically, or with a second
+ * stream. */
+static const char *weight16(int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    MUST(halfstep_get_format_info(row, &info));
+    return (info.roles & HALFSTEP_ROLE_WEIGHT) && info.code_bits == 16 && (info.stochastic || info.extra_bits) ? info.name : NULL;
+}
+
+/* ---- Second moments in every format ------------------------------------------------------------------------------------- */
+
+/* What each format of moments may lose, where 0 stands for what it cannot do: shown, and held only to the bounds on updates
+ * that are too large. Sixteen codes for a second moment, int4's and dyn4's, do not reach an element far below its block: its
+ * steps are too short; and int4's first moments, written stochastically, are unbiased but noisy. dyn8 and dyn4 are torchao's
+ * formats, to nearest and with scales from 1e-12 up; only their zero codes are mended. */
+struct kept {
+    const char *states;
+    double root;    /* of a second moment, stationary or after a fall: within this */
+    double small;   /* rms of updates at small gradients: within this */
+    double rms;     /* of updates, against fp32's, where gradients of one block differ: at most this many times, */
+    double largest; /* and the largest likewise */
+    double middle;  /* the median element's update there, against fp32's: at least this */
+    double fall, uneven, deep; /* updates after a fall of all, of 31 in 32, a hundredfold of 31 in 32: within this */
+};
+static const struct kept kept[] = {
+    {"bf16-sr", 0.01, 0.02, 1.02, 1.2, 0.98, 0.02, 0.02, 0.02},
+    {"bf16-ecc8", 0.005, 0.005, 1.01, 1.1, 0.99, 0.01, 0.01, 0.01},
+    {"bf16-ecc16", 0.001, 0.001, 1.001, 1.01, 0.999, 0.001, 0.001, 0.001},
+    {"int8", 0.02, 0.02, 1.1, 1.6, 0.8, 0.03, 0.03, 0.03},
+    {"int8+int4", 0.06, 0.08, 1.1, 2, 0, 0.08, 0.15, 0},
+    {"int4", 0.06, 0.15, 1.5, 6, 0.6, 0.12, 0.4, 0.35},
+    {"fp8", 0.03, 0.03, 1.15, 2, 0.8, 0.05, 0.05, 0.05},
+    {"fp8-e5m2", 0.04, 0.06, 1.15, 2, 0.9, 0.06, 0.06, 0.06},
+    {"dyn8", 0.1, 0, 1.2, 2, 0.8, 0.07, 0, 0},
+    {"dyn4", 0, 0, 1.1, 1.5, 0, 0, 0, 0},
+};
+enum { KEPT = sizeof kept / sizeof kept[0], COLUMNS = 256, POOL = 61 };
+
+/* Flat blocks begin at 4096 elements; fewer do for the others. */
+static int rows_of(const char *states) { return strncmp(states, "dyn", 3) ? 4 : 16; }
+
+/* Normal numbers, reused every POOL steps. */
+static const float *normals(int step)
+{
+    static float *pool;
+    if (!pool) {
+        struct source s = {11};
+        pool = zeroed((size_t)POOL * 16 * COLUMNS * 4);
+        for (int64_t i = 0; i < POOL * 16 * COLUMNS; i++) pool[i] = (float)next_normal(&s);
+    }
+    return pool + (int64_t)(step % POOL) * 16 * COLUMNS;
+}
 
 /* The update that this step makes at lr 1, from weights that are all zero, and again zero afterwards: open loop, so that
  * thousands of steps can be compared without the weights' own rounding. For f32 weights without decay. */
@@ -21,12 +71,19 @@ static void open_step(struct one *t, const float *gradient, float *update)
     for (int64_t i = 0; i < t->n; i++) update[i] = -((float *)t->weight)[i];
 }
 
-static void open_one(struct one *t, const char *recipe, int64_t rows, int64_t row_length)
+static void open_one(struct one *t, const char *states)
 {
-    one_open(t, recipe, 2, rows, row_length, "f32");
+    char recipe[64];
+    snprintf(recipe, sizeof recipe, "adamw/f32/%s", states);
+    one_open(t, recipe, 2, rows_of(states), COLUMNS, "f32");
     one_hyper(t, "lr", 1.0);
     one_hyper(t, "weight_decay", 0.0);
     one_start(t);
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_STATE + 1, &info));
+    if (!info.fell_back) return;
+    printf("FAIL %s does not serve a tensor of %d x %d\n", states, rows_of(states), COLUMNS);
+    exit(1);
 }
 
 /* ---- I-5, I-40: small changes of 16-bit weights ------------------------------------------------------------------------- */
@@ -37,11 +94,13 @@ static void test_small_changes(void)
 {
     int steps = short_run ? 4000 : 20000;
     TEST("I-5 decay of 1e-6 a step is realised on 16-bit weights") {
-        for (int f = 0; f < WEIGHTS16; f++) {
+        for (int32_t row = 0; row < halfstep_format_count(); row++) {
             char recipe[64];
             struct one t;
             struct source s = {7};
-            snprintf(recipe, sizeof recipe, "adamw/%s", weights16[f]);
+            const char *format = weight16(row);
+            if (!format) continue;
+            snprintf(recipe, sizeof recipe, "adamw/%s", format);
             one_open(&t, recipe, 2, 128, 64, "bf16");
             one_hyper(&t, "lr", 1e-3);
             one_hyper(&t, "weight_decay", 1e-3);
@@ -58,10 +117,10 @@ static void test_small_changes(void)
                 after += (double)t.room[i] * (start[i] < 0 ? -1 : 1);
             }
             double lost = 1 - after / before, expected = 1 - pow(1 - 1e-6, steps);
-            printf("     %-10s realised %.3f of the decay\n", weights16[f], lost / expected);
+            printf("     %-10s realised %.3f of the decay\n", format, lost / expected);
             /* bf16-sr: each weight wanders by 2^-8 a rounding; 8192 of them leave 1e-4 of the mean. */
-            double noise = strcmp(weights16[f], "bf16-sr") ? 0.02 : short_run ? 0.25 : 0.06;
-            CHECK(fabs(lost / expected - 1) < noise, "%s: %.4f of the decay realised", weights16[f], lost / expected);
+            double noise = strcmp(format, "bf16-sr") ? 0.02 : short_run ? 0.25 : 0.06;
+            CHECK(fabs(lost / expected - 1) < noise, "%s: %.4f of the decay realised", format, lost / expected);
             free(start);
             one_close(&t);
         }
@@ -72,10 +131,11 @@ static void test_small_changes(void)
         CHECK(peer == first, "the counter-check moved: decay on the rounded weight should be lost");
     }
     TEST("I-40 steps of 1e-5 on weights of 1 are realised") {
-        for (int f = 0; f <= WEIGHTS16; f++) {
+        for (int32_t row = 0; row < halfstep_format_count(); row++) {
             char recipe[64];
             struct one t;
-            const char *format = f < WEIGHTS16 ? weights16[f] : "f32";
+            const char *format = row == halfstep_format_find("f32") ? "f32" : weight16(row);
+            if (!format) continue;
             snprintf(recipe, sizeof recipe, "adamw/%s", format);
             one_open(&t, recipe, 2, 16, 64, "bf16");
             one_hyper(&t, "lr", 1e-5);
@@ -108,22 +168,17 @@ static void test_small_changes(void)
 /* ---- I-6: a second moment that has to fall ------------------------------------------------------------------------------ */
 
 /* BF16 to nearest returns v for 0.999 v, so the peers' v only ratchets up. Our own format "bf16" is that arithmetic, offered
- * by name; it is the counter-check. Returns the mean of stored v over the mean of the exact v. */
+ * by name; it is the counter-check. Returns the mean of stored roots over the mean of exact ones. */
 static double v_ratio(const char *states, int steps_before, int steps_after)
 {
-    enum { POOL = 61 };
-    char recipe[64];
     struct one t;
-    struct source s = {11};
-    snprintf(recipe, sizeof recipe, "adamw/f32/%s", states);
-    open_one(&t, recipe, 16, 64);
-    float *pool = zeroed((size_t)(POOL * t.n) * 4), *gradient = zeroed((size_t)t.n * 4), *update = zeroed((size_t)t.n * 4);
+    open_one(&t, states);
+    float *gradient = zeroed((size_t)t.n * 4), *update = zeroed((size_t)t.n * 4);
     double *exact = zeroed((size_t)t.n * 8), stored = 0, sum = 0;
-    for (int64_t i = 0; i < POOL * t.n; i++) pool[i] = (float)next_normal(&s);
     for (int k = 0; k < steps_before + steps_after; k++) {
         float scale = k < steps_before ? 1.0f : 0.1f;
         for (int64_t i = 0; i < t.n; i++) {
-            gradient[i] = pool[(int64_t)(k % POOL) * t.n + i] * scale;
+            gradient[i] = normals(k)[i] * scale;
             exact[i] = 0.999 * exact[i] + 0.001 * (double)gradient[i] * (double)gradient[i];
         }
         open_step(&t, gradient, update);
@@ -133,7 +188,6 @@ static double v_ratio(const char *states, int steps_before, int steps_after)
         stored += sqrt((double)t.room[i]);
         sum += sqrt(exact[i]);
     }
-    free(pool);
     free(gradient);
     free(update);
     free(exact);
@@ -144,16 +198,18 @@ static double v_ratio(const char *states, int steps_before, int steps_after)
 static void test_second_moment(void)
 {
     int before = short_run ? 600 : 3000, after = short_run ? 1500 : 6000;
-    static const char *const formats[] = {"f32", "bf16-sr", "int8"};
     TEST("I-6 the second moment follows stationary gradients, and a tenfold fall") {
-        for (int f = 0; f < 3; f++) {
-            double stationary = v_ratio(formats[f], before, 0), fallen = v_ratio(formats[f], before, after);
-            printf("     %-8s root of v / exact root: %.4f stationary, %.4f after the fall\n", formats[f], stationary, fallen);
-            /* 2 % in the root, and so in the update. */
-            CHECK(fabs(stationary - 1) < 0.04, "%s: the root of a stationary v is %.4f of the exact one", formats[f], stationary);
-            CHECK(fabs(fallen - 1) < 0.04, "%s: v after the fall is %.4f of the exact one", formats[f], fallen);
+        for (int f = -1; f < KEPT; f++) {
+            const struct kept *k = f < 0 ? &(const struct kept){.states = "f32", .root = 1e-3} : &kept[f];
+            double stationary = v_ratio(k->states, before, 0), fallen = v_ratio(k->states, before, after);
+            printf("     %-10s root of v / exact root: %.4f stationary, %.4f after the fall\n", k->states, stationary, fallen);
+            if (k->root == 0) continue;
+            CHECK(fabs(stationary - 1) < k->root, "%s: the root of a stationary v is %.4f of the exact one", k->states,
+                  stationary);
+            CHECK(fabs(fallen - 1) < k->root, "%s: v after the fall is %.4f of the exact one", k->states, fallen);
         }
         double peer = v_ratio("bf16", before, after);
+        printf("     %-10s root of v / exact root: %.4f after the fall (to nearest, the counter-check)\n", "bf16", peer);
         CHECK(peer > (short_run ? 1.2 : 4.5), "the counter-check (nearest BF16) is only %.2f times too large", peer);
     }
 }
@@ -253,7 +309,7 @@ static void test_counters(void)
 
 static void test_nan(void)
 {
-    TEST("I-12 NaN stays NaN of its sign through stochastic rounding") {
+    TEST("I-12, I-31 NaN stays NaN of its sign through stochastic rounding") {
         struct source s = {5};
         int peer_lost = 0;
         for (int k = 0; k < 200000; k++) {
@@ -307,7 +363,7 @@ static void test_nan(void)
 /* ---- I-25, I-34: large and small gradients in one block ---------------------------------------------------------------- */
 
 struct spread {
-    double rms, largest;
+    double rms, largest, middle; /* middle: the median over elements of each one's rms */
 };
 
 /* The peers' second moment: codes to nearest that include zero, against the block's largest. */
@@ -323,21 +379,24 @@ static void peer_encode(double *v, int64_t n)
     }
 }
 
-/* Updates of `states` (NULL: the peer's arithmetic) on gradients of the given scale for each element. */
-static struct spread open_loop(const char *states, const float *scale, int rows, int steps, double eps)
+static int order(const void *a, const void *b)
 {
-    struct source s = {3};
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Updates of `states` (NULL: the peer's arithmetic) on gradients of the given scale for each element. */
+static struct spread open_loop(const char *states, const float *scale, int steps, double eps)
+{
     struct one t;
-    char recipe[64];
-    struct spread r = {0, 0};
-    snprintf(recipe, sizeof recipe, "adamw/f32/%s", states ? states : "f32");
-    open_one(&t, recipe, rows, 32);
+    struct spread r = {0, 0, 0};
+    open_one(&t, states ? states : "f32");
     one_hyper(&t, "eps", eps);
     float *g = zeroed((size_t)t.n * 4), *u = zeroed((size_t)t.n * 4);
-    double *m = zeroed((size_t)t.n * 8), *v = zeroed((size_t)t.n * 8);
-    double count = 0;
+    double *m = zeroed((size_t)t.n * 8), *v = zeroed((size_t)t.n * 8), *each = zeroed((size_t)t.n * 8);
+    double count = steps - 50;
     for (int k = 0; k < steps; k++) {
-        for (int64_t i = 0; i < t.n; i++) g[i] = (float)(next_normal(&s) * (double)scale[i]);
+        for (int64_t i = 0; i < t.n; i++) g[i] = normals(k)[i] * scale[i];
         if (states) {
             open_step(&t, g, u);
         } else {
@@ -350,79 +409,93 @@ static struct spread open_loop(const char *states, const float *scale, int rows,
         }
         if (k < 50) continue;
         for (int64_t i = 0; i < t.n; i++) {
-            r.rms += (double)u[i] * (double)u[i];
+            each[i] += (double)u[i] * (double)u[i];
             r.largest = fmax(r.largest, fabs((double)u[i]));
-            count++;
         }
     }
-    r.rms = sqrt(r.rms / count);
+    for (int64_t i = 0; i < t.n; i++) {
+        r.rms += each[i];
+        each[i] = sqrt(each[i] / count);
+    }
+    r.rms = sqrt(r.rms / count / (double)t.n);
+    qsort(each, (size_t)t.n, sizeof *each, order);
+    r.middle = each[t.n / 2];
     free(g);
     free(u);
     free(m);
     free(v);
+    free(each);
     one_close(&t);
     return r;
 }
 
+/* No format may make an update much larger than fp32's; those that can must not shrink them either. */
+static void judge_spread(const float *scale, int steps)
+{
+    struct spread exact = open_loop("f32", scale, steps, 1e-12), peer = open_loop(NULL, scale, steps, 1e-12);
+    printf("     update rms, largest, of the median element: f32 %.3f %.2f %.3f, zero codes %.3f %.2f %.3f\n", exact.rms,
+           exact.largest, exact.middle, peer.rms, peer.largest, peer.middle);
+    for (int f = 0; f < KEPT; f++) {
+        const struct kept *k = &kept[f];
+        struct spread ours = open_loop(k->states, scale, steps, 1e-12);
+        printf("     %-10s %.3f %.2f %.3f%s\n", k->states, ours.rms, ours.largest, ours.middle,
+               ours.middle < 0.5 * exact.middle ? ": the smaller elements of a block take too short steps" : "");
+        CHECK(ours.largest < k->largest * exact.largest && ours.rms < k->rms * exact.rms, "%s: rms %.3f, largest %.2f",
+              k->states, ours.rms, ours.largest);
+        CHECK(ours.middle >= k->middle * exact.middle, "%s: the median element's update is %.3f, fp32's %.3f", k->states,
+              ours.middle, exact.middle);
+    }
+    CHECK(peer.largest > 100, "the counter-check reaches only %.2f", peer.largest);
+}
+
 static void test_blocks(void)
 {
-    enum { ROWS = 24 };
-    float scale[ROWS * 32];
+    static float scale[16 * COLUMNS];
     int steps = short_run ? 500 : 2500;
     struct source s = {17};
     TEST("I-25 gradients of log-normal scale within a block do not blow up any update") {
-        for (int i = 0; i < ROWS * 32; i++) scale[i] = (float)(1e-3 * exp(2 * next_normal(&s)));
-        struct spread exact = open_loop("f32", scale, ROWS, steps, 1e-12), ours = open_loop("int8", scale, ROWS, steps, 1e-12);
-        struct spread peer = open_loop(NULL, scale, ROWS, steps, 1e-12);
-        printf("     update rms, largest: f32 %.3f %.2f, int8 %.3f %.2f, zero codes %.3f %.2f\n", exact.rms, exact.largest,
-               ours.rms, ours.largest, peer.rms, peer.largest);
-        CHECK(ours.largest < 1.5 * exact.largest && ours.rms < 1.1 * exact.rms, "int8: rms %.3f, largest %.2f", ours.rms,
-              ours.largest);
-        CHECK(peer.largest > 100, "the counter-check reaches only %.2f", peer.largest);
+        for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = (float)(1e-3 * exp(2 * next_normal(&s)));
+        judge_spread(scale, steps);
     }
     TEST("I-34 one element 300 times its block does not blow up the rest") {
-        for (int i = 0; i < ROWS * 32; i++) scale[i] = i % 32 == 5 ? 0.3f : 1e-3f;
-        struct spread exact = open_loop("f32", scale, ROWS, steps, 1e-12), ours = open_loop("int8", scale, ROWS, steps, 1e-12);
-        struct spread peer = open_loop(NULL, scale, ROWS, steps, 1e-12);
-        printf("     update rms, largest: f32 %.3f %.2f, int8 %.3f %.2f, zero codes %.3f %.2f\n", exact.rms, exact.largest,
-               ours.rms, ours.largest, peer.rms, peer.largest);
-        CHECK(ours.largest < 1.5 * exact.largest && ours.rms < 1.1 * exact.rms, "int8: rms %.3f, largest %.2f", ours.rms,
-              ours.largest);
-        CHECK(peer.largest > 100, "the counter-check reaches only %.2f", peer.largest);
+        for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = i % 32 == 5 ? 0.3f : 1e-3f;
+        judge_spread(scale, steps);
     }
     TEST("I-33 scales do not underflow for small gradients") {
         /* A scale in fp16 loses the root of the first second moment of 1e-7 altogether. */
         CHECK(nearbyint(sqrt(1e-3) * 1e-7 / 255 / 0x1p-24) == 0, "the counter-check keeps its scale");
         const double sizes[] = {1e-5, 1e-6, 1e-7, 1e-10, 1e-15};
-        for (int k = 0; k < 5; k++) {
-            double eps = sizes[k] * 1e-6;
-            for (int i = 0; i < ROWS * 32; i++) scale[i] = (float)sizes[k];
-            struct spread exact = open_loop("f32", scale, ROWS, steps / 2, eps), ours = open_loop("int8", scale, ROWS, steps / 2, eps);
-            printf("     gradients of %g: update rms f32 %.4f, int8 %.4f\n", sizes[k], exact.rms, ours.rms);
-            CHECK(fabs(ours.rms / exact.rms - 1) < 0.02, "gradients of %g: update rms %.4f, f32 %.4f", sizes[k], ours.rms,
-                  exact.rms);
+        for (int f = -1; f < KEPT; f++) {
+            const struct kept *k = f < 0 ? &(const struct kept){.states = "f32", .small = 0.02} : &kept[f];
+            printf("     %-10s update rms at gradients of 1e-5, 1e-6, 1e-7, 1e-10, 1e-15:", k->states);
+            for (int j = 0; j < 5; j++) {
+                for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = (float)sizes[j];
+                /* The update does not depend on the size of gradients: one exact figure serves all. */
+                static double exact;
+                struct spread ours = open_loop(k->states, scale, short_run ? 300 : 800, sizes[j] * 1e-6);
+                if (f < 0 && j == 0) exact = ours.rms;
+                printf(" %.4f", ours.rms);
+                CHECK(ours.largest < 6, "%s: gradients of %g: an update of %.2f", k->states, sizes[j], ours.largest);
+                CHECK(k->small == 0 || fabs(ours.rms / exact - 1) < k->small, "%s: gradients of %g: update rms %.4f, f32 %.4f",
+                      k->states, sizes[j], ours.rms, exact);
+            }
+            printf("\n");
         }
     }
 }
 
-/* ---- int8 states after the gradient falls ------------------------------------------------------------------------------- */
+/* ---- States after the gradient falls ------------------------------------------------------------------------------------ */
 
 /* Mean |update| over the last steps after gradients fell by `factor`, in elements that fell. */
 static double fallen_update(const char *states, double factor, int keep, int before, int after)
 {
-    enum { ROWS = 24, LAST = 400 };
-    struct source s = {23};
+    enum { LAST = 400 };
     struct one t;
-    char recipe[64];
     double sum = 0, count = 0;
-    snprintf(recipe, sizeof recipe, "adamw/f32/%s", states);
-    open_one(&t, recipe, ROWS, 32);
-    float *g = zeroed((size_t)t.n * 4), *u = zeroed((size_t)t.n * 4);
+    open_one(&t, states);
+    float *g = zeroed((size_t)t.n * 4), *u = zeroed((size_t)t.n * 4), low = (float)(1 / factor);
     for (int k = 0; k < before + after; k++) {
-        for (int64_t i = 0; i < t.n; i++) {
-            double fall = k < before || (keep && i % 32 == 0) ? 1 : 1 / factor;
-            g[i] = (float)(next_normal(&s) * fall);
-        }
+        for (int64_t i = 0; i < t.n; i++) g[i] = normals(k)[i] * (k < before || (keep && i % 32 == 0) ? 1 : low);
         open_step(&t, g, u);
         if (k < before + after - LAST) continue;
         for (int64_t i = 0; i < t.n; i++) {
@@ -440,17 +513,26 @@ static double fallen_update(const char *states, double factor, int keep, int bef
 static void test_fall(void)
 {
     /* fp32's own v needs ln(factor^2) / 0.001 steps to forget the old gradients. */
-    for (int factor = 10; factor <= 100; factor *= 10)
+    for (int factor = 10; factor <= (short_run ? 10 : 100); factor *= 10)
         for (int keep = 0; keep < 2; keep++) {
             char name[96];
-            snprintf(name, sizeof name, "int8 after the gradient falls %d-fold for %s", factor,
+            snprintf(name, sizeof name, "I-6 updates after the gradient falls %d-fold for %s", factor,
                      keep ? "31 of 32 elements" : "a whole block");
             TEST(name) {
-                int after = (factor == 10 ? 7000 : 12000);
-                double exact = fallen_update("f32", factor, keep, 1000, after);
-                double ours = fallen_update("int8", factor, keep, 1000, after);
-                printf("     mean |update|: f32 %.4f, int8 %.4f: %.3f of it\n", exact, ours, ours / exact);
-                CHECK(fabs(ours / exact - 1) < 0.05, "the update is %.3f of fp32's", ours / exact);
+                int before = short_run ? 500 : 1000, after = factor == 10 ? 7000 : 12000;
+                double exact = fallen_update("f32", factor, keep, before, after);
+                printf("     mean |update|: f32 %.4f; of it:", exact);
+                for (int f = 0; f < KEPT; f++) {
+                    const struct kept *k = &kept[f];
+                    double bound = !keep ? k->fall : factor == 10 ? k->uneven : k->deep;
+                    /* In step with fp32 where they can be; a flat block costs time, so only once where it cannot. */
+                    if (bound == 0 && factor == 100 && rows_of(k->states) > 4) continue;
+                    double ours = fallen_update(k->states, factor, keep, before, after) / exact;
+                    printf("%s %s %.3f", f ? "," : "", k->states, ours);
+                    CHECK(ours < k->rms && (bound == 0 || fabs(ours - 1) < bound), "%s: the update is %.3f of fp32's", k->states,
+                          ours);
+                }
+                printf("\n");
             }
             test_close_group();
         }
@@ -480,8 +562,8 @@ static void test_lossless(void)
             for (uint32_t low = 0; low < N; low++) {
                 uint32_t bits = high << 16 | low, back = to_bits(t.room[low]);
                 int nan = (bits & 0x7fffffff) > 0x7f800000;
-                CHECK(nan ? (back & 0x7fc00000) == 0x7fc00000 && back >> 31 == bits >> 31 : back == bits, "%08x came back as %08x",
-                      bits, back);
+                CHECK(nan ? (back & 0x7fc00000) == 0x7fc00000 && back >> 31 == bits >> 31 : back == bits,
+                      "%08x came back as %08x", bits, back);
                 uint32_t even = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
                 peer_lost += !nan && even + (uint32_t)(int16_t)(bits - even) != bits;
             }
@@ -493,8 +575,8 @@ static void test_lossless(void)
         one_write(&t, HALFSTEP_SLOT_WEIGHT, in);
         one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
         for (size_t i = 0; i < sizeof hard / sizeof hard[0]; i++)
-            CHECK((hard[i] & 0x7fffffff) > 0x7f800000 ? isnan(t.room[i]) : to_bits(t.room[i]) == hard[i], "%08x came back as %08x",
-                  hard[i], to_bits(t.room[i]));
+            CHECK((hard[i] & 0x7fffffff) > 0x7f800000 ? isnan(t.room[i]) : to_bits(t.room[i]) == hard[i],
+                  "%08x came back as %08x", hard[i], to_bits(t.room[i]));
         free(in);
         one_close(&t);
     }
@@ -540,22 +622,29 @@ static void set_weights(struct one *t, struct source *s, int raw_extra)
     if (!raw_extra || !info.extra) return;
     for (uint64_t i = 0; i < info.extra_bytes; i++) ((unsigned char *)info.extra)[i] = (unsigned char)next64(s);
     /* Residuals that are numbers, and weights that are not at the end of the range. */
-    int sixteen = info.extra_bytes == 2 * (uint64_t)t->n;
+    halfstep_format_info format = {.struct_size = sizeof format};
+    MUST(halfstep_get_format_info(info.format, &format));
+    int half = !strcmp(format.code_dtype, "F16"), code = !strcmp(format.extra_dtype, "I16");
+    uint16_t exponent = half ? 0x7c00 : 0x7f80, end = half ? 0x7800 : 0x7f00;
     for (int64_t i = 0; i < t->n; i++) {
         uint16_t *w = (uint16_t *)t->weight + i, *c = (uint16_t *)info.extra + i;
-        if ((*w & 0x7f80) >= 0x7f00 || (*w & 0x7fff) == 0) *w = 0x3f80; /* below zero lie the NaN of the other sign */
-        if (sixteen && (*c & 0x7f80) >= 0x7f00) *c = 0x3b80;
+        if ((*w & exponent) >= end || (*w & 0x7fff) == 0) *w = half ? 0x3c00 : 0x3f80; /* below zero: NaN of the other sign */
+        if (info.extra_bytes < 2 * (uint64_t)t->n) continue;
+        if (!code && (*c & exponent) >= end) *c = 0x3b80;
+        /* A half and 16 bits are three more than fp32 can tell apart. */
+        if (code && half) *c &= 0xfff8;
     }
 }
 
 static void test_nothing(void)
 {
-    static const char *const decays[] = {"l2", "decoupled", "fully-decoupled"};
+    static const char *const decays[] = {"l2", "decoupled", "fully-decoupled", "proximal"};
+    enum { DECAYS = sizeof decays / sizeof decays[0] };
     TEST("lr 0 changes no weight bit, under every rule, weight format and decay mode") {
         struct source s = {29};
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
             for (int32_t row = 0; row < halfstep_format_count(); row++)
-                for (int decay = 0; decay < 3; decay++) {
+                for (int decay = 0; decay < DECAYS; decay++) {
                     halfstep_rule_info info = {.struct_size = sizeof info};
                     const char *format = format_for(row, HALFSTEP_ROLE_WEIGHT);
                     if (!format || halfstep_get_rule_info(rule, &info) != HALFSTEP_OK) continue;
@@ -742,8 +831,11 @@ static void test_nonfinite_mode(const char *recipe, const char *gradient, int mo
 
 static void test_nonfinite(void)
 {
-    static const char *const recipes[] = {"adamw/f32/f32", "adamw/bf16-sr/int8", "lion/bf16-kahan", "sgd/bf16-ecc8", "adam/bf16-ecc16"};
-    static const char *const titles[] = {"refuses the whole step", "holds back its tensor (per-tensor)", "holds back its tensor (release)"};
+    static const char *const recipes[] = {"adamw/f32/f32",   "adamw/bf16-sr/int8",  "lion/bf16-kahan",
+                                          "sgd/bf16-ecc8",   "adam/bf16-ecc16",     "adan/f16-sr/fp8",
+                                          "ranger/f16-ecc8", "lamb/f16-kahan/int4", "lamb16/f16-ecc16"};
+    static const char *const titles[] = {"refuses the whole step", "holds back its tensor (per-tensor)",
+                                         "holds back its tensor (release)"};
     for (int mode = 0; mode < 3; mode++) {
         char name[96];
         snprintf(name, sizeof name, "a gradient that is not finite %s and is named", titles[mode]);

@@ -434,6 +434,29 @@ static void test_definitions(const struct vec_unit *scalar)
         CHECK(got == table[i].result, "%s(%08x, %08x) = %08x, should be %08x", table[i].op, table[i].a, table[i].b, got,
               table[i].result);
     }
+    static ALIGNED uint32_t a[N], b[N], c[N], out[N];
+    int64_t n = make_set(1, a, b, c);
+    find_lane(scalar, "v_gather")->run(a, b, c, out, n);
+    for (int64_t i = 0; i < n; i++)
+        CHECK(out[i] == b[i / 256 * 256 + (a[i] & 255)], "v_gather, element %d, of index %d: %08x", (int)i, (int)(a[i] & 255),
+              out[i]);
+    find_lane(scalar, "v_lookup16")->run(a, b, c, out, n);
+    for (int64_t i = 0; i < n; i++)
+        CHECK(out[i] == b[i / 16 * 16 + (a[i] & 15)], "v_lookup16, element %d, of index %d: %08x", (int)i, (int)(a[i] & 15),
+              out[i]);
+    for (uint32_t first = 0; first < 256; first += 32) {
+        ALIGNED uint8_t bytes[32], stored[32];
+        ALIGNED uint32_t half[2][16];
+        for (uint32_t i = 0; i < 32; i++) bytes[i] = (uint8_t)(first + i);
+        find_load(scalar, "vi_load_u8")->run((const char *)bytes, half[0], half[1]);
+        for (uint32_t i = 0; i < 32; i++) {
+            CHECK(half[i / 16][i % 16] == first + i, "vi_load_u8 of %02x: %08x", first + i, half[i / 16][i % 16]);
+            half[i / 16][i % 16] |= 0xa5c30100u;
+        }
+        find_store(scalar, "vi_store_u8")->run((char *)stored, half[0], half[1]);
+        CHECK(!memcmp(bytes, stored, sizeof bytes), "vi_store_u8 of bytes from %02x", first);
+    }
+
     const struct vec_load *decode = find_load(scalar, "vp_load_f16");
     for (uint32_t first = 0; first < 65536; first += 32) {
         ALIGNED uint16_t codes[32];

@@ -152,6 +152,29 @@ static void lane_v_load_store(const uint32_t *a, const uint32_t *b, const uint32
     }
 }
 
+/* Tables are 256 patterns of b; indices the low bits of a. */
+static void lane_v_gather(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)
+{
+    (void)c;
+    for (int64_t i = 0; i < n; i += 256) {
+        float table[256];
+        memcpy(table, b + i, sizeof table);
+        for (int64_t j = i; j < i + 256; j += VL)
+            vi_store(out + j, v_bits(v_gather(table, vi_and(vi_load(a + j), vi_set(255)))));
+    }
+}
+
+static void lane_v_lookup16(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)
+{
+    (void)c;
+    for (int64_t i = 0; i < n; i += 16) {
+        float table[16];
+        memcpy(table, b + i, sizeof table);
+        for (int64_t j = i; j < i + 16; j += VL)
+            vi_store(out + j, v_bits(v_lookup16(table, vi_and(vi_load(a + j), vi_set(15)))));
+    }
+}
+
 static const struct vec_lane lane_table[] = {
 #define ROW(op, kind, result) {#op, kind, lane_##op},
     LANE_OPS(ROW)
@@ -162,6 +185,8 @@ static const struct vec_lane lane_table[] = {
     {"vm_any", EXACT, lane_vm_any},
     {"vi_hmax", EXACT, lane_vi_hmax},
     {"vi_hmax_rows", EXACT, lane_vi_hmax_rows},
+    {"v_gather", EXACT, lane_v_gather},
+    {"v_lookup16", EXACT, lane_v_lookup16},
     {"vi_set", EXACT, lane_vi_set},
     {"v_set", FLOAT, lane_v_set},
     {"v_load, v_store", EXACT, lane_v_load_store},
@@ -199,7 +224,7 @@ LOADS_OF_FLOATS(LOAD_FLOATS)
 STORES_OF_INTEGERS(STORE_INTEGERS)
 STORES_OF_FLOATS(STORE_FLOATS)
 
-/* These two do not deal out pairs: e takes the first 16 elements, o the others. */
+/* These do not deal out pairs: e takes the first 16 elements, o the others. */
 static void load_v_loadu(const char *p, uint32_t *e, uint32_t *o)
 {
     for (int i = 0; i < 16; i += VL) {
@@ -215,11 +240,27 @@ static void store_v_storeu(char *p, const uint32_t *e, const uint32_t *o)
     }
 }
 
+static void load_vi_load_u8(const char *p, uint32_t *e, uint32_t *o)
+{
+    for (int i = 0; i < 16; i += VL) {
+        vi_store(e + i, vi_load_u8(p + i));
+        vi_store(o + i, vi_load_u8(p + i + 16));
+    }
+}
+static void store_vi_store_u8(char *p, const uint32_t *e, const uint32_t *o)
+{
+    for (int i = 0; i < 16; i += VL) {
+        vi_store_u8(p + i, vi_load(e + i));
+        vi_store_u8(p + i + 16, vi_load(o + i));
+    }
+}
+
 static const struct vec_load load_table[] = {
 #define LOAD_ROW(op, bytes) {#op, bytes, load_##op},
     LOADS_OF_INTEGERS(LOAD_ROW)
     LOADS_OF_FLOATS(LOAD_ROW)
     LOAD_ROW(v_loadu, 4)
+    LOAD_ROW(vi_load_u8, 1)
     {NULL, 0, NULL},
 };
 
@@ -228,6 +269,7 @@ static const struct vec_store store_table[] = {
     STORES_OF_INTEGERS(STORE_ROW)
     STORES_OF_FLOATS(STORE_ROW)
     STORE_ROW(v_storeu, 4)
+    STORE_ROW(vi_store_u8, 1)
     {NULL, 0, NULL},
 };
 

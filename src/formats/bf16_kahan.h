@@ -52,12 +52,23 @@ V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf 
     vp_load_hi16(code + 2 * i, &we1, &wo1);
     vp_load_hi16(extra + 2 * i, &ce1, &co1);
     vf ce = v_sub(v_from_bits(ce1), de), co = v_sub(v_from_bits(co1), d_o);
-    hstep_bf16_nearest(v_add(v_from_bits(we1), ce), v_add(v_from_bits(wo1), co), &we2, &wo2);
-    we2 = hstep_bf16_clear(we2);
-    wo2 = hstep_bf16_clear(wo2);
-    ce = v_add(ce, v_sub(v_from_bits(we1), v_from_bits(we2)));
-    co = v_add(co, v_sub(v_from_bits(wo1), v_from_bits(wo2)));
-    bf16_kahan_residual(we2, wo2, ce, co, words, &ce2, &co2);
+    vf e = v_add(v_from_bits(we1), ce), o = v_add(v_from_bits(wo1), co);
+    /* Numbers below 2^127 saturate nowhere, nor do their sums with what rounding left: one test for all three roundings. */
+    if (__builtin_expect(hstep_bf16_special(vi_or(v_bits(e), v_bits(ce)), vi_or(v_bits(o), v_bits(co))), 0)) {
+        hstep_bf16_nearest(e, o, &we2, &wo2);
+        we2 = hstep_bf16_clear(we2);
+        wo2 = hstep_bf16_clear(wo2);
+        ce = v_add(ce, v_sub(v_from_bits(we1), v_from_bits(we2)));
+        co = v_add(co, v_sub(v_from_bits(wo1), v_from_bits(wo2)));
+        bf16_kahan_residual(we2, wo2, ce, co, words, &ce2, &co2);
+    } else {
+        we2 = hstep_bf16_clear(vi_add(v_bits(e), hstep_bf16_half(v_bits(e))));
+        wo2 = hstep_bf16_clear(vi_add(v_bits(o), hstep_bf16_half(v_bits(o))));
+        ce = v_add(ce, v_sub(v_from_bits(we1), v_from_bits(we2)));
+        co = v_add(co, v_sub(v_from_bits(wo1), v_from_bits(wo2)));
+        ce2 = vi_add(v_bits(ce), vi_and(words, vi_set(0xffff)));
+        co2 = vi_add(v_bits(co), vi_shr(words, 16));
+    }
     /* A residual that stochastic rounding brought to half a unit would move the weight without this. */
     vm same_e = v_eq(de, v_set(0.0f)), same_o = v_eq(d_o, v_set(0.0f));
     vp_store_hi16(code + 2 * i, vi_select(same_e, we1, we2), vi_select(same_o, wo1, wo2));

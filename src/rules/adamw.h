@@ -3,6 +3,9 @@
  *   m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
  *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
  *
+ * amsgrad (Reddi et al. 2018, algorithm 2) puts the largest v so far in the place of v: as in torch, of the raw second
+ * moments, so that the correction of today applies to it.
+ *
  * States start at zero. A zero denominator (eps = 0 and no gradient yet) gives no update. Decay sits in the same
  * expression as the update, so the one rounding of the format sees their sum. */
 #ifndef HSTEP_ADAMW_H
@@ -14,7 +17,18 @@ enum {
     ADAMW_BETA1, ADAMW_NEW1, ADAMW_BETA2, ADAMW_NEW2, ADAMW_ROOT, ADAMW_EPS, ADAMW_LR, ADAMW_DECAY, ADAMW_BOUND
 };
 
-static inline void adamw_prepare(float *k, const struct hstep_prepare *p)
+/* Cauchy-Schwarz on the two sums of t terms: m^2 <= C^2 v. Returns C, huge where there is no such bound. */
+static inline float adamw_bound(double beta1, double beta2, uint64_t t)
+{
+    double ratio = beta2 > 0.0 ? beta1 * beta1 / beta2 : 2.0, terms = (double)t;
+    if (ratio != 1.0) terms = (1.0 - hstep_powi(ratio, t)) / (1.0 - ratio);
+    double bound = sqrt((1.0 - beta1) * (1.0 - beta1) / (1.0 - beta2) * terms);
+    return bound < 1e30 ? (float)bound : 1e30f;
+}
+
+V_OP vf adamw_clamp(vf m, vf bound) { return v_max(v_min(m, bound), v_neg(bound)); }
+
+static inline void adamw_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], eps = p->hyper[2];
     double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);
@@ -26,24 +40,21 @@ static inline void adamw_prepare(float *k, const struct hstep_prepare *p)
     k[ADAMW_EPS] = (float)eps;
     k[ADAMW_LR] = (float)(p->lr / correction1);
     k[ADAMW_DECAY] = (float)p->decay;
-    /* Cauchy-Schwarz on the two sums: m^2 <= C^2 v with the C of exactly t terms. Huge where there is no such bound. */
-    double ratio = beta2 > 0.0 ? beta1 * beta1 / beta2 : 2.0, terms = (double)p->t;
-    if (ratio != 1.0) terms = (1.0 - hstep_powi(ratio, p->t)) / (1.0 - ratio);
-    double bound = sqrt((1.0 - beta1) * (1.0 - beta1) / (1.0 - beta2) * terms);
-    k[ADAMW_BOUND] = bound < 1e30 ? (float)bound : 1e30f;
+    k[ADAMW_BOUND] = adamw_bound(beta1, beta2, p->t);
 }
 
-V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     vf m = v_add(v_mul(k[ADAMW_BETA1], s[0]), v_mul(k[ADAMW_NEW1], g));
     vf v = v_add(v_mul(k[ADAMW_BETA2], s[1]), v_mul(v_mul(k[ADAMW_NEW2], g), g));
     vf root = v_sqrt(v);
-    if (clamp) {
-        vf bound = v_mul(k[ADAMW_BOUND], root);
-        m = v_max(v_min(m, bound), v_neg(bound));
-    }
+    if (mode & RULE_CLAMP) m = adamw_clamp(m, v_mul(k[ADAMW_BOUND], root));
     s[0] = m;
     s[1] = v;
+    if (mode & RULE_OPTION) {
+        s[2] = v_max(s[2], v);
+        root = v_sqrt(s[2]);
+    }
     vf update = v_div0(m, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
 }

@@ -10,7 +10,7 @@
 
 enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY };
 
-static inline void lion_prepare(float *k, const struct hstep_prepare *p)
+static inline void lion_prepare(float *k, struct hstep_prepare *p)
 {
     k[LION_BETA1] = (float)p->hyper[0];
     k[LION_NEW1] = (float)(1.0 - p->hyper[0]);
@@ -20,9 +20,9 @@ static inline void lion_prepare(float *k, const struct hstep_prepare *p)
     k[LION_DECAY] = (float)p->decay;
 }
 
-V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    (void)clamp;
+    (void)mode;
     vf update = v_sign(v_add(v_mul(k[LION_BETA1], s[0]), v_mul(k[LION_NEW1], g)));
     s[0] = v_add(v_mul(k[LION_BETA2], s[0]), v_mul(k[LION_NEW2], g));
     return v_add(v_mul(k[LION_LR], update), v_mul(k[LION_DECAY], w));

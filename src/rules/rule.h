@@ -1,24 +1,42 @@
-/* What every rule header builds on. A rule is two functions:
+/* What every rule header builds on. A rule is two functions, or three:
  *
- *   static inline void NAME_prepare(float *k, const struct hstep_prepare *p)
- *       on the host, once per distinct (group, step count): hyper-parameters in double to the constants k[] of the
- *       kernel, each rounded to fp32 once, with + - * / sqrt and detmath.h only;
- *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+ *   static inline void NAME_prepare(float *k, struct hstep_prepare *p)
+ *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to fp32
+ *       once, with + - * / sqrt and detmath.h only;
+ *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int mode)
  *       the arithmetic: from the weight, the effective gradient and the states (replaced in place) to the change d; the
- *       new weight is w - d. All-zero inputs must give all-zero states: padding relies on it.
- *       clamp: a state is block-quantized, and the bound |m| <= C sqrt(v) that exact Adam obeys has to be imposed. */
+ *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give all-zero
+ *       states: padding relies on it;
+ *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+ *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor. Their
+ *       roots reach a second prepare() as p->norm; then the rule starts again from the stored states. */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
 #include "detmath.h"
 
 #define HSTEP_MAX_SCALARS 16
+#define HSTEP_MAX_NORMS 4
+#define HSTEP_MAX_NAMED_SCALARS 4
+
+/* mode, a constant at every call. */
+#define RULE_CLAMP 1  /* a state is block-quantized: impose the bound |m| <= C sqrt(v) that the exact rule obeys */
+#define RULE_OPTION 2 /* the last state, which hyper-parameters may make needless, is stored */
+#define RULE_MODES 4
 
 struct hstep_prepare {
     const double *hyper; /* the rule's own, in the order of its row */
     double lr;           /* after the schedule */
-    double decay;        /* coefficient of the weight in the change: decoupled modes; 0 for l2 */
-    uint64_t t;          /* this update's number, from 1 */
+    double decay;        /* coefficient of the weight in the change; 0 for l2 */
+    uint64_t t;          /* this update of the states, from 1; micro-steps count */
+    uint64_t full;       /* this update of the weight, from 1 */
+    double elements;     /* of the whole tensor */
+    uint64_t id;         /* the tensor's */
+    int matrix;          /* stepped as a matrix */
+    int64_t rows, row_length;
+    const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
+    double *scalar;      /* the rule's SCALARS of this tensor: before on entry, after on return */
+    int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
 };
 
 #endif

@@ -12,7 +12,7 @@
 
 enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY };
 
-static inline void sgd_prepare(float *k, const struct hstep_prepare *p)
+static inline void sgd_prepare(float *k, struct hstep_prepare *p)
 {
     double momentum = p->hyper[0], dampening = p->hyper[1];
     int first = p->t == 1 || momentum == 0.0, nesterov = p->hyper[2] != 0.0 && momentum != 0.0;
@@ -24,9 +24,9 @@ static inline void sgd_prepare(float *k, const struct hstep_prepare *p)
     k[SGD_DECAY] = (float)p->decay;
 }
 
-V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int clamp)
+V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    (void)clamp;
+    (void)mode;
     s[0] = v_add(v_mul(k[SGD_MOMENTUM], s[0]), v_mul(k[SGD_NEW], g));
     vf update = v_add(v_mul(k[SGD_GRADIENT], g), v_mul(k[SGD_BUFFER], s[0]));
     return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));

@@ -2,8 +2,9 @@
  *
  * Needs: AVX2 and F16C.
  * Slow: division and square root (one per 5 to 10 cycles), vi_mul on Intel (two multiplier passes), selects (two or three
- * micro-operations, for there are no mask registers), v*_f32 and v*_f16 pairs (shuffles across the two 128-bit halves).
- * Not used: fused multiply-add (another rounding), rcpps and rsqrtps (estimates), gathers. */
+ * micro-operations, for there are no mask registers), v*_f32 and v*_f16 pairs (shuffles across the two 128-bit halves),
+ * v_gather (one load per lane, more where its microcode guards against Downfall).
+ * Not used: fused multiply-add (another rounding), rcpps and rsqrtps (estimates). */
 #ifndef HSTEP_VEC_AVX2_H
 #define HSTEP_VEC_AVX2_H
 
@@ -92,6 +93,23 @@ V_OP vf v_loadu(const void *p) { return _mm256_loadu_ps((const float *)p); }
 V_OP void v_storeu(void *p, vf x) { _mm256_storeu_ps((float *)p, x); }
 V_OP vi vi_load(const uint32_t *p) { return _mm256_load_si256((const __m256i *)p); }
 V_OP void vi_store(uint32_t *p, vi x) { _mm256_store_si256((__m256i *)p, x); }
+V_OP vi vi_load_u8(const void *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+/* The packs saturate, so everything but the low bytes has to go first. */
+V_OP void vi_store_u8(void *p, vi x)
+{
+    vi low = _mm256_and_si256(x, vi_set(0xff));
+    __m128i w = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(w, w));
+}
+
+V_OP vf v_gather(const float *table, vi index) { return _mm256_i32gather_ps(table, index, 4); }
+/* A permutation takes the lower three bits of an index; the fourth, moved to the sign, chooses the half. */
+V_OP vf v_lookup16(const float *table, vi index)
+{
+    vf low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+    vf high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+    return _mm256_blendv_ps(low, high, v_from_bits(_mm256_slli_epi32(index, 28)));
+}
 /* Maxima and transposition in one: every step halves what is left of a row and puts two rows side by side. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {

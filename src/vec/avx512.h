@@ -2,7 +2,7 @@
  *
  * Needs: F, BW, DQ, VL, and F16C by name (its conversions at this width belong to F).
  * Slow: division and square root (one per 10 to 24 cycles), vi_mul on Intel (two multiplier passes), v*_f32 and v*_f16
- * pairs (a cross-lane permutation per vector; 16-bit pairs take a shift or a mask).
+ * pairs (a cross-lane permutation per vector; 16-bit pairs take a shift or a mask), v_gather (one load per lane).
  * Not used: AVX512-BF16 (its conversion flushes subnormals), vrcp14 and vrsqrt14 (estimates), fused multiply-add (another
  * rounding), embedded rounding (the step sets MXCSR once), VBMI and VBMI2 (they would save at most one shift in byte loads
  * and shut out the first processors). */
@@ -92,6 +92,11 @@ V_OP vf v_loadu(const void *p) { return _mm512_loadu_ps(p); }
 V_OP void v_storeu(void *p, vf x) { _mm512_storeu_ps(p, x); }
 V_OP vi vi_load(const uint32_t *p) { return _mm512_load_si512(p); }
 V_OP void vi_store(uint32_t *p, vi x) { _mm512_store_si512(p, x); }
+V_OP vi vi_load_u8(const void *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+V_OP void vi_store_u8(void *p, vi x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
+
+V_OP vf v_gather(const float *table, vi index) { return _mm512_i32gather_ps(index, table, 4); }
+V_OP vf v_lookup16(const float *table, vi index) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }
 /* A transposing tree: each step halves the vectors and doubles the rows in them. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {

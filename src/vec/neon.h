@@ -2,7 +2,8 @@
  *
  * Needs: the base instruction set of ARMv8-A.
  * Slow: division and square root (one per 10 to 20 cycles on many cores), vm_any and vi_hmax (across lanes, then to a
- * general register), sums (the 16 accumulators take 8 registers of 2).
+ * general register), sums (the 16 accumulators take 8 registers of 2), v_gather (every index goes through a general
+ * register).
  * Not used: fmin and fmax (they return the number where one operand is NaN, and order zeros), fused multiply-add (another
  * rounding), frecpe and frsqrte (estimates), half-precision arithmetic, BFCVT (its NaNs are its own). Shifts are the
  * compilers' vector operators, because the intrinsics refuse a shift right by 0. */
@@ -11,6 +12,7 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 #define HSTEP_VEC_NAME "neon"
 #define VL 4
@@ -85,6 +87,34 @@ V_OP vf v_load(const float *p) { return vld1q_f32(p); }
 V_OP void v_store(float *p, vf x) { vst1q_f32(p, x); }
 V_OP vi vi_load(const uint32_t *p) { return vld1q_u32(p); }
 V_OP void vi_store(uint32_t *p, vi x) { vst1q_u32(p, x); }
+V_OP vi vi_load_u8(const void *p)
+{
+    uint32_t bytes;
+    memcpy(&bytes, p, 4);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
+}
+V_OP void vi_store_u8(void *p, vi x)
+{
+    uint16x4_t w = vmovn_u32(x);
+    uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(w, w))), 0);
+    memcpy(p, &bytes, 4);
+}
+
+V_OP vf v_gather(const float *table, vi index)
+{
+    vf r = vdupq_n_f32(table[vgetq_lane_u32(index, 0)]);
+    r = vld1q_lane_f32(table + vgetq_lane_u32(index, 1), r, 1);
+    r = vld1q_lane_f32(table + vgetq_lane_u32(index, 2), r, 2);
+    return vld1q_lane_f32(table + vgetq_lane_u32(index, 3), r, 3);
+}
+/* The table look-up is one of bytes: index i becomes bytes 4i .. 4i + 3. */
+V_OP vf v_lookup16(const float *table, vi index)
+{
+    const uint8_t *t = (const uint8_t *)table;
+    const uint8x16x4_t bytes = {{vld1q_u8(t), vld1q_u8(t + 16), vld1q_u8(t + 32), vld1q_u8(t + 48)}};
+    vi at = vmlaq_n_u32(vi_set(0x03020100u), index, 0x04040404u);
+    return v_from_bits(vreinterpretq_u32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(at))));
+}
 /* Pairwise maxima leave two rows side by side, then four. */
 V_OP vi vi_hmax_rows(const uint32_t *p)
 {

@@ -70,6 +70,11 @@ V_OP vf v_loadu(const void *p) { vf x; memcpy(&x, p, 4); return x; }
 V_OP void v_storeu(void *p, vf x) { memcpy(p, &x, 4); }
 V_OP vi vi_load(const uint32_t *p) { return *p; }
 V_OP void vi_store(uint32_t *p, vi x) { *p = x; }
+V_OP vi vi_load_u8(const void *p) { return *(const uint8_t *)p; }
+V_OP void vi_store_u8(void *p, vi x) { *(uint8_t *)p = (uint8_t)x; }
+
+V_OP vf v_gather(const float *table, vi index) { return table[index]; }
+V_OP vf v_lookup16(const float *table, vi index) { return table[index]; }
 
 V_OP void vp_load_f32(const void *p, vf *e, vf *o) { memcpy(e, p, 4); memcpy(o, (const char *)p + 4, 4); }
 V_OP void vp_store_f32(void *p, vf e, vf o) { memcpy(p, &e, 4); memcpy((char *)p + 4, &o, 4); }

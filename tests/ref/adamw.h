@@ -1,20 +1,23 @@
-/* Kingma & Ba 2015, algorithm 1, and Loshchilov & Hutter 2019, algorithm 2. */
+/* Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2; Reddi et al. 2018, algorithm 2 (amsgrad), with the
+ * maximum of the raw second moments, debiased afterwards, as torch.optim has it. */
 #ifndef HALFSTEP_REF_ADAMW_H
 #define HALFSTEP_REF_ADAMW_H
 
 #include "ref/ref.h"
 
-static inline void ref_adamw(const struct ref_hyper *h, double step, struct ref_element *x)
+static inline void ref_adamw(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    double g = ref_gradient(h, x), old = F(h->beta1) * x->s[0], new = F(1 - h->beta1) * g;
-    double m = old + new, v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
-    double lr = F(h->lr / (1 - pow(h->beta1, step)));
-    double denominator = sqrt(v) * F(1 / sqrt(1 - pow(h->beta2, step))) + F(h->eps);
-    x->s_new[0] = m;
-    x->s_new[1] = v;
-    ref_finish(x, (denominator > 0 ? lr * m / denominator : 0) + F(ref_decay_factor(h)) * x->w);
-    /* m may cancel: its error is that of its two terms. */
-    if (denominator > 0) x->size = fmax(x->size, lr * (fabs(old) + fabs(new)) / denominator);
+    double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t);
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        double g = ref_gradient(h, x);
+        double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g, v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
+        double most = h->amsgrad != 0 ? fmax(x->s[2], v) : v;
+        x->s_new[0] = m;
+        x->s_new[1] = v;
+        if (h->amsgrad != 0) x->s_new[2] = most;
+        ref_finish(h, x, h->lr, ref_ratio(m / correction1, sqrt(most / correction2) + h->eps));
+    }
 }
 
 #endif

@@ -4,22 +4,18 @@
 
 #include "ref/ref.h"
 
-static inline void ref_sgd(const struct ref_hyper *h, double step, struct ref_element *x)
+static inline void ref_sgd(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    double g = ref_gradient(h, x), old = 0, new = g;
-    if (h->momentum != 0 && step > 1) {
-        old = F(h->momentum) * x->s[0];
-        new = F(1 - h->dampening) * g;
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        double g = ref_gradient(h, x), u = g;
+        if (h->momentum != 0) {
+            double b = r->t == 1 ? g : F(h->momentum) * x->s[0] + F(1 - h->dampening) * g;
+            x->s_new[0] = b;
+            u = h->nesterov != 0 ? g + F(h->momentum) * b : b;
+        }
+        ref_finish(h, x, h->lr, u);
     }
-    double b = old + new, u = b, size = fabs(old) + fabs(new);
-    if (h->momentum != 0 && h->nesterov != 0) {
-        u = g + F(h->momentum) * b;
-        size = fabs(g) + F(h->momentum) * size;
-    }
-    x->s_new[0] = b;
-    x->s_new[1] = 0;
-    ref_finish(x, F(h->lr) * u + F(ref_decay_factor(h)) * x->w);
-    x->size = fmax(x->size, h->lr * size);
 }
 
 #endif

@@ -1,12 +1,12 @@
 /* What a training checkpoint holds, and how it maps to an optimizer and a model:
  *
- *   model.safetensors      the weights as stored (BF16 or F32) under the usual Llama names, with config.json
- *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, seed, generator,
- *                          recipe and hyper-parameters as metadata
+ *   model.safetensors      the weights as stored (F32, BF16 or F16) under the usual Llama names, with config.json
+ *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, the rule's numbers for each
+ *                          tensor, seed, generator, recipe and hyper-parameters as metadata
  *   history.safetensors    losses so far
  *   trainer.json           the options of the run, its step, the identity of its data
  *
- * Functions return 0, or -1 and one line. */
+ * docs/checkpoints.md describes them. Functions return 0, or -1 and one line. */
 #ifndef HALFSTEP_CHECKPOINT_H
 #define HALFSTEP_CHECKPOINT_H
 
@@ -25,10 +25,15 @@ struct holding {
     halfstep_optimizer *optimizer;
     void **weights;
     int32_t tensors, groups;
+    int32_t rule;           /* row of the rule of all groups */
 };
 
 /* The LM_* type of a weight stored in this format's main stream, or -1. */
 int weight_dtype(int32_t format);
+/* The row's description, zeroed for a row that does not exist. */
+halfstep_format_info checkpoint_format(int32_t row);
+/* The gradient format whose codes have this safetensors dtype, or NULL. */
+const char *gradient_format_of(const char *dtype);
 
 /* Hash of every weight and state bit, tensor after tensor: weight codes, its extra stream, then codes and scales or
  * extras of each state. */
@@ -43,7 +48,8 @@ int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding 
                     char *error, size_t error_bytes);
 
 /* Only the weights, from a checkpoint directory or a safetensors file, into whatever format holding has. With a
- * checkpoint's error codes or residuals they are read in full precision. */
+ * checkpoint's error codes or residuals they are read in full precision; where its rule averages (schedulefree), what is
+ * read are the weights that it evaluates. */
 int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes);
 
 /* Weights of one tensor as fp32, from the same places: for comparing with the start. */

@@ -35,7 +35,34 @@ static const struct command command = {
     "Continues a text with a trained model. Computes in fp32 from the stored weights: the same bytes on every machine.",
     NULL, 0, 0};
 
-/* Weights in the type they are stored in. */
+static int averages(const halfstep_checkpoint *checkpoint)
+{
+    const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
+    struct recipe_parts parts;
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    recipe_split(recipe ? recipe : "", &parts);
+    return halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+}
+
+/* Where the rule speaks with an average of what it trains: in fp32. */
+static int load_averages(const char *checkpoint, const struct lm_config *shape, struct lm_weight *weights, char *error,
+                         size_t error_bytes)
+{
+    struct weight_source *source = weight_source_open(checkpoint, error, error_bytes);
+    int bad = !source;
+    for (int i = 0; !bad && i < lm_tensor_count(shape); i++) {
+        struct lm_tensor tensor;
+        lm_tensor_info(shape, i, &tensor);
+        float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        weights[i] = (struct lm_weight){values, LM_F32};
+        if (!values) snprintf(error, error_bytes, "out of memory");
+        bad = !values || weight_source_read(source, &tensor, values, error, error_bytes) != 0;
+    }
+    weight_source_close(source);
+    return bad ? -1 : 0;
+}
+
+/* In the type they are stored in. */
 static int load_weights(halfstep_safetensors *file, const struct lm_config *shape, const char *path, struct lm_weight *weights,
                         char *error, size_t error_bytes)
 {
@@ -120,7 +147,8 @@ static int generate(const struct generate *g)
         tensors = lm_tensor_count(&shape);
         weights = calloc((size_t)tensors, sizeof *weights);
         if (!weights) snprintf(error, sizeof error, "out of memory");
-        else if (load_weights(file, &shape, path, weights, error, sizeof error) == 0)
+        else if ((averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
+                                       : load_weights(file, &shape, path, weights, error, sizeof error)) == 0)
             status = write_text(g, &shape, weights, error, sizeof error);
     }
     for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);

@@ -18,7 +18,7 @@ struct plan {
     const char *gradients, *rule, *checkpoint;
     struct string_list recipes;
     int64_t width, depth, heads, context, layers;
-    int release, json;
+    int release, all, json;
 };
 
 #define AT(member) offsetof(struct plan, member)
@@ -27,7 +27,9 @@ static const struct option option_rows[] = {
     {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL, "parameters of the model, such as 7e9 or 7B"},
     {"memory", OPTION_BYTES, AT(memory), "BYTES", NULL, 0, 0, 0, NULL, "memory to fit into: 24G is 24 * 2^30 bytes"},
     {"rule", OPTION_CHOICE, AT(rule), "NAME", "adamw", 0, 0, 0, rule_name, "whose recipes to list"},
-    {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "only these (default: every recipe of the rule)"},
+    {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "only these, of any rule"},
+    {"all", OPTION_FLAG, AT(all), NULL, NULL, 0, 0, 0, NULL,
+     "every weight format with every state format that holds all states of the rule (default: those worth a look)"},
     {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
      "how gradients are stored (default: bf16 with 16-bit weights, otherwise f32)"},
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL, "gradients live one layer at a time"},
@@ -43,7 +45,7 @@ static const struct option option_rows[] = {
 
 static const struct command command = {
     "plan", "--params N [--memory BYTES] [options]",
-    "Forecasts the memory that training takes under every recipe: weights, gradients and optimizer states. Activations come on "
+    "Forecasts the memory that training takes under each recipe: weights, gradients and optimizer states. Activations come on "
     "top; they depend on batch and context, not on the recipe.",
     "  halfstep plan --params 7e9 --memory 24G --release\n", 0, 0};
 
@@ -112,19 +114,46 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
 
 /* ---- Which recipes ------------------------------------------------------------------------------------------------------ */
 
-/* Every weight format with every state format that serves the states of the rule. */
-static int all_recipes(const struct plan *plan, const struct lm_config *shape, struct forecast *list, int room)
+/* A 16-bit weight rounded to nearest loses small updates: nobody's first choice. IEEE halves take the bytes of BF16. */
+static int worth_a_look(const char *weight)
 {
-    int n = 0;
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(halfstep_format_find(weight), &info) == HALFSTEP_OK &&
+           (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
+}
+
+struct listing {
+    const struct plan *plan;
+    const struct lm_config *shape;
+    struct forecast *list;
+    int n, room;
+};
+
+/* Adds a recipe unless it is impossible or there already. */
+static void add_recipe(struct listing *l, const char *weight, const char *states)
+{
+    char recipe[3 * RECIPE_BYTES], full[RECIPE_BYTES];
+    snprintf(recipe, sizeof recipe, "%s/%s%s%s", l->plan->rule, weight, states ? "/" : "", states ? states : "");
+    if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK || l->n == l->room) return;
+    for (int i = 0; i < l->n; i++)
+        if (strcmp(l->list[i].recipe, full) == 0) return;
+    if (make_forecast(l->plan, l->shape, full, &l->list[l->n]) == 0) l->n++;
+}
+
+/* The rule's recipes: with --all every weight format with every state format; otherwise the weight formats that keep small
+ * updates, with their default states, with 8-bit and with 4-bit ones. */
+static void list_recipes(struct listing *l)
+{
+    static const char *const compact[] = {"int8", "int4"};
     const char *weight, *state;
-    for (int32_t w = 0; (weight = weight_format_name(w)) != NULL; w++)
-        for (int32_t s = 0; (state = state_format_name(s)) != NULL; s++) {
-            char recipe[3 * RECIPE_BYTES], full[RECIPE_BYTES];
-            snprintf(recipe, sizeof recipe, "%s/%s/%s", plan->rule, weight, state);
-            if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK || n == room) continue;
-            if (make_forecast(plan, shape, full, &list[n]) == 0) n++;
-        }
-    return n;
+    for (int32_t w = 0; (weight = weight_format_name(w)) != NULL; w++) {
+        if (!l->plan->all && !worth_a_look(weight)) continue;
+        add_recipe(l, weight, NULL);
+        if (l->plan->all)
+            for (int32_t s = 0; (state = state_format_name(s)) != NULL; s++) add_recipe(l, weight, state);
+        else
+            for (size_t i = 0; i < sizeof compact / sizeof compact[0]; i++) add_recipe(l, weight, compact[i]);
+    }
 }
 
 static int by_size(const void *a, const void *b)
@@ -198,6 +227,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         printf("\n");
     }
     printf("Activations come on top: they depend on batch and context, not on the recipe.\n");
+    if (!plan->recipes.n && !plan->all) printf("Other rules: --rule, other formats: --all, anything: --recipes.\n");
     return 0;
 }
 
@@ -219,7 +249,11 @@ static int plan_all(struct plan *plan, const struct args *args)
     int n = 0;
     for (int i = 0; i < plan->recipes.n; i++)
         if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
-    if (plan->recipes.n == 0) n = all_recipes(plan, shaped ? &shape : NULL, list, ROOM);
+    if (plan->recipes.n == 0) {
+        struct listing listing = {plan, shaped ? &shape : NULL, list, 0, ROOM};
+        list_recipes(&listing);
+        n = listing.n;
+    }
     qsort(list, (size_t)n, sizeof *list, by_size);
     int status = plan->json ? print_object(plan, params, list, n) : print_table(plan, params, list, n);
     free(list);

@@ -5,6 +5,7 @@
 #include "commands.h"
 #include "interrupt.h"
 #include "train.h"
+#include "train_mnist.h"
 
 struct output {
     int json;
@@ -33,18 +34,9 @@ static void print_bytes_line(const char *what, uint64_t bytes, double params)
     printf("  %-10s %8.3f bytes/param  %10.2f MiB\n", what, (double)bytes / params, (double)bytes / 0x1p20);
 }
 
-static void print_result(const struct run_result *r)
+void print_held(const struct run_result *r)
 {
     double n = r->params > 0 ? (double)r->params : 1;
-    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
-           (unsigned long long)r->seed, (long long)r->params);
-    printf("%lld steps, training loss %.4f, validation loss %.4f nats per byte\n", (long long)r->steps, r->train_loss, r->val_loss);
-    if (r->steps > r->first_step)
-        printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
-               100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
-    if (r->skipped_steps)
-        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
-               r->release ? "tensor updates" : "steps");
     printf("held:\n");
     print_bytes_line("weights", r->weight_bytes, n);
     print_bytes_line("gradients", r->gradient_bytes, n);
@@ -53,6 +45,23 @@ static void print_result(const struct run_result *r)
     if (r->fell_back)
         printf("  (%d tensors are too small for the block format asked for and keep plain states)\n", r->fell_back);
     printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed, (unsigned long long)r->state_hash);
+}
+
+static void print_result(const struct run_result *r)
+{
+    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
+           (unsigned long long)r->seed, (long long)r->params);
+    if (r->accumulator[0])
+        printf("steps of %lld micro-steps, gradients added up in %s%s\n", (long long)r->micro_steps,
+               strcmp(r->accumulator, "states") == 0 ? "the " : "", r->accumulator);
+    printf("%lld steps, training loss %.4f, validation loss %.4f nats per byte\n", (long long)r->steps, r->train_loss, r->val_loss);
+    if (r->steps > r->first_step)
+        printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
+               100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
+    if (r->skipped_steps)
+        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
+               r->tensors_skip ? "tensor updates" : "steps");
+    print_held(r);
     if (r->checkpoint[0]) printf("saved in %s\n", r->checkpoint);
     if (r->sample) {
         printf("\n");
@@ -106,10 +115,14 @@ static int train_lm(int argc, char **argv)
 int cmd_train(int argc, char **argv)
 {
     if (argc > 1 && strcmp(argv[1], "lm") == 0) return train_lm(argc - 1, argv + 1);
+    if (argc > 1 && strcmp(argv[1], "mnist") == 0) return train_mnist(argc - 1, argv + 1);
     if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
-        printf("Usage: halfstep train lm --data FILE [options]\n\n  lm   a byte-level language model; see halfstep train lm --help\n");
+        printf("Usage: halfstep train lm --data FILE [options]\n"
+               "       halfstep train mnist [--data DIR] [options]\n\n"
+               "  lm      a byte-level language model; see halfstep train lm --help\n"
+               "  mnist   a network that reads digits; see halfstep train mnist --help\n");
         return 0;
     }
-    if (argc > 1 && argv[1][0] != '-') return usage_error("train", "there is no model %s; there is: lm", argv[1]);
-    return usage_error("train", "say which model to train: halfstep train lm --data FILE");
+    if (argc > 1 && argv[1][0] != '-') return usage_error("train", "there is no model %s; there are: lm, mnist", argv[1]);
+    return usage_error("train", "say which model to train: halfstep train lm --data FILE, or halfstep train mnist");
 }

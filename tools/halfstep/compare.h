@@ -1,4 +1,4 @@
-/* The comparison behind `compare lm` and `demo`. */
+/* The comparisons behind `compare lm`, `compare mnist` and `demo`. */
 #ifndef HALFSTEP_COMPARE_H
 #define HALFSTEP_COMPARE_H
 
@@ -9,7 +9,8 @@ struct comparison {
     char **argv;
 };
 
-/* Parses argv[1] .. as the options of `compare lm`, trains and reports. The exit status. */
+/* Parses argv[1] .. as the options of that subcommand, trains and reports. The exit status. */
 int compare_lm(const struct comparison *comparison, int argc, char **argv);
+int compare_mnist(const struct comparison *comparison, int argc, char **argv);
 
 #endif

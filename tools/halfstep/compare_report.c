@@ -24,23 +24,15 @@ const char *compare_file_name(const char *path)
     return slash ? slash + 1 : path;
 }
 
-static void describe_file(struct compare *compare, const char *name, const char *path, size_t bytes, uint64_t hash)
+void compare_fact(struct compare *compare, const char *name, const char *value)
 {
-    struct text text = {0};
-    text_add(&text, "%s, ", path);
-    text_add_count(&text, (double)bytes);
-    text_add(&text, " bytes, hash %016llx", (unsigned long long)hash);
-    if (text.data) add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, text.data);
-    text_free(&text);
+    add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, value);
 }
 
 static void describe_configuration(struct compare *compare)
 {
     struct report *report = &compare->report;
     struct option_group group = {"", compare->table.rows, compare->table.n, &compare->base};
-    report->configuration = compare->configuration;
-    describe_file(compare, "data", compare->base.data, compare->data.data_file.n, compare->data.data_hash);
-    if (compare->base.val) describe_file(compare, "val", compare->base.val, compare->data.val_file.n, compare->data.val_hash);
     for (int i = 0; i < group.n; i++) {
         const struct option *option = &group.rows[i];
         char value[1024];
@@ -51,7 +43,7 @@ static void describe_configuration(struct compare *compare)
         if (strcmp(option->name, "seed") == 0 && report->seeds > 1)
             snprintf(value, sizeof value, "%llu to %llu", (unsigned long long)compare->base.seed,
                      (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
-        add_pair(compare, compare->configuration, MAX_PAIRS, &report->configurations, option->name, value);
+        compare_fact(compare, option->name, value);
     }
 }
 
@@ -91,8 +83,6 @@ static void describe_machine(struct compare *compare)
 void compare_describe(struct compare *compare)
 {
     struct report *report = &compare->report;
-    struct lm_config shape = run_shape(&compare->base);
-    char error[256];
     report->title = compare->comparison->title;
     text_add(&compare->command, "halfstep");
     for (int i = 0; i < compare->comparison->argc; i++) {
@@ -101,16 +91,12 @@ void compare_describe(struct compare *compare)
     }
     report->command = compare->command.data ? compare->command.data : "";
     struct text *subtitle = &compare->subtitle;
-    text_add(subtitle, "%d recipe%s, ", report->entries, report->entries == 1 ? "" : "s");
+    int recipes = report->entries / compare->batches;
+    text_add(subtitle, "%d recipe%s, ", recipes, recipes == 1 ? "" : "s");
+    if (compare->batches > 1) text_add(subtitle, "%d batch sizes, ", compare->batches);
     if (report->seeds > 1) text_add(subtitle, "%d seeds, ", report->seeds);
-    if (lm_config_check(&shape, error, sizeof error) == 0) {
-        text_add(subtitle, "a language model of ");
-        text_add_count(subtitle, (double)lm_parameter_count(&shape));
-        text_add(subtitle, " parameters, ");
-    }
-    text_add_count(subtitle, (double)compare->base.steps);
-    text_add(subtitle, " steps of %lld × %lld bytes of %s", (long long)compare->base.batch, (long long)compare->base.context,
-             compare_file_name(compare->base.data));
+    report->configuration = compare->configuration;
+    compare->kind->describe(compare, subtitle);
     report->subtitle = subtitle->data ? subtitle->data : "";
     describe_configuration(compare);
     describe_machine(compare);

@@ -62,8 +62,15 @@ static int count_serving(int32_t role)
     return n;
 }
 
-/* uniform: one state format for all states. Those are also computed with every generator and on large tensors. */
-static int add_recipe(struct list *list, const char *recipe, const char *defaults, int uniform)
+/* How much of the grid a recipe stands for. */
+enum depth {
+    ONCE,     /* one gradient format, by turns */
+    MIXED,    /* f32 and bf16 gradients */
+    THOROUGH  /* those and every generator */
+};
+
+/* uniform: one state format for all states. */
+static int add_recipe(struct list *list, const char *recipe, const char *defaults, enum depth depth, int uniform)
 {
     struct golden_case c = {.large = 0};
     /* Not every format serves every role: what is no recipe is no case. */
@@ -72,9 +79,10 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
     for (int32_t i = 0; i < count_serving(HALFSTEP_ROLE_GRADIENT); i++) {
         c.gradients = serving(HALFSTEP_ROLE_GRADIENT, i);
         int f32 = !strcmp(c.gradients, "f32"), bf16 = !strcmp(c.gradients, "bf16");
-        if (!f32 && !bf16 && !by_default) continue;
+        if (!f32 && !bf16 && !(by_default && depth == THOROUGH)) continue;
+        if (depth == ONCE && bf16 == (list->n % 2)) continue;
         for (int32_t g = 0; (c.generator = halfstep_choice_value("generator", g)); g++) {
-            if (g && !(uniform && bf16) && !by_default) continue;
+            if (g && !(depth == THOROUGH && (bf16 || by_default))) continue;
             c.large = uniform && bf16;
             if (append(list, &c)) return -1;
         }
@@ -82,21 +90,26 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
     return 0;
 }
 
+/* adamw stands for all: every weight format with every state format, alike and mixed. Every other rule with every weight
+ * format, and under two of these with every state format. */
 static int add_rule(struct list *list, const halfstep_rule_info *rule)
 {
+    int all = !strcmp(rule->name, "adamw");
     for (int w = 0; w < count_serving(HALFSTEP_ROLE_WEIGHT); w++) {
-        char prefix[32], recipe[160], defaults[64];
-        snprintf(prefix, sizeof prefix, "%s/%s", rule->name, serving(HALFSTEP_ROLE_WEIGHT, w));
+        char prefix[48], recipe[160], defaults[64];
+        const char *weight = serving(HALFSTEP_ROLE_WEIGHT, w);
+        snprintf(prefix, sizeof prefix, "%s/%s", rule->name, weight);
         if (halfstep_recipe_full(prefix, defaults, sizeof defaults) != HALFSTEP_OK) return -1;
-        if (add_recipe(list, prefix, defaults, 1)) return -1;
+        if (add_recipe(list, prefix, defaults, all || !w ? THOROUGH : MIXED, 1)) return -1;
+        if (!all && strcmp(weight, "f32") && strcmp(weight, "bf16-sr")) continue;
         for (int k = 0; rule->states && k < count_serving(rule->state_role[0]); k++) {
             snprintf(recipe, sizeof recipe, "%s/%s", prefix, serving(rule->state_role[0], k));
-            if (add_recipe(list, recipe, defaults, 1)) return -1;
+            if (add_recipe(list, recipe, defaults, all ? MIXED : ONCE, 1)) return -1;
             int used = snprintf(recipe, sizeof recipe, "%s", prefix);
-            for (int i = 0; i < rule->states; i++)
+            for (int i = 0; all && i < rule->states; i++)
                 used += snprintf(recipe + used, sizeof recipe - (size_t)used, "%c%s", i ? '+' : '/',
                                  serving(rule->state_role[i], k + i));
-            if (add_recipe(list, recipe, defaults, 0)) return -1;
+            if (all && add_recipe(list, recipe, defaults, ONCE, 0)) return -1;
         }
     }
     return 0;
@@ -134,7 +147,7 @@ static const struct shape {
     const char *name;
     int group, ndim;
     int64_t rows, row_length;
-    int large;
+    int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT */
 } shapes[] = {
     {"scalar", 0, 0, 1, 1, 0},      {"vector", 0, 1, 61, 1, 0},    {"empty", 0, 2, 0, 40, 0},
     {"column", 0, 2, 37, 1, 0},     {"rows.7", 1, 2, 13, 7, 0},    {"rows.9", 2, 2, 11, 9, 0},
@@ -142,8 +155,11 @@ static const struct shape {
     {"rows.96", 1, 2, 4, 96, 0},    {"rows.256", 2, 2, 3, 256, 0}, {"rows.300", 1, 4, 5, 300, 0},
     {"rows.301", 0, 3, 2, 301, 0},  {"rows.1000", 0, 2, 2, 1000, 0}, {"flat", 2, 1, 1, 4100, 0},
     {"large.rows", 0, 3, 24, 2999, 1}, {"large.flat", 2, 1, 1, 70001, 1},
+    /* Of whole blocks: for formats that flatten. */
+    {"blocks", 0, 2, 16, 512, 2},
 };
-enum { SHAPES = sizeof shapes / sizeof shapes[0], GROUPS = 3, STEPS = 9 };
+/* ALWAYS: up to the shape that only some formats have. */
+enum { SHAPES = sizeof shapes / sizeof shapes[0], ALWAYS = SHAPES - 1, GROUPS = 3, STEPS = 9 };
 
 enum { NONFINITE_STEP = 5, ACCUMULATE_STEP = 7 };
 
@@ -207,9 +223,9 @@ static float weight_at(int tensor, int64_t element)
 
 static int silent(int tensor, int step)
 {
-    if (shapes[tensor].large) return step != 2 && step != 6;
+    if (shapes[tensor].large == 1) return step != 2 && step != 6;
     if (!strcmp(shapes[tensor].name, "rows.96")) return step < 3; /* its first gradient comes late */
-    return tensor == (step * 5 + 4) % SHAPES;
+    return tensor == (step * 5 + 4) % ALWAYS;
 }
 
 /* One whole gradient in its own format. */
@@ -239,10 +255,12 @@ struct rectangle {
 
 struct run {
     const struct golden_case *c;
-    int parts, block; /* block: elements that column cuts must not part, 1 for none */
-    int by_columns;
+    int parts, by_columns;
+    int flat, matrix;      /* formats of geometry FLAT, a rule that steps matrices: such tensors are not cut by columns, or at
+                              all */
     int64_t element_bytes; /* of a gradient */
     halfstep_optimizer *optimizer[GOLDEN_MAX_PARTS];
+    int tensors, shape[SHAPES]; /* which shapes exist, by tensor; weights and gradients are by tensor too */
     struct rectangle held[GOLDEN_MAX_PARTS][SHAPES];
     void *weight[GOLDEN_MAX_PARTS][SHAPES];
     void *gradient[GOLDEN_MAX_PARTS][SHAPES];
@@ -270,7 +288,34 @@ static int check(struct run *r, int part, int result, const char *what)
                     r->optimizer[part] ? halfstep_error_detail(r->optimizer[part]) : "no handle");
 }
 
-static int exists(const struct run *r, int tensor) { return r->c->large || !shapes[tensor].large; }
+static int exists(const struct run *r, int tensor)
+{
+    return shapes[tensor].large == 2 ? r->flat : r->c->large || !shapes[tensor].large;
+}
+
+/* The longest block of a recipe that a row can hold, 1 for none: column cuts must not part it. */
+static int block_of(const char *recipe, int64_t row_length)
+{
+    int block = 1;
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_ROWS &&
+            info.block > block && info.block <= row_length && strstr(recipe, info.name))
+            block = info.block;
+    }
+    return block;
+}
+
+static int has_flat(const char *recipe)
+{
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_FLAT &&
+            strstr(recipe, info.name))
+            return 1;
+    }
+    return 0;
+}
 
 /* Uneven cuts: a fifth, then growing shares. */
 static int64_t cut(int64_t n, int part, int parts, int64_t multiple)
@@ -289,11 +334,12 @@ static void place_parts(struct run *r)
             const struct shape *s = &shapes[t];
             struct rectangle *h = &r->held[p][t];
             *h = (struct rectangle){0, s->rows, 0, s->row_length};
-            if (r->by_columns && s->group == 1) {
+            int whole = (r->by_columns && (s->group == 1 || s->large == 2)) ||
+                        (r->matrix && s->ndim >= 2 && s->rows > 1 && s->row_length > 1);
+            if (whole) {
                 if (p) h->n_rows = 0;
             } else if (r->by_columns) {
-                /* Blocks exist in rows that hold at least one. */
-                int64_t multiple = s->row_length >= r->block ? r->block : 1;
+                int64_t multiple = block_of(r->c->recipe, s->row_length);
                 h->first_column = cut(s->row_length, p, r->parts, multiple);
                 h->n_columns = cut(s->row_length, p + 1, r->parts, multiple) - h->first_column;
             } else {
@@ -365,7 +411,9 @@ static int add_tensors(struct run *r, int part)
 {
     halfstep_optimizer *o = r->optimizer[part];
     int32_t index, tensors = 0;
-    for (int t = 0; t < SHAPES && exists(r, t); t++, tensors++) {
+    for (int t = 0; t < SHAPES; t++) {
+        if (!exists(r, t)) continue;
+        r->shape[tensors++] = t;
         const struct shape *s = &shapes[t];
         const struct rectangle *h = &r->held[part][t];
         halfstep_tensor d = {.struct_size = sizeof d, .group = s->group, .name = s->name, .ndim = s->ndim, .rows = s->rows,
@@ -381,20 +429,22 @@ static int add_tensors(struct run *r, int part)
     if (check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states")) return -1;
     r->statistics[part] = zeros(halfstep_statistics_count(o) * (int64_t)sizeof(int64_t));
     if (!r->statistics[part]) return complain(r, "out of memory");
-    for (int32_t t = 0; t < tensors; t++) {
+    r->tensors = tensors;
+    for (int32_t i = 0; i < tensors; i++) {
+        int t = r->shape[i];
         const struct rectangle *h = &r->held[part][t];
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (check(r, part, halfstep_get_slot_info(o, t, HALFSTEP_SLOT_WEIGHT, &info), "halfstep_get_slot_info")) return -1;
+        if (check(r, part, halfstep_get_slot_info(o, i, HALFSTEP_SLOT_WEIGHT, &info), "halfstep_get_slot_info")) return -1;
         int64_t n = h->n_rows * h->n_columns;
         float *values = zeros(n * 4);
-        r->weight[part][t] = zeros((int64_t)info.code_bytes);
-        r->gradient[part][t] = zeros(n * r->element_bytes);
+        r->weight[part][i] = zeros((int64_t)info.code_bytes);
+        r->gradient[part][i] = zeros(n * r->element_bytes);
         if (t == shape_of("rows.1000")) r->accumulator[part] = zeros(n * 2);
-        int lacking = !values || !r->weight[part][t] || !r->gradient[part][t];
-        for (int64_t i = 0; !lacking && i < n; i++)
-            values[i] = weight_at(t, (h->first_row + i / h->n_columns) * shapes[t].row_length + h->first_column + i % h->n_columns);
+        int lacking = !values || !r->weight[part][i] || !r->gradient[part][i];
+        for (int64_t j = 0; !lacking && j < n; j++)
+            values[j] = weight_at(t, (h->first_row + j / h->n_columns) * shapes[t].row_length + h->first_column + j % h->n_columns);
         int result = lacking ? HALFSTEP_ERROR_MEMORY
-                             : halfstep_write_slot(o, t, HALFSTEP_SLOT_WEIGHT, r->weight[part][t], 0, h->n_rows, values);
+                             : halfstep_write_slot(o, i, HALFSTEP_SLOT_WEIGHT, r->weight[part][i], 0, h->n_rows, values);
         free(values);
         if (check(r, part, result, "halfstep_write_slot")) return -1;
     }
@@ -413,6 +463,7 @@ static int set_step(struct run *r, int part, int step)
 
 static int accumulate(struct run *r, int tensor)
 {
+    /* The shapes that not every problem has come last, so tensor and shape have one number here. */
     for (int p = 0; p < r->parts; p++)
         for (int i = 0; i < 2; i++)
             if (check(r, p, halfstep_accumulate(r->optimizer[p], tensor, r->accumulator[p], "bf16-sr", r->gradient[p][tensor],
@@ -424,14 +475,15 @@ static int accumulate(struct run *r, int tensor)
 static int make_step(struct run *r, int step)
 {
     const void *gradients[GOLDEN_MAX_PARTS][SHAPES];
-    for (int t = 0; t < SHAPES && exists(r, t); t++) {
-        for (int p = 0; p < r->parts; p++) gradients[p][t] = silent(t, step) ? NULL : r->gradient[p][t];
+    for (int i = 0; i < r->tensors; i++) {
+        int t = r->shape[i];
+        for (int p = 0; p < r->parts; p++) gradients[p][i] = silent(t, step) ? NULL : r->gradient[p][i];
         if (silent(t, step)) continue;
         void *whole = zeros(shapes[t].rows * shapes[t].row_length * r->element_bytes);
         if (!whole) return complain(r, "out of memory");
         make_gradient(t, step, r->c->gradients, whole);
         for (int p = 0; p < r->parts; p++)
-            move_part(&shapes[t], &r->held[p][t], whole, r->gradient[p][t], r->element_bytes, 1);
+            move_part(&shapes[t], &r->held[p][t], whole, r->gradient[p][i], r->element_bytes, 1);
         free(whole);
     }
     if (step == ACCUMULATE_STEP && accumulate(r, shape_of("rows.1000"))) return -1;
@@ -446,6 +498,13 @@ static int make_step(struct run *r, int step)
     for (int p = 0; p < r->parts; p++) {
         if (check(r, p, halfstep_step_begin(r->optimizer[p], gradients[p], r->statistics[p]), "halfstep_step_begin")) return -1;
         for (int64_t i = 0; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
+    }
+    int64_t sums = halfstep_norms_offset(r->optimizer[0]);
+    for (int p = 0; p < r->parts; p++) {
+        if (p) memcpy(r->statistics[p], r->statistics[0], (size_t)sums * sizeof(int64_t));
+        if (check(r, p, halfstep_step_norms(r->optimizer[p], r->weight[p], gradients[p], r->statistics[p]), "halfstep_step_norms"))
+            return -1;
+        for (int64_t i = sums; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
     }
     for (int p = 0; p < r->parts; p++) {
         result = halfstep_step_finish(r->optimizer[p], r->weight[p], gradients[p], r->statistics[0]);
@@ -475,19 +534,29 @@ static int hash_stream(struct run *r, int t, void *const *streams, int64_t width
     return 0;
 }
 
-static int hash_slot(struct run *r, int t, int slot, uint64_t *hash)
+static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
 {
+    int t = r->shape[tensor];
     void *code[GOLDEN_MAX_PARTS] = {0}, *extra[GOLDEN_MAX_PARTS] = {0};
     halfstep_format_info format = {.struct_size = sizeof format};
     for (int p = 0; p < r->parts; p++) {
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (check(r, p, halfstep_get_slot_info(r->optimizer[p], t, slot, &info), "halfstep_get_slot_info")) return -1;
+        if (check(r, p, halfstep_get_slot_info(r->optimizer[p], tensor, slot, &info), "halfstep_get_slot_info")) return -1;
         if (info.format < 0) return 0;
         if (check(r, p, halfstep_get_format_info(info.format, &format), "halfstep_get_format_info")) return -1;
-        code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][t] : info.code;
+        code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
         extra[p] = info.extra;
     }
-    if (hash_stream(r, t, code, format.code_bits / 8, 1, hash)) return -1;
+    /* Two codes of four bits share a byte. */
+    if (hash_stream(r, t, code, (format.code_bits + 7) / 8, format.code_bits < 8 ? 2 : 1, hash)) return -1;
+    if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
+        for (int p = 0; p < r->parts; p++)
+            if (r->held[p][t].n_rows && r->held[p][t].n_columns) {
+                *hash = hash_bytes(*hash, extra[p], (size_t)format.scale_bytes);
+                return 0;
+            }
+        return 0;
+    }
     if (format.block) return hash_stream(r, t, extra, format.scale_bytes, format.block, hash);
     return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits / 8, 1, hash) : 0;
 }
@@ -499,7 +568,7 @@ static int hash_all(struct run *r, uint64_t *result)
     char name[32];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
     if (halfstep_get_rule_info(halfstep_rule_find(name), &rule) != HALFSTEP_OK) return complain(r, "no such rule");
-    for (int t = 0; t < SHAPES && exists(r, t); t++) {
+    for (int t = 0; t < r->tensors; t++) {
         if (hash_slot(r, t, HALFSTEP_SLOT_WEIGHT, &hash)) return -1;
         for (int s = 0; s < rule.states; s++)
             if (hash_slot(r, t, HALFSTEP_SLOT_STATE + s, &hash)) return -1;
@@ -510,6 +579,15 @@ static int hash_all(struct run *r, uint64_t *result)
             if (p && memcmp(&c, &other, sizeof c)) return complain(r, "part %d counts otherwise than part 0", p);
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
+        for (int i = 0; i < rule.scalars; i++) {
+            uint32_t bits;
+            float rounded; /* column cuts may change the last bit of a norm */
+            double value;
+            if (check(r, 0, halfstep_get_scalar(r->optimizer[0], t, rule.scalar_name[i], &value), rule.scalar_name[i])) return -1;
+            rounded = (float)value;
+            memcpy(&bits, &rounded, sizeof bits);
+            hash = hash_word(hash, bits);
+        }
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;
     *result = hash_finish(hash_word(hash, halfstep_skipped_steps(r->optimizer[0])));
@@ -531,17 +609,6 @@ static int compute(struct run *r, const struct golden_layout *layout, uint64_t *
     return hash_all(r, hash);
 }
 
-static int block_of(const char *recipe)
-{
-    int block = 1;
-    for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.block > block && strstr(recipe, info.name))
-            block = info.block;
-    }
-    return block;
-}
-
 int golden_run(const struct golden_case *c, const struct golden_layout *layout, uint64_t *hash, char *error,
                size_t error_bytes)
 {
@@ -555,7 +622,12 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->c = c;
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
-    r->block = block_of(c->recipe);
+    char name[32];
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(c->recipe, "/"), c->recipe);
+    halfstep_get_rule_info(halfstep_rule_find(name), &rule);
+    r->matrix = rule.matrix;
+    r->flat = has_flat(c->recipe);
     r->element_bytes = format.code_bits / 8;
     r->error = error;
     r->error_bytes = error_bytes;

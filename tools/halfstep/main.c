@@ -11,9 +11,9 @@ static const struct {
     const char *name, *summary;
     int (*run)(int argc, char **argv);
 } commands[] = {
-    {"train", "train a language model (train lm) under one recipe", cmd_train},
+    {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train},
     {"generate", "continue a text with a trained model", cmd_generate},
-    {"compare", "train under several recipes (compare lm) and report", cmd_compare},
+    {"compare", "train under several recipes (compare lm, compare mnist) and report", cmd_compare},
     {"demo", "the comparison that shows what stochastic rounding is for", cmd_demo},
     {"plan", "forecast the memory of every recipe, and which of them fit", cmd_plan},
     {"bench", "time the optimizer step of each recipe", cmd_bench},

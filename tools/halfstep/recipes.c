@@ -70,23 +70,34 @@ static void complain(const char *what, const char *name, names all, char *error,
     if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
 }
 
+static int serves(const halfstep_format_info *format, int32_t role)
+{
+    return role == HALFSTEP_ROLE_GRADIENT ? (format->roles & HALFSTEP_ROLE_SIGNED) && !format->block : format->roles & role;
+}
+
 /* A known format in the wrong place: one that cannot hold what a state of the rule holds. */
 static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error, size_t error_bytes)
 {
     const char *at = parts->states;
+    int one_for_all = !strchr(at, '+');
     for (int32_t i = 0; i < rule->states && *at; i++) {
         char one[RECIPE_BYTES];
+        /* Copies of the weight are stored as it is; a gradient finds a format of its own where it has to. */
+        if (rule->state_role[i] == HALFSTEP_ROLE_WEIGHT) continue;
+        if (rule->state_role[i] == HALFSTEP_ROLE_GRADIENT && one_for_all) continue;
         size_t n = strcspn(at, "+");
         snprintf(one, sizeof one, "%.*s", (int)n, at);
         halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK && !(info.roles & rule->state_role[i])) {
+        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK && !serves(&info, rule->state_role[i])) {
             snprintf(error, error_bytes, "%s cannot store %s of %s, which is %s", one, rule->state_name[i], rule->name,
-                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG ? "never negative" : "of either sign");
+                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG ? "never negative"
+                     : rule->state_role[i] == HALFSTEP_ROLE_SIGNED ? "of either sign"
+                                                                   : "a gradient, and has no blocks");
             return 1;
         }
         /* A single format stands for all states. */
         if (at[n] == '+') at += n + 1;
-        else if (at != parts->states) break;
+        else if (!one_for_all) break;
     }
     return 0;
 }
@@ -123,12 +134,14 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
         if (*at == '+') at++;
     }
     halfstep_rule_info rule = {.struct_size = sizeof rule};
-    if (halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && given > 1 && given != rule.states) {
-        snprintf(error, error_bytes, "%s names %d state formats; %s has %d state%s", recipe, given, parts.rule, rule.states,
-                 rule.states == 1 ? "" : "s");
+    int known_rule = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK, states = 0;
+    if (known_rule && unfit_state(&parts, &rule, error, error_bytes)) return -1;
+    for (int32_t i = 0; known_rule && i < rule.states; i++) states += rule.state_role[i] != HALFSTEP_ROLE_WEIGHT;
+    if (known_rule && (given > states || (given > 1 && given != states))) {
+        snprintf(error, error_bytes, "%s names %d state format%s; %s has %d state%s to name one for", recipe, given,
+                 given == 1 ? "" : "s", parts.rule, states, states == 1 ? "" : "s");
         return -1;
     }
-    if (unfit_state(&parts, &rule, error, error_bytes)) return -1;
     snprintf(error, error_bytes, "\"%s\" is not a recipe: %s (a recipe is rule/weight format/state format)", recipe,
              halfstep_strerror(code));
     return -1;

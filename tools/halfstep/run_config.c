@@ -19,6 +19,12 @@ static const char *compute_choice(int32_t i)
     static const char *const names[] = {"bf16", "f32"};
     return i < 2 ? names[i] : NULL;
 }
+static const char *scan_choice(int32_t i) { return halfstep_choice_value("scan", i); }
+static const char *accumulator_choice(int32_t i)
+{
+    static const char *const names[] = {"f32", "bf16", "bf16-sr", "states"};
+    return i < 4 ? names[i] : NULL;
+}
 
 #define AT(member) offsetof(struct run_config, member)
 #define SAME (OPTION_IDENTITY | OPTION_SAVED)
@@ -42,7 +48,10 @@ static const struct option fixed_rows[] = {
     {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, SAME, NULL, "bytes that the model sees at once"},
     HEADING("Run"),
     {"steps", OPTION_INTEGER, AT(steps), "N", "1000", 0, 1e12, OPTION_SAVED, NULL, "steps in all, resumed ones included"},
-    {"batch", OPTION_INTEGER, AT(batch), "N", "16", 1, 1 << 20, SAME, NULL, "sequences per step"},
+    {"batch", OPTION_INTEGER, AT(batch), "N", "16", 1, 1 << 20, SAME, NULL,
+     "sequences in a micro-step, which is the whole step without --micro-steps"},
+    {"micro-steps", OPTION_INTEGER, AT(micro_steps), "N", "1", 1, 1 << 20, SAME, NULL,
+     "batches whose gradients add up to one step: the memory of one batch, the step of N times --batch"},
     {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, SAME, NULL, "of first weights, data order and rounding"},
     {"compute", OPTION_CHOICE, AT(compute), "TYPE", "bf16", 0, 0, SAME, compute_choice, "type of the matrix products"},
     {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, OPTION_SAVED, NULL,
@@ -60,6 +69,11 @@ static const struct option fixed_rows[] = {
      "how gradients are stored (default: bf16 with 16-bit weights, otherwise f32)"},
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, SAME, NULL,
      "update each tensor as soon as its gradient exists, and keep no other"},
+    {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,
+     "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the mean "
+     "(bf16-sr rounds stochastically), or the optimizer's states, which then see N gradients undivided (default: f32)"},
+    {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
+     "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not look"},
     {"loss-scale", OPTION_NUMBER, AT(loss_scale), "X", NULL, 0, 0x1p40, SAME, NULL,
      "factor on the loss, taken out of the gradients again; a power of two (default: 1024 with f16 gradients, otherwise 1)"},
     {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, SAME, generator_choice,
@@ -104,7 +118,21 @@ static const char *covering_option(const char *hyper)
     return NULL;
 }
 
-/* Adds a row for a hyper-parameter, or a differing default to the row that another rule made. */
+/* Joins a hyper-parameter with the row that another rule made: the widest bounds, since the optimizer judges its own, and
+ * what differs in default and meaning. */
+static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
+{
+    size_t used = strlen(text[1]), room = sizeof text[1];
+    if (strtod(text[1], NULL) != hyper->initial) snprintf(text[1] + used, room - used, ", %s %.6g", rule, hyper->initial);
+    used = strlen(text[2]);
+    if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, room - used, "; %s: %s", rule, hyper->title);
+    if (hyper->minimum < row->minimum) row->minimum = hyper->minimum;
+    if (hyper->maximum < row->maximum || (hyper->maximum == row->maximum && hyper->exclusive_maximum)) return;
+    row->maximum = hyper->maximum;
+    row->flags = hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0;
+}
+
+/* Adds a row for a hyper-parameter, or to the row that another rule made. */
 static void add_hyper(struct run_options *options, const char *rule, const halfstep_hyper_info *hyper)
 {
     if (covering_option(hyper->name)) return;
@@ -114,19 +142,18 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
         if (*c == '_') *c = '-';
     for (int i = 0; i < options->n; i++) {
         if (options->rows[i].kind != OPTION_HYPER_AS || strcmp(options->rows[i].name, name) != 0) continue;
-        char *initial = options->text[i][1];
-        if (strtod(initial, NULL) == hyper->initial) return;
-        size_t used = strlen(initial);
-        snprintf(initial + used, sizeof options->text[i][1] - used, ", %s %.6g", rule, hyper->initial);
+        join_hyper(&options->rows[i], options->text[i], rule, hyper);
         return;
     }
     if (options->n == RUN_OPTIONS_MAX) return;
     int i = options->n++;
     snprintf(options->text[i][0], sizeof options->text[i][0], "%s", name);
     snprintf(options->text[i][1], sizeof options->text[i][1], "%.6g", hyper->initial);
+    snprintf(options->text[i][2], sizeof options->text[i][2], "%s", hyper->title);
     options->rows[i] = (struct option){options->text[i][0], OPTION_HYPER_AS, AT(hyper), "X", options->text[i][1],
                                        hyper->minimum, hyper->maximum,
-                                       hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0, NULL, hyper->title};
+                                       hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0, NULL,
+                                       options->text[i][2]};
 }
 
 void run_options_init(struct run_options *options)
@@ -137,7 +164,7 @@ void run_options_init(struct run_options *options)
     options->rows[options->n++] = (struct option)HEADING("Hyper-parameters, where the rule has them");
     for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
         halfstep_rule_info info = {.struct_size = sizeof info};
-        if (halfstep_get_rule_info(rule, &info) != HALFSTEP_OK) continue;
+        if (halfstep_get_rule_info(rule, &info) != HALFSTEP_OK || info.raw_gradient) continue;
         for (int32_t i = 0; i < info.hypers; i++) {
             halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
             if (halfstep_get_hyper_info(rule, i, &hyper) == HALFSTEP_OK) add_hyper(options, info.name, &hyper);
@@ -164,11 +191,17 @@ void run_config_settle(struct run_config *config)
     halfstep_format_info format = {.struct_size = sizeof format};
     int narrow = halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
     if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
+    if (config->micro_steps > 1 && !config->accumulator) config->accumulator = accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
     if (!config->generator) config->generator = halfstep_choice_value("generator", 0);
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     if (!config->decay && halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK)
         config->decay = rule.decay;
+}
+
+int run_adds_up(const struct run_config *config)
+{
+    return config->micro_steps > 1 && strcmp(config->accumulator, "states") != 0;
 }
 
 static int shape_from_init(const struct args *args, struct run_config *config, char *error, size_t error_bytes)
@@ -256,6 +289,20 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     return bad ? 1 : 0;
 }
 
+int run_hyper_check(const struct run_config *config, char *error, size_t error_bytes)
+{
+    for (int i = 0; i < config->hyper.n; i++) {
+        char name[96];
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(config->hyper.item[i], "="), config->hyper.item[i]);
+        const char *option = covering_option(name);
+        if (option) {
+            snprintf(error, error_bytes, "--hyper %s: use --%s", name, option);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int run_config_complete(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
                         char *error, size_t error_bytes)
 {
@@ -276,15 +323,7 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
         snprintf(error, error_bytes, "--data FILE is missing");
         return 2;
     }
-    for (int i = 0; i < config->hyper.n; i++) {
-        char name[96];
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(config->hyper.item[i], "="), config->hyper.item[i]);
-        const char *option = covering_option(name);
-        if (option) {
-            snprintf(error, error_bytes, "--hyper %s: use --%s", name, option);
-            return 2;
-        }
-    }
+    if (run_hyper_check(config, error, error_bytes) != 0) return 2;
     struct lm_config shape = run_shape(config);
     if (lm_config_check(&shape, error, error_bytes) != 0) return 2;
     if (trains) run_config_settle(config);

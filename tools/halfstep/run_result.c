@@ -139,6 +139,8 @@ json_t *run_result_json(const struct run_result *r)
     json_object_set_new(object, "gradients", json_string(r->gradients));
     json_object_set_new(object, "compute", json_string(r->compute));
     json_object_set_new(object, "release", json_boolean(r->release));
+    json_object_set_new(object, "micro_steps", json_integer(r->micro_steps));
+    json_object_set_new(object, "accumulator", r->accumulator[0] ? json_string(r->accumulator) : json_null());
     /* A seed above 2^63 - 1 has no place in a JSON integer. */
     if (r->seed <= INT64_MAX) json_object_set_new(object, "seed", json_integer((json_int_t)r->seed));
     else json_object_set_new(object, "seed", json_sprintf("%" PRIu64, r->seed));

@@ -29,65 +29,98 @@ static double sum_of_squares(struct run *run, int tensor, const void *gradient)
     return sum;
 }
 
+static int last_micro_step(const struct run *run)
+{
+    return run->micro_step + 1 == run->config->micro_steps;
+}
+
 static void tell_skip(struct run *run)
 {
+    run->skipped_now = 1;
     if (run->skip_told) return;
     run->skip_told = 1;
     progress_note(run->progress, "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
                   (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
-                  run->config->release ? "that tensor is" : "all weights are");
+                  run->result->tensors_skip ? "that tensor is" : last_micro_step(run) ? "all weights are" : "all states are");
+}
+
+/* The outcome of a call that may refuse gradients. */
+static int judge(struct run *run, int code)
+{
+    if (code == HALFSTEP_NONFINITE) tell_skip(run);
+    else if (code != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    return 0;
+}
+
+/* What becomes of one tensor's gradient where the model keeps none: added up, stepped with, or first one and then the
+ * other. */
+static int take_gradient(struct run *run, int tensor, const void *gradient)
+{
+    const struct run_config *c = run->config;
+    if (run->adds_up) {
+        void *sum = run->gradients[tensor];
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
+        if (run->micro_step == 0) memset(sum, 0, info.code_bytes);
+        if (judge(run, halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) != 0) return 1;
+        gradient = sum;
+    } else if (!last_micro_step(run)) {
+        return judge(run, halfstep_accumulate_states_tensor(run->optimizer, tensor, gradient));
+    }
+    if (!c->release || !last_micro_step(run)) return 0;
+    run->squares += sum_of_squares(run, tensor, gradient);
+    return judge(run, halfstep_step_tensor(run->optimizer, tensor, run->weights[tensor], gradient));
 }
 
 static void on_gradient(void *arg, int tensor, const void *gradient)
 {
     struct run *run = arg;
     double begun = progress_clock();
-    run->squares += sum_of_squares(run, tensor, gradient);
-    int code = halfstep_step_tensor(run->optimizer, tensor, run->weights[tensor], gradient);
-    if (code == HALFSTEP_NONFINITE) {
-        tell_skip(run);
-        run->skipped_now = 1;
-    } else if (code != HALFSTEP_OK && !run->release_failed) {
-        run->release_failed = 1;
-        run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-    }
+    if (!run->stream_failed) run->stream_failed = take_gradient(run, tensor, gradient);
     run->optimizer_seconds += progress_clock() - begun;
 }
 
 /* With release the norm of a step is known only when most of it has been applied; the one before stands in for it. It is
- * kept here and not in the optimizer so that a resumed run has it. */
+ * kept here and not in the optimizer so that a resumed run has it. Micro-steps into states are not clipped: the library
+ * does not without release. */
 static int set_release_scale(struct run *run)
 {
     const struct run_config *c = run->config;
-    double factor = c->clip > 0 ? c->clip / (run->released_norm + 1e-6) : 1;
+    double factor = c->clip > 0 && (run->adds_up || last_micro_step(run)) ? c->clip / (run->released_norm + 1e-6) : 1;
     return run_set_hyper(run, HALFSTEP_ALL_GROUPS, "gradient_scale", (factor < 1 ? factor : 1) / c->loss_scale, "clip");
 }
 
-static int update(struct run *run, double *norm)
+/* Forward and backward of one batch, whose gradients go where they belong. */
+static int micro_step(struct run *run, double *loss)
 {
     const struct run_config *c = run->config;
-    run->skipped_now = 0;
-    run->squares = 0;
+    const uint8_t *tokens = run->tokens + (size_t)(run->micro_step * c->batch) * ((size_t)c->context + 1);
+    *loss = lm_forward(run->model, run->model_weights, tokens, (int)c->batch, (int)c->context);
+    if (*loss < 0) return run_fail(run, "%s", lm_error(run->model));
     struct lm_sink sink = {run->gradients, NULL, NULL};
-    if (c->release) {
-        if (set_release_scale(run) != 0) return 1;
-        sink = (struct lm_sink){NULL, on_gradient, run};
-    }
-    if (lm_backward(run->model, run->model_weights, c->loss_scale, &sink) != 0) return run_fail(run, "%s", lm_error(run->model));
+    if (run->streams) sink = (struct lm_sink){NULL, on_gradient, run};
+    double scale = run->adds_up ? c->loss_scale / (double)c->micro_steps : c->loss_scale;
+    if (lm_backward(run->model, run->model_weights, scale, &sink) != 0) return run_fail(run, "%s", lm_error(run->model));
+    if (run->stream_failed) return 1;
+    if (run->streams || last_micro_step(run)) return 0;
     double begun = progress_clock();
+    int status = judge(run, halfstep_accumulate_states(run->optimizer, (const void *const *)run->gradients));
+    run->optimizer_seconds += progress_clock() - begun;
+    return status;
+}
+
+/* The norm that a step reports is that of the gradients it was made with: with --accumulator states, of the last batch. */
+static int finish_step(struct run *run, double *norm)
+{
+    const struct run_config *c = run->config;
     if (c->release) {
-        if (run->release_failed) return 1;
         if (halfstep_end_round(run->optimizer) != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;
     } else {
+        double begun = progress_clock();
         int code = halfstep_step(run->optimizer, run->weights, (const void *const *)run->gradients);
-        if (code == HALFSTEP_NONFINITE) {
-            tell_skip(run);
-            run->skipped_now = 1;
-        } else if (code != HALFSTEP_OK) {
-            return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-        }
+        if (judge(run, code) != 0) return 1;
         run->optimizer_seconds += progress_clock() - begun;
         if (c->clip > 0 && code == HALFSTEP_OK) {
             *norm = halfstep_gradient_norm(run->optimizer);
@@ -103,7 +136,50 @@ static int update(struct run *run, double *norm)
     return 0;
 }
 
-static int validate(struct run *run, double *loss)
+static int update(struct run *run, struct run_point *point)
+{
+    const struct run_config *c = run->config;
+    double sum = 0, loss;
+    run->skipped_now = 0;
+    run->squares = 0;
+    for (int64_t i = 0; i < c->micro_steps; i++) {
+        run->micro_step = i;
+        if (c->release && set_release_scale(run) != 0) return 1;
+        if (micro_step(run, &loss) != 0) return 1;
+        sum += loss;
+    }
+    point->train_loss = sum / (double)c->micro_steps;
+    return finish_step(run, &point->gradient_norm);
+}
+
+/* The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones. `copies` is the caller's
+ * to free. NULL after an error. */
+static const struct lm_weight *speaking_weights(struct run *run, void **copies)
+{
+    *copies = NULL;
+    if (!run->averages) return run->model_weights;
+    size_t heads = ((size_t)run->tensors * sizeof(struct lm_weight) + 63) / 64 * 64;
+    unsigned char *memory = malloc(heads + (size_t)lm_parameter_count(&run->shape) * sizeof(float));
+    struct lm_weight *weights = *copies = memory;
+    if (!memory) {
+        run_fail(run, "out of memory");
+        return NULL;
+    }
+    float *at = (float *)(memory + heads);
+    for (int i = 0; i < run->tensors; i++) {
+        struct lm_tensor info;
+        lm_tensor_info(&run->shape, i, &info);
+        weights[i] = (struct lm_weight){at, LM_F32};
+        if (halfstep_read_average(run->optimizer, i, run->weights[i], 0, info.rows, at) != HALFSTEP_OK) {
+            run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+            return NULL;
+        }
+        at += info.rows * info.row_length;
+    }
+    return weights;
+}
+
+static int validation_loss(struct run *run, const struct lm_weight *weights, double *loss)
 {
     const struct run_config *c = run->config;
     const struct data_part *part = &run->data->validation;
@@ -114,11 +190,21 @@ static int validate(struct run *run, double *loss)
         size_t n = count - first < (size_t)c->batch ? count - first : (size_t)c->batch;
         for (size_t i = 0; i < n; i++)
             data_eval_window(part, first + i, count, (int)c->context, run->tokens + i * window);
-        double one = lm_eval(run->model, run->model_weights, run->tokens, (int)n, (int)c->context);
+        double one = lm_eval(run->model, weights, run->tokens, (int)n, (int)c->context);
         if (one < 0) return run_fail(run, "%s", lm_error(run->model));
         sum += one * (double)n;
     }
     *loss = sum / (double)count;
+    return 0;
+}
+
+static int validate(struct run *run, double *loss)
+{
+    void *copies;
+    const struct lm_weight *weights = speaking_weights(run, &copies);
+    int status = weights ? validation_loss(run, weights, loss) : 1;
+    free(copies);
+    if (status) return status;
     return history_add_validation(&run->result->history, (double)run->step, *loss) == 0 ? 0 : run_fail(run, "out of memory");
 }
 
@@ -157,11 +243,10 @@ static int train_step(struct run *run)
     const struct run_config *c = run->config;
     struct run_point point = {0};
     double begun = progress_clock(), val_loss = NAN;
-    data_batch(&run->data->train, c->seed, (uint64_t)run->step, 0, (int)c->batch, (int)c->context, run->tokens);
+    int64_t sequences = c->batch * c->micro_steps;
+    data_batch(&run->data->train, c->seed, (uint64_t)run->step, 0, (int)sequences, (int)c->context, run->tokens);
     halfstep_current_lr(run->optimizer, run->decayed, &point.lr);
-    point.train_loss = lm_forward(run->model, run->model_weights, run->tokens, (int)c->batch, (int)c->context);
-    if (point.train_loss < 0) return run_fail(run, "%s", lm_error(run->model));
-    int status = update(run, &point.gradient_norm);
+    int status = update(run, &point);
     if (status) return status;
     run->step++;
     double took = progress_clock() - begun;
@@ -171,7 +256,7 @@ static int train_step(struct run *run)
     if (history_add_point(&run->result->history, &point) != 0) return run_fail(run, "out of memory");
     int last = run->step == c->steps;
     if (last || (c->val_every && run->step % c->val_every == 0)) status = validate(run, &val_loss);
-    if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(c->batch * c->context) / took : NAN);
+    if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(sequences * c->context) / took : NAN);
     if (!status && c->checkpoint && c->checkpoint_every && run->step % c->checkpoint_every == 0 && !last) {
         /* A save that fails now may succeed later; at the end it decides. */
         if (run_save(run) != 0) progress_note(run->progress, "warning: not saved: %s; training goes on", run->error);
@@ -259,6 +344,8 @@ static void fill_result(struct run *run)
     snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
     snprintf(r->compute, sizeof r->compute, "%s", c->compute);
     snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
+    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
+    r->micro_steps = c->micro_steps;
     r->seed = c->seed;
     r->release = c->release;
     r->threads = run->threads;
@@ -270,8 +357,8 @@ static void fill_result(struct run *run)
     r->optimizer_seconds = run->optimizer_seconds;
     r->seconds = progress_clock() - run->started;
     size_t model_peak = lm_gradient_peak_bytes(run->model);
-    if (c->release) r->gradient_bytes = model_peak;
-    r->peak_gradient_bytes = c->release ? model_peak : r->gradient_bytes + model_peak;
+    r->peak_gradient_bytes = r->gradient_bytes + model_peak;
+    if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
     r->activation_bytes = lm_activation_bytes(run->model);
     r->state_hash = holding_hash(&run->holding);
 }
@@ -284,9 +371,13 @@ static int make_sample(struct run *run)
     r->sample = malloc(n);
     if (!r->sample) return run_fail(run, "out of memory");
     r->sample_bytes = n;
-    if (lm_generate(run->model, run->model_weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)
-        return run_fail(run, "%s", lm_error(run->model));
-    return 0;
+    void *copies;
+    const struct lm_weight *weights = speaking_weights(run, &copies);
+    int status = weights ? 0 : 1;
+    if (!status && lm_generate(run->model, weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)
+        status = run_fail(run, "%s", lm_error(run->model));
+    free(copies);
+    return status;
 }
 
 static int loop(struct run *run)
@@ -308,7 +399,7 @@ static int loop(struct run *run)
     if ((number = interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint) return interrupted(run, number);
     double trained = run->trained_seconds - before;
     int64_t made = run->step - r->first_step;
-    r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->context) / trained : NAN;
+    r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->micro_steps * c->context) / trained : NAN;
     progress_end(run->progress);
     if (c->checkpoint && run->saved_step != run->step && run_save(run) != 0) return 1;
     if (c->checkpoint) snprintf(r->checkpoint, sizeof r->checkpoint, "%s", c->checkpoint);

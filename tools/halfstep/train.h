@@ -28,12 +28,14 @@
 struct run_config {
     const char *data, *val;             /* files; val NULL: the last tenth of data */
     int64_t width, depth, heads, context;
-    int64_t steps, batch;
+    int64_t steps, batch, micro_steps;  /* batch sequences in each micro-step */
     uint64_t seed;
     int64_t threads;                    /* 0: what halfstep_default_threads() says */
     const char *recipe;                 /* full form */
     const char *gradients;              /* NULL: bf16 for 16-bit weights, otherwise f32 */
     const char *compute;
+    const char *accumulator;            /* where micro-steps add up; NULL: f32, or without micro-steps nowhere */
+    const char *scan;
     int release;
     double loss_scale;                  /* 0: 1, or 1024 for f16 gradients */
     double lr, weight_decay, clip, final_lr;
@@ -49,13 +51,15 @@ struct run_config {
     int resume;
     int64_t sample_bytes;               /* text the trained model writes at the end */
     int quiet;
+    int64_t epochs, train_images, test_images;  /* of train mnist; images: 0: all of --data */
+    uint64_t digits_seed;
 };
 
-#define RUN_OPTIONS_MAX 80
+#define RUN_OPTIONS_MAX 112
 struct run_options {
     struct option rows[RUN_OPTIONS_MAX];
     int n;
-    char text[RUN_OPTIONS_MAX][2][96];  /* names and defaults of rows that were made from the library's tables */
+    char text[RUN_OPTIONS_MAX][3][256]; /* names, defaults and help of rows that were made from the library's tables */
 };
 
 /* Every option of a run except --recipe and --json, which `train` and `compare` each name for themselves. */
@@ -68,8 +72,12 @@ extern const struct option run_recipe_option;
  * config. 0, or the exit status (1 or 2) and one line. */
 int run_config_complete(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
                         char *error, size_t error_bytes);
+/* -1 and one line where --hyper names what has an option of its own. */
+int run_hyper_check(const struct run_config *config, char *error, size_t error_bytes);
 /* The defaults that depend on the recipe. run_config_complete() ends with it; `compare` calls it for each recipe. */
 void run_config_settle(struct run_config *config);
+/* Whether the gradients of micro-steps are added up in buffers, and not in the states. */
+int run_adds_up(const struct run_config *config);
 struct lm_config run_shape(const struct run_config *config);
 
 struct run_data {
@@ -102,14 +110,16 @@ struct run_history {
 
 struct run_result {
     char recipe[RECIPE_BYTES], gradients[16], compute[16], isa[32];
+    char accumulator[16];       /* "" without micro-steps */
     uint64_t seed;
-    int64_t steps, first_step, params;
+    int64_t steps, first_step, params, micro_steps;
     int threads, release;
+    int tensors_skip;           /* skipped_steps counts tensors, not steps */
     double train_loss;          /* mean over the last (up to 20) steps, NaN without any */
     double val_loss;
     double tokens_per_s, seconds, optimizer_seconds;
     uint64_t skipped_steps;
-    uint64_t weight_bytes, gradient_bytes, state_bytes; /* held */
+    uint64_t weight_bytes, gradient_bytes, state_bytes; /* held; gradients with their accumulators */
     uint64_t peak_gradient_bytes, activation_bytes;
     int32_t fell_back;          /* tensors too small for the block format asked for */
     double weights_changed;     /* fraction of the weights whose stored bits differ from the start, NaN: not known */
@@ -132,6 +142,8 @@ void run_result_free(struct run_result *result);
 json_t *json_double(double value);
 /* Prints and releases the object. 0, or 1. */
 int print_json(json_t *object);
+/* The lines "held: ..." for people, of weights, gradients and states. */
+void print_held(const struct run_result *result);
 /* Bytes as a JSON string: what is not UTF-8 becomes U+FFFD. */
 json_t *json_bytes(const uint8_t *bytes, size_t n);
 /* Bytes as text for people: as they are into a file, with everything unprintable escaped on a terminal. */

@@ -74,6 +74,12 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
     return 0;
 }
 
+/* The gradient format with the codes of an accumulator. */
+static const char *stored_as(const char *accumulator)
+{
+    return gradient_format_of(checkpoint_format(halfstep_format_find(accumulator)).code_dtype);
+}
+
 static int add_tensors(struct run *run)
 {
     for (int i = 0; i < run->tensors; i++) {
@@ -82,16 +88,34 @@ static int add_tensors(struct run *run)
         if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
         halfstep_tensor t = {.struct_size = sizeof t, .group = tensor.ndim >= 2 ? run->decayed : run->plain,
                              .name = tensor.name, .ndim = tensor.ndim, .rows = tensor.rows, .row_length = tensor.row_length,
-                             .gradient = run->config->gradients};
+                             .gradient = run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients};
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
     }
     return 0;
 }
 
-static int build_optimizer(struct run *run)
+static int check_rule(struct run *run)
+{
+    struct recipe_parts parts;
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    recipe_split(run->config->recipe, &parts);
+    run->rule = halfstep_rule_find(parts.rule);
+    if (halfstep_get_rule_info(run->rule, &rule) != HALFSTEP_OK) return run_fail(run, "no rule %s", parts.rule);
+    if (rule.raw_gradient) {
+        run_fail(run, "--recipe: %s follows weights that another optimizer trains, and trains none itself", rule.name);
+        return 2;
+    }
+    run->averages = rule.average;
+    run->result->tensors_skip = run->config->release || strcmp(run->config->scan, "per-tensor") == 0;
+    return 0;
+}
+
+int run_create_optimizer(struct run *run)
 {
     const struct run_config *c = run->config;
+    int status = check_rule(run);
+    if (status) return status;
     halfstep_options options = {.struct_size = sizeof options, .threads = run->threads, .seed = c->seed};
     int code = halfstep_create(&options, &run->optimizer);
     if (code != HALFSTEP_OK) return run_fail(run, "cannot create an optimizer: %s", halfstep_strerror(code));
@@ -100,7 +124,7 @@ static int build_optimizer(struct run *run)
         run_fail(run, "--recipe: %s", halfstep_error_detail(run->optimizer));
         return 2;
     }
-    int status = set_group(run, run->decayed, c->weight_decay);
+    status = set_group(run, run->decayed, c->weight_decay);
     if (!status) status = set_group(run, run->plain, 0);
     if (!status) status = set_listed_hypers(run);
     /* With release the factor goes into the gradient scale: see set_release_scale(). */
@@ -110,15 +134,49 @@ static int build_optimizer(struct run *run)
         run_fail(run, "--generator: %s", halfstep_error_detail(run->optimizer));
         return 2;
     }
+    if (!status && halfstep_set_choice(run->optimizer, HALFSTEP_ALL_GROUPS, "scan", c->scan) != HALFSTEP_OK) {
+        run_fail(run, "--scan: %s", halfstep_error_detail(run->optimizer));
+        return 2;
+    }
+    return status;
+}
+
+static int build_optimizer(struct run *run)
+{
+    int status = run_create_optimizer(run);
     if (!status) status = add_tensors(run);
     if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
         status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     return status;
 }
 
-/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins, since
- * equal distances modulo a power of two cost speed. */
-static int allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes)
+/* Rules and settings that would lose the gradients of micro-steps are told before anything is trained, by trying one with
+ * an optimizer of two numbers, one in each group. */
+static int check_accumulation(struct run *run)
+{
+    static const float zero = 0;
+    static const void *const gradients[] = {&zero, &zero};
+    struct run trial = {.config = run->config, .result = run->result, .error = run->error, .error_bytes = run->error_bytes,
+                        .threads = 1};
+    if (run->adds_up || run->config->micro_steps == 1) return 0;
+    int status = run_create_optimizer(&trial), code = HALFSTEP_OK;
+    for (int i = 0; i < 2 && !status && code == HALFSTEP_OK; i++) {
+        int32_t index;
+        halfstep_tensor t = {.struct_size = sizeof t, .group = i ? trial.plain : trial.decayed,
+                             .name = i ? "norms" : "matrices", .ndim = 1, .rows = 1, .row_length = 1, .gradient = "f32"};
+        code = halfstep_add_tensor(trial.optimizer, &t, &index);
+    }
+    if (!status && code == HALFSTEP_OK) code = halfstep_allocate_states(trial.optimizer);
+    if (!status && code == HALFSTEP_OK) code = halfstep_accumulate_states(trial.optimizer, gradients);
+    if (!status && code != HALFSTEP_OK) {
+        run_fail(run, "--accumulator states: %s", halfstep_error_detail(trial.optimizer));
+        status = 2;
+    }
+    halfstep_destroy(trial.optimizer);
+    return status;
+}
+
+int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes)
 {
     uint64_t total = stagger, held = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -157,17 +215,10 @@ int run_initialize(struct run *run)
     return 0;
 }
 
-static int gradient_dtype(const struct run *run)
-{
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    if (halfstep_get_slot_info(run->optimizer, 0, HALFSTEP_SLOT_GRADIENT, &info) != HALFSTEP_OK) return -1;
-    return weight_dtype(info.format);
-}
-
 static int build_model(struct run *run)
 {
     const struct run_config *c = run->config;
-    struct lm_options options = {.batch = (int)c->batch, .training = 1, .release = c->release, .threads = run->threads,
+    struct lm_options options = {.batch = (int)c->batch, .training = 1, .release = run->streams, .threads = run->threads,
                                  .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
     options.gradients = run->gradient_dtype;
     run->model = lm_create(&run->shape, &options, run->error, run->error_bytes);
@@ -178,7 +229,13 @@ int run_build(struct run *run)
 {
     const struct run_config *c = run->config;
     struct run_result *result = run->result;
+    if (c->micro_steps == 1 && c->accumulator) {
+        run_fail(run, "--accumulator %s: there is nothing to add up without --micro-steps N", c->accumulator);
+        return 2;
+    }
     run->shape = run_shape(c);
+    run->adds_up = run_adds_up(c);
+    run->streams = c->release || run->adds_up;
     if (lm_config_check(&run->shape, run->error, run->error_bytes) != 0) return 2;
     run->tensors = lm_tensor_count(&run->shape);
     run->threads = c->threads ? (int)c->threads : halfstep_default_threads();
@@ -186,14 +243,15 @@ int run_build(struct run *run)
     run->weights = calloc(n, sizeof *run->weights);
     run->gradients = calloc(n, sizeof *run->gradients);
     run->model_weights = calloc(n, sizeof *run->model_weights);
-    run->tokens = malloc((size_t)c->batch * ((size_t)c->context + 1));
+    run->tokens = malloc((size_t)(c->batch * c->micro_steps) * ((size_t)c->context + 1));
     if (!run->weights || !run->gradients || !run->model_weights || !run->tokens) return run_fail(run, "out of memory");
     int status = build_optimizer(run);
+    if (!status) status = check_accumulation(run);
     if (status) return status;
-    run->gradient_dtype = gradient_dtype(run);
-    status = allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
-    if (!status && !c->release)
-        status = allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients, &result->gradient_bytes);
+    run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
+    status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
+    if (!status && (run->adds_up || !run->streams))
+        status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients, &result->gradient_bytes);
     if (status) return status;
     int64_t piece = NORM_PIECE;
     for (int i = 0; i < run->tensors; i++) {
@@ -206,7 +264,7 @@ int run_build(struct run *run)
     }
     run->scratch = malloc((size_t)piece * sizeof *run->scratch);
     if (!run->scratch) return run_fail(run, "out of memory");
-    run->holding = (struct holding){&run->shape, run->optimizer, run->weights, run->tensors, 2};
+    run->holding = (struct holding){&run->shape, run->optimizer, run->weights, run->tensors, 2, run->rule};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
     result->weight_bytes += extras;

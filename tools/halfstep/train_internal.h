@@ -25,7 +25,11 @@ struct run {
     halfstep_optimizer *optimizer;
     struct holding holding;
     int32_t decayed, plain;         /* groups */
+    int32_t rule;                   /* row of the rule */
     int tensors, threads, gradient_dtype;
+    int adds_up;                    /* gradients of micro-steps are added up in the buffers that the step reads */
+    int streams;                    /* the model hands out gradients tensor by tensor and keeps none */
+    int averages;                   /* what the rule trains is not what it evaluates */
     unsigned char *weight_memory, *gradient_memory;
     void **weights, **gradients;
     struct lm_weight *model_weights;
@@ -34,10 +38,11 @@ struct run {
     struct log *log;
 
     int64_t step;                   /* done */
+    int64_t micro_step;             /* of the step under way */
     double squares;                 /* of this step's gradients, before loss scale is taken out */
     double released_norm;           /* of the step before: what --clip goes by with --release */
     int skipped_now, skips_in_a_row, skip_told, log_lost;
-    int release_failed;
+    int stream_failed;
     double started, optimizer_seconds, trained_seconds;
     int64_t saved_step;             /* -1: never */
 };
@@ -46,6 +51,11 @@ struct run {
 __attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *format, ...);
 /* 0, or an exit status with its line. `option` is what the error calls it. */
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
+/* The optimizer with its groups, hyper-parameters and choices, without tensors. */
+int run_create_optimizer(struct run *run);
+/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins, since
+ * equal distances modulo a power of two cost speed. */
+int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes);
 int run_build(struct run *run);
 void run_dismantle(struct run *run);
 /* First weights: random, or those of --init. */

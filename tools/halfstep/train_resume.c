@@ -53,6 +53,8 @@ static int differs(struct run *run, const json_t *saved_options)
         if (!(option->flags & OPTION_IDENTITY)) continue;
         const char *here = json_string_value(json_object_get(options, option->name));
         const char *there = json_string_value(json_object_get(saved_options, option->name));
+        /* A checkpoint from before there was such an option is one that was made with its default. */
+        if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
         if (!there) status = run_fail(run, "%s: trainer.json does not say --%s", run->config->checkpoint, option->name);
         else if (option->kind == OPTION_FLAG && strcmp(here, there) != 0)
             status = run_fail(run, "--%s is %s here but %s in %s", option->name, here[0] == '1' ? "given" : "not given",

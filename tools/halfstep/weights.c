@@ -73,7 +73,9 @@ struct weight_source {
     halfstep_checkpoint *checkpoint;
     halfstep_safetensors *model, *states;
     char path[1024];
-    char format[RECIPE_BYTES];  /* weight format whose extra stream is in states */
+    char recipe[RECIPE_BYTES], format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
+    int32_t rule;               /* row of the recipe's, or -1 */
+    int averages;
 };
 
 void weight_source_close(struct weight_source *source)
@@ -109,7 +111,11 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
     struct recipe_parts parts;
     recipe_split(recipe ? recipe : "", &parts);
+    snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
     snprintf(source->format, sizeof source->format, "%s", parts.weight);
+    source->rule = halfstep_rule_find(parts.rule);
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    source->averages = halfstep_get_rule_info(source->rule, &rule) == HALFSTEP_OK && rule.average;
     return 0;
 }
 
@@ -120,18 +126,19 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
         snprintf(error, error_bytes, "out of memory");
         return NULL;
     }
+    source->rule = -1;
     if (open_weights(source, path, error, error_bytes) == 0) return source;
     weight_source_close(source);
     return NULL;
 }
 
-static const char *gradient_format_of(const char *dtype)
+const char *gradient_format_of(const char *dtype)
 {
     for (int32_t i = 0;; i++) {
         int32_t row = format_with_roles(HALFSTEP_ROLE_GRADIENT, i);
         if (row < 0) return NULL;
         halfstep_format_info info = checkpoint_format(row);
-        if (strcmp(info.code_dtype, dtype) == 0) return info.name;
+        if (dtype && strcmp(info.code_dtype, dtype) == 0) return info.name;
     }
 }
 
@@ -179,6 +186,58 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     return bad ? -1 : 0;
 }
 
+/* Hyper-parameters of the run, those of its first group: they say where between its stored weights the average lies. */
+static int restore_hypers(const struct weight_source *source, halfstep_optimizer *optimizer, int32_t group)
+{
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    if (halfstep_get_rule_info(source->rule, &rule) != HALFSTEP_OK) return -1;
+    for (int32_t i = 0; i < rule.hypers; i++) {
+        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        char key[NAME_BYTES];
+        double value;
+        if (halfstep_get_hyper_info(source->rule, i, &hyper) != HALFSTEP_OK || hyper.per_optimizer) continue;
+        snprintf(key, sizeof key, "group.0.%s", hyper.name);
+        const char *saved = halfstep_safetensors_metadata_find(source->states, key);
+        if (!saved) continue;
+        if (parse_number(saved, &value) != 0 || halfstep_set_hyper(optimizer, group, hyper.name, value) != HALFSTEP_OK) return -1;
+    }
+    return 0;
+}
+
+/* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the average. */
+static int read_average(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
+                        float *out, char *error, size_t error_bytes)
+{
+    struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"), error,
+                            error_bytes};
+    halfstep_optimizer *optimizer = NULL;
+    int32_t group, index;
+    halfstep_tensor t = {.struct_size = sizeof t, .name = tensor->name, .ndim = tensor->ndim, .rows = tensor->rows,
+                         .row_length = tensor->row_length, .gradient = "f32"};
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    struct stream streams[MAX_STREAMS];
+    error[0] = 0;
+    int bad = halfstep_create(NULL, &optimizer) != HALFSTEP_OK ||
+              halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK ||
+              restore_hypers(source, optimizer, group) != 0;
+    if (!bad) {
+        t.group = group;
+        bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
+              halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info) != HALFSTEP_OK ||
+              strcmp(checkpoint_format(info.format).code_dtype, dtype) != 0;
+    }
+    int n = bad ? 0 : checkpoint_list_streams(optimizer, index, tensor, streams);
+    for (int i = 0; i < n && !bad; i++) bad = checkpoint_read_stream(&states, &streams[i]) != 0;
+    if (!bad) bad = checkpoint_load_tensor_counters(&states, optimizer, index, tensor->name, source->rule) != 0;
+    if (!bad) bad = halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
+    if (bad && !error[0]) {
+        const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
+        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, detail[0] ? detail : "not what its recipe says");
+    }
+    halfstep_destroy(optimizer);
+    return bad ? -1 : 0;
+}
+
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes)
 {
@@ -198,7 +257,8 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
     checkpoint_shape_of(&extra, tensor);
     int with_extra = source->states && halfstep_safetensor_find(source->states, extra.name, &unused) == HALFSTEP_OK;
     int bad = halfstep_read_safetensor(source->model, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK;
-    if (!bad) bad = decode(source, tensor, info.dtype, codes, with_extra ? &extra : NULL, out, error, error_bytes) != 0;
+    if (!bad && source->averages) bad = read_average(source, tensor, info.dtype, codes, out, error, error_bytes) != 0;
+    else if (!bad) bad = decode(source, tensor, info.dtype, codes, with_extra ? &extra : NULL, out, error, error_bytes) != 0;
     free(codes);
     return bad ? -1 : 0;
 }

@@ -62,10 +62,27 @@ struct log *log_open(const char *path, int64_t resumed, char *error, size_t erro
     return log;
 }
 
+struct log *log_create(const char *path, const char *header, char *error, size_t error_bytes)
+{
+    struct log *log = calloc(1, sizeof *log);
+    if (!log) return give_up(log, error, error_bytes, path, "out of memory");
+    log->file = fopen(path, "w");
+    if (!log->file || log_line(log, header) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
+    return log;
+}
+
 static void put(FILE *file, double v, int digits)
 {
     if (isnan(v)) fputc(',', file);
     else fprintf(file, ",%.*g", digits, v);
+}
+
+static int flush(struct log *log)
+{
+    if (fflush(log->file) == 0 && !ferror(log->file)) return 0;
+    log->failed = 1;
+    clearerr(log->file);
+    return -1;
 }
 
 int log_write(struct log *log, const struct log_row *row)
@@ -77,10 +94,13 @@ int log_write(struct log *log, const struct log_row *row)
     put(log->file, row->gradient_norm, 8);
     put(log->file, row->tokens_per_s, 6);
     fprintf(log->file, ",%.3f,%llu\n", row->seconds, (unsigned long long)row->skipped_steps);
-    if (fflush(log->file) == 0 && !ferror(log->file)) return 0;
-    log->failed = 1;
-    clearerr(log->file);
-    return -1;
+    return flush(log);
+}
+
+int log_line(struct log *log, const char *line)
+{
+    fprintf(log->file, "%s\n", line);
+    return flush(log);
 }
 
 int log_close(struct log *log)

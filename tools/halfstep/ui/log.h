@@ -1,4 +1,5 @@
-/* The training log: a CSV file with one line per step, flushed line by line so that it can be watched while it grows. */
+/* The training log: a CSV file with one line per step (train lm) or epoch (train mnist), flushed line by line so that it can
+ * be watched while it grows. */
 #ifndef HALFSTEP_LOG_H
 #define HALFSTEP_LOG_H
 
@@ -20,6 +21,11 @@ struct log_row {
 struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes);
 /* 0, or -1 when the file system refuses (errno is set). */
 int log_write(struct log *log, const struct log_row *row);
+
+/* A log with columns of its own: the header and every row are given as they are to stand there, without the line's end. */
+struct log *log_create(const char *path, const char *header, char *error, size_t error_bytes);
+int log_line(struct log *log, const char *line);
+
 /* 0, or -1 if anything written to it was lost. NULL is fine. */
 int log_close(struct log *log);
 

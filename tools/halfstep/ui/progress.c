@@ -75,6 +75,7 @@ static void compose(struct progress *progress, int64_t step, const struct progre
     add(text, text_bytes, "%sstep %lld/%lld", progress->label, (long long)step, (long long)progress->total);
     if (!isnan(v->loss)) add(text, text_bytes, "  loss %.4f", v->loss);
     if (!isnan(v->val_loss)) add(text, text_bytes, "  val %.4f", v->val_loss);
+    if (v->extra && v->extra[0]) add(text, text_bytes, "  %s", v->extra);
     double spent = progress_clock() - progress->started;
     int64_t made = step - progress->first, left = progress->total - step;
     if (made > 0 && left > 0) {

@@ -19,6 +19,7 @@ struct progress {
 struct progress_values {
     double loss, val_loss, gradient_norm, lr, tokens_per_s; /* NaN: not known, left out */
     uint64_t skipped;
+    const char *extra;          /* more to say, after the losses; NULL: nothing */
 };
 
 /* quiet: only notes. */

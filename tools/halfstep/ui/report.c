@@ -29,6 +29,23 @@ void report_curve_free(struct report_curve *curve)
     memset(curve, 0, sizeof *curve);
 }
 
+int report_reference(const struct report *report, int entry)
+{
+    while (entry > 0 && report->entry[entry - 1].group == report->entry[entry].group) entry--;
+    return entry;
+}
+
+const struct report_words *report_words(const struct report *report)
+{
+    static const struct report_words usual = {"validation loss", "val loss", "step", "tokens/s", ""};
+    return report->words ? report->words : &usual;
+}
+
+const char *report_label(const struct report *report, int entry)
+{
+    return report->entry[entry].label ? report->entry[entry].label : report->entry[entry].name;
+}
+
 /* ---- Statistics ------------------------------------------------------------------------------------------------------ */
 
 static void mean_of(struct report_mean *out, const double *value, int n)
@@ -47,26 +64,38 @@ static void mean_of(struct report_mean *out, const double *value, int n)
     if (n > 1) out->deviation = sqrt(squares / (n - 1));
 }
 
-static const struct report_run *find_run(const struct report *report, int entry, uint64_t seed)
+const struct report_run *report_find_run(const struct report *report, int entry, uint64_t seed)
 {
     for (int i = 0; i < report->runs; i++)
         if (report->run[i].done && report->run[i].entry == entry && report->run[i].seed == seed) return &report->run[i];
     return NULL;
 }
 
+/* The step at which a curve first was at least `mark`, NAN if it never was. */
+static double reached(const struct report_curve *curve, double mark)
+{
+    for (int i = 0; i < curve->n; i++)
+        if (curve->loss[i] >= mark) return curve->step[i];
+    return NAN;
+}
+
 void report_row(const struct report *report, int entry, struct report_row *row)
 {
     memset(row, 0, sizeof *row);
     size_t most = (size_t)report->runs + 1;
-    double *value = calloc(5 * most, sizeof *value);
+    double *value = calloc(7 * most, sizeof *value);
     if (!value) return;
     double *train = value + most, *difference = value + 2 * most, *speed = value + 3 * most, *changed = value + 4 * most;
-    int n = 0, pairs = 0, known = 0, timed = 0;
+    double *accuracy = value + 5 * most, *mark = value + 6 * most;
+    int n = 0, pairs = 0, known = 0, timed = 0, marks = 0, reference_entry = report_reference(report, entry);
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->done || run->entry != entry) continue;
         value[n] = run->validation_loss;
         train[n] = run->train_loss;
+        accuracy[n] = run->accuracy;
+        mark[marks] = reached(&run->accuracies, REPORT_MARK);
+        marks += !isnan(mark[marks]);
         if (isfinite(run->tokens_per_s)) speed[timed++] = run->tokens_per_s;
         if (!isnan(run->changed)) changed[known++] = run->changed;
         n++;
@@ -75,7 +104,7 @@ void report_row(const struct report *report, int entry, struct report_row *row)
         row->gradients = run->gradients;
         row->states = run->states;
         row->bytes = run->weights + run->gradients + run->states;
-        const struct report_run *reference = find_run(report, 0, run->seed);
+        const struct report_run *reference = report_find_run(report, reference_entry, run->seed);
         if (reference) difference[pairs++] = run->validation_loss - reference->validation_loss;
     }
     mean_of(&row->validation, value, n);
@@ -83,6 +112,8 @@ void report_row(const struct report *report, int entry, struct report_row *row)
     mean_of(&row->tokens_per_s, speed, timed);
     mean_of(&row->difference, difference, pairs);
     mean_of(&row->changed, changed, known);
+    mean_of(&row->accuracy, accuracy, report->accuracies ? n : 0);
+    mean_of(&row->reached, mark, marks);
     free(value);
 }
 
@@ -144,6 +175,11 @@ int report_judge(struct report *report)
         struct report_row row;
         report_row(report, check->entry, &row);
         check->value = row.difference.mean;
+        if (report->accuracies) {
+            struct report_row reference;
+            report_row(report, report_reference(report, check->entry), &reference);
+            check->value = 100 * (row.accuracy.mean - (check->relation == '~' ? reference.accuracy.mean : 0));
+        }
         /* NAN, the value of a run that diverged, satisfies none of them. */
         check->passed = check->relation == '>' ? check->value > check->bound
                       : check->relation == '<' ? check->value < check->bound
@@ -156,11 +192,16 @@ int report_judge(struct report *report)
 void report_check_text(const struct report *report, const struct report_check *check, struct text *out)
 {
     const char *wanted = check->relation == '>' ? "more than" : check->relation == '<' ? "less than" : "within";
+    const char *reference = report->entry[report_reference(report, check->entry)].name;
     text_add(out, "%s: ", report->entry[check->entry].name);
-    if (isfinite(check->value))
-        text_add(out, "%.4f nat %s %s", fabs(check->value), check->value < 0 ? "below" : "above", report->entry[0].name);
+    if (report->accuracies) {
+        if (!isfinite(check->value)) text_add(out, "diverged");
+        else if (check->relation == '~') text_add(out, "%+.3f %% to the accuracy of %s", check->value, reference);
+        else text_add(out, "test accuracy %.3f %%", check->value);
+    } else if (isfinite(check->value))
+        text_add(out, "%.4f nat %s %s", fabs(check->value), check->value < 0 ? "below" : "above", reference);
     else
-        text_add(out, "no finite difference to %s", report->entry[0].name);
+        text_add(out, "no finite difference to %s", reference);
     text_add(out, ", wanted %s %g%s", wanted, check->bound, check->relation == '~' ? " of it" : "");
 }
 
@@ -171,8 +212,45 @@ static void list_separator(struct text *out, int position, int n)
     if (position) text_add(out, position == n - 1 ? " and " : ", ");
 }
 
+/* Who is most accurate in a group, who ends with the lowest loss, who got to the mark first in all runs. */
+static void add_winners(const struct report *report, int group, const char *before, struct text *out)
+{
+    struct report_row row[REPORT_MAX_ENTRIES];
+    int accurate = -1, lowest = -1, fastest = -1, n = 0;
+    for (int i = 0; i < report->entries; i++) {
+        if (report->entry[i].group != group) continue;
+        report_row(report, i, &row[i]);
+        if (!row[i].validation.n) continue;
+        n++;
+        double accuracy = row[i].accuracy.mean, loss = row[i].validation.mean;
+        int always = row[i].reached.n == row[i].validation.n;
+        if (isfinite(accuracy) && (accurate < 0 || accuracy > row[accurate].accuracy.mean)) accurate = i;
+        if (isfinite(loss) && (lowest < 0 || loss < row[lowest].validation.mean)) lowest = i;
+        if (always && (fastest < 0 || row[i].reached.mean < row[fastest].reached.mean)) fastest = i;
+    }
+    if (n < 2) return;
+    text_add(out, "%s", before);
+    if (report->groups > 1) text_add(out, "With %s, ", report->group[group]);
+    if (accurate < 0 || lowest < 0) {
+        text_add(out, "all runs diverged.");
+        return;
+    }
+    text_add(out, "%s is the most accurate, %.2f %%", report_label(report, accurate), 100 * row[accurate].accuracy.mean);
+    if (lowest == accurate) text_add(out, ", and ends with the lowest loss, %.4f", row[lowest].validation.mean);
+    else text_add(out, "; %s ends with the lowest loss, %.4f", report_label(report, lowest), row[lowest].validation.mean);
+    if (fastest >= 0)
+        text_add(out, "; %s is the first to reach %g %%, after %.3g epochs", report_label(report, fastest), 100 * REPORT_MARK,
+                 row[fastest].reached.mean);
+    text_add(out, ".");
+}
+
 void report_sentence(const struct report *report, struct text *out)
 {
+    if (report->accuracies) {
+        for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++)
+            add_winners(report, g, g ? " " : "", out);
+        return;
+    }
     struct report_row row[REPORT_MAX_ENTRIES];
     int close[REPORT_MAX_ENTRIES], n_close = 0, clauses = 0;
     double widest = 0;
@@ -213,9 +291,25 @@ void report_sentence(const struct report *report, struct text *out)
 
 /* ---- The table on a terminal ------------------------------------------------------------------------------------------ */
 
-static const char *const headings[] = {"recipe",  "compute", "gradients",        "val loss", "difference", "B/param",
-                                       "tokens/s", "weights changed, %", "skipped steps"};
-#define COLUMNS ((int)(sizeof headings / sizeof headings[0]))
+enum column { RECIPE, COMPUTE, GRADIENTS, ACCURACY, LOSS, DIFFERENCE, REACHED, BYTES, SPEED, CHANGED, SKIPPED, COLUMNS };
+
+/* "" for a column that this report does not have. */
+static const char *heading(const struct report *report, enum column column)
+{
+    switch (column) {
+    case RECIPE: return "recipe";
+    case COMPUTE: return "compute";
+    case GRADIENTS: return "gradients";
+    case ACCURACY: return report->accuracies ? "accuracy, %" : "";
+    case LOSS: return report_words(report)->short_loss;
+    case DIFFERENCE: return "difference";
+    case REACHED: return report->accuracies ? "epochs to 99 %" : "";
+    case BYTES: return "B/param";
+    case SPEED: return report_words(report)->speed;
+    case CHANGED: return "weights changed, %";
+    default: return "skipped steps";
+    }
+}
 
 static void plus_minus(char *cell, size_t size, const char *format, double mean, double spread, int decimals)
 {
@@ -228,18 +322,23 @@ static void make_cells(const struct report *report, int entry, char cell[COLUMNS
     struct report_row row;
     report_row(report, entry, &row);
     for (int c = 0; c < COLUMNS; c++) strcpy(cell[c], "-");
-    snprintf(cell[0], 96, "%s", report->entry[entry].name);
-    snprintf(cell[1], 96, "%s", report->entry[entry].compute);
-    snprintf(cell[2], 96, "%s", report->entry[entry].gradients);
+    snprintf(cell[RECIPE], 96, "%s", report_label(report, entry));
+    snprintf(cell[COMPUTE], 96, "%s", report->entry[entry].compute);
+    snprintf(cell[GRADIENTS], 96, "%s", report->entry[entry].gradients);
     if (!row.validation.n) return;
-    plus_minus(cell[3], 96, "%.4f", row.validation.mean, row.validation.deviation, 4);
-    if (entry == 0) strcpy(cell[4], "reference");
-    else if (row.difference.n)
-        plus_minus(cell[4], 96, "%+.4f", row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
-    snprintf(cell[5], 96, "%.3f", row.bytes);
-    if (row.tokens_per_s.n) snprintf(cell[6], 96, "%.0f", row.tokens_per_s.mean);
-    if (row.changed.n) snprintf(cell[7], 96, "%.2f", 100 * row.changed.mean);
-    snprintf(cell[8], 96, "%llu", (unsigned long long)row.skipped);
+    if (report->accuracies && isfinite(row.accuracy.mean))
+        plus_minus(cell[ACCURACY], 96, "%.3f", 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
+    else if (report->accuracies) strcpy(cell[ACCURACY], "diverged");
+    if (isfinite(row.validation.mean)) plus_minus(cell[LOSS], 96, "%.4f", row.validation.mean, row.validation.deviation, 4);
+    else strcpy(cell[LOSS], "diverged");
+    if (entry == report_reference(report, entry)) strcpy(cell[DIFFERENCE], "reference");
+    else if (isfinite(row.difference.mean))
+        plus_minus(cell[DIFFERENCE], 96, "%+.4f", row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
+    if (row.reached.n == row.validation.n) snprintf(cell[REACHED], 96, "%.3g", row.reached.mean);
+    snprintf(cell[BYTES], 96, "%.3f", row.bytes);
+    if (row.tokens_per_s.n) snprintf(cell[SPEED], 96, "%.0f", row.tokens_per_s.mean);
+    if (row.changed.n) snprintf(cell[CHANGED], 96, "%.2f", 100 * row.changed.mean);
+    snprintf(cell[SKIPPED], 96, "%llu", (unsigned long long)row.skipped);
 }
 
 /* printf counts bytes, a terminal counts characters. */
@@ -259,163 +358,28 @@ static void add_cell(struct text *out, const char *cell, int width, int right)
 void report_table(const struct report *report, struct text *out)
 {
     char cell[COLUMNS][96];
-    int width[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) width[c] = characters(headings[c]);
+    int width[COLUMNS], group = -1;
+    for (int c = 0; c < COLUMNS; c++) width[c] = characters(heading(report, (enum column)c));
     for (int i = 0; i < report->entries; i++) {
         make_cells(report, i, cell);
         for (int c = 0; c < COLUMNS; c++)
-            if (characters(cell[c]) > width[c]) width[c] = characters(cell[c]);
+            if (width[c] && characters(cell[c]) > width[c]) width[c] = characters(cell[c]);
     }
     for (int i = -1; i < report->entries; i++) {
         if (i >= 0) make_cells(report, i, cell);
+        if (i >= 0 && report->groups > 1 && report->entry[i].group != group) {
+            group = report->entry[i].group;
+            text_add(out, "%s:\n", report->group[group]);
+        }
         for (int c = 0; c < COLUMNS; c++) {
+            if (!width[c]) continue;
             if (c) text_add(out, "  ");
-            add_cell(out, i < 0 ? headings[c] : cell[c], width[c], c > 2);
+            add_cell(out, i < 0 ? heading(report, (enum column)c) : cell[c], width[c], c > GRADIENTS);
         }
         while (out->n && out->data[out->n - 1] == ' ') out->data[--out->n] = 0;
         text_add(out, "\n");
     }
     if (report->seeds > 1)
-        text_add(out, "%d seeds: val loss is mean ± standard deviation; the difference to the reference is taken seed by "
-                      "seed, mean ± standard error.\n", report->seeds);
-}
-
-/* ---- CSV and JSON ----------------------------------------------------------------------------------------------------- */
-
-static void add_number(struct text *out, const char *format, double value)
-{
-    if (isfinite(value)) text_add(out, format, value);
-    else if (!isnan(value)) text_add(out, value > 0 ? "inf" : "-inf");
-    else text_add(out, "nan");
-}
-
-void report_runs_csv(const struct report *report, struct text *out)
-{
-    text_add(out, "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
-                  "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
-                  "weights_changed\n");
-    for (int i = 0; i < report->runs; i++) {
-        const struct report_run *run = &report->run[i];
-        if (!run->done) continue;
-        const struct report_entry *entry = &report->entry[run->entry];
-        const struct report_run *reference = find_run(report, 0, run->seed);
-        text_add_csv(out, entry->name);
-        text_add(out, ",%s,%s,%s,%llu,", entry->recipe, entry->compute, entry->gradients, (unsigned long long)run->seed);
-        add_number(out, "%.9g", run->train_loss);
-        text_add(out, ",");
-        add_number(out, "%.9g", run->validation_loss);
-        text_add(out, ",");
-        if (reference) add_number(out, "%.9g", run->validation_loss - reference->validation_loss);
-        text_add(out, ",");
-        if (isfinite(run->tokens_per_s)) text_add(out, "%.1f", run->tokens_per_s);
-        text_add(out, ",%.3f,%llu,%.6g,%.6g,%.6g,%.6g,", run->seconds, (unsigned long long)run->skipped, run->weights,
-                 run->gradients, run->states, run->weights + run->gradients + run->states);
-        if (!isnan(run->changed)) text_add(out, "%.9g", run->changed);
-        text_add(out, "\n");
-    }
-}
-
-static void add_history(struct text *out, const struct report_entry *entry, const struct report_run *run, const char *kind,
-                        const struct report_curve *curve)
-{
-    for (int i = 0; i < curve->n; i++) {
-        text_add_csv(out, entry->name);
-        text_add(out, ",%llu,%s,%.0f,", (unsigned long long)run->seed, kind, curve->step[i]);
-        add_number(out, "%.9g", curve->loss[i]);
-        text_add(out, "\n");
-    }
-}
-
-void report_history_csv(const struct report *report, struct text *out)
-{
-    text_add(out, "run,seed,kind,step,loss\n");
-    for (int i = 0; i < report->runs; i++) {
-        const struct report_run *run = &report->run[i];
-        if (!run->done) continue;
-        add_history(out, &report->entry[run->entry], run, "train", &run->train);
-        add_history(out, &report->entry[run->entry], run, "validation", &run->validation);
-    }
-}
-
-/* JSON has no NaN and no infinity. */
-static json_t *real(double value)
-{
-    return isfinite(value) ? json_real(value) : json_null();
-}
-
-static json_t *mean_json(const struct report_mean *mean)
-{
-    json_t *object = json_object();
-    json_object_set_new(object, "n", json_integer(mean->n));
-    json_object_set_new(object, "mean", real(mean->mean));
-    json_object_set_new(object, "standard_deviation", real(mean->deviation));
-    json_object_set_new(object, "standard_error", real(mean->n ? mean->deviation / sqrt(mean->n) : NAN));
-    json_object_set_new(object, "low", real(mean->low));
-    json_object_set_new(object, "high", real(mean->high));
-    return object;
-}
-
-static json_t *row_json(const struct report *report, int i)
-{
-    const struct report_entry *entry = &report->entry[i];
-    struct report_row row;
-    report_row(report, i, &row);
-    json_t *object = json_object(), *bytes = json_object();
-    json_object_set_new(object, "name", json_string(entry->name));
-    json_object_set_new(object, "recipe", json_string(entry->recipe));
-    json_object_set_new(object, "compute", json_string(entry->compute));
-    json_object_set_new(object, "gradients", json_string(entry->gradients));
-    json_object_set_new(object, "val_loss", mean_json(&row.validation));
-    json_object_set_new(object, "train_loss", mean_json(&row.train));
-    json_object_set_new(object, "difference", mean_json(&row.difference));
-    json_object_set_new(bytes, "weights", real(row.weights));
-    json_object_set_new(bytes, "gradients", real(row.gradients));
-    json_object_set_new(bytes, "states", real(row.states));
-    json_object_set_new(bytes, "total", real(row.bytes));
-    json_object_set_new(object, "bytes_per_param", bytes);
-    json_object_set_new(object, "tokens_per_s", mean_json(&row.tokens_per_s));
-    json_object_set_new(object, "weights_changed", mean_json(&row.changed));
-    json_object_set_new(object, "skipped_steps", json_integer((json_int_t)row.skipped));
-    return object;
-}
-
-static json_t *pairs_json(const struct report_pair *pair, int n)
-{
-    json_t *object = json_object();
-    for (int i = 0; i < n; i++) json_object_set_new(object, pair[i].name, json_string(pair[i].value));
-    return object;
-}
-
-static json_t *check_json(const struct report *report, const struct report_check *check)
-{
-    json_t *object = json_object();
-    char relation[2] = {check->relation, 0};
-    json_object_set_new(object, "recipe", json_string(report->entry[check->entry].name));
-    json_object_set_new(object, "relation", json_string(relation));
-    json_object_set_new(object, "bound", json_real(check->bound));
-    json_object_set_new(object, "difference", real(check->value));
-    json_object_set_new(object, "passed", json_boolean(check->passed));
-    return object;
-}
-
-json_t *report_json(const struct report *report)
-{
-    struct text sentence = {0};
-    json_t *object = json_object(), *table = json_array(), *checks = json_array(), *runs = json_array();
-    report_sentence(report, &sentence);
-    for (int i = 0; i < report->entries; i++) json_array_append_new(table, row_json(report, i));
-    for (int i = 0; i < report->checks; i++) json_array_append_new(checks, check_json(report, &report->check[i]));
-    for (int i = 0; i < report->runs; i++)
-        if (report->run[i].done && report->run[i].json) json_array_append(runs, report->run[i].json);
-    json_object_set_new(object, "command", json_string(report->command));
-    json_object_set_new(object, "sentence", json_string(sentence.n ? sentence.data : ""));
-    json_object_set_new(object, "reference", json_string(report->entry[0].name));
-    json_object_set_new(object, "complete", json_boolean(report_done(report) == report->runs));
-    json_object_set_new(object, "configuration", pairs_json(report->configuration, report->configurations));
-    json_object_set_new(object, "machine", pairs_json(report->machine, report->machines));
-    json_object_set_new(object, "table", table);
-    json_object_set_new(object, "checks", checks);
-    json_object_set_new(object, "runs", runs);
-    text_free(&sentence);
-    return object;
+        text_add(out, "%d seeds: %s is mean ± standard deviation; the difference to the reference is taken seed by "
+                      "seed, mean ± standard error.\n", report->seeds, report_words(report)->short_loss);
 }

@@ -12,6 +12,7 @@
 #include "ui/text.h"
 
 #define REPORT_MAX_ENTRIES 64
+#define REPORT_MARK 0.99
 
 struct report_curve {
     int n;
@@ -29,6 +30,8 @@ struct report_run {
     uint64_t skipped;
     struct report_curve train, validation;
     json_t *json;                       /* what train lm prints for this run */
+    double accuracy;                    /* share of the test that was right, and how it went; where report.accuracies */
+    struct report_curve accuracies;
 };
 
 /* compute, the type of the matrix products, is the same in all of them. */
@@ -36,13 +39,24 @@ struct report_entry {
     const char *name;                   /* the recipe, with what is special about its runs */
     const char *typed;                  /* the same as it was typed, or NULL: another name for it */
     const char *recipe, *compute, *gradients;
+    int group;                          /* entries of one group stand one after the other; the first is their reference */
+    const char *label;                  /* the name where the group is said already, or NULL: the name */
+};
+
+/* What the numbers are called. */
+struct report_words {
+    const char *loss, *short_loss;      /* "validation loss", "val loss" */
+    const char *step;                   /* "step" */
+    const char *speed;                  /* "tokens/s" */
+    const char *learning;               /* what a point of the training loss is: "" or a sentence */
 };
 
 struct report_pair {
     const char *name, *value;
 };
 
-/* A demand on one entry's difference to the reference, in nat. */
+/* A demand on one entry's difference to the reference, in nat; where report.accuracies, on its test accuracy in percent
+ * ('>', '<') or on the difference of that ('~'). */
 struct report_check {
     int entry;
     char relation;                      /* '>': more than, '<': less than, '~': within, either way */
@@ -63,6 +77,10 @@ struct report {
     int configurations, machines;
     struct report_check *check;
     int checks;
+    const char *const *group;           /* what the groups are called: "batch 128"; one group needs no name */
+    int groups;                         /* 0 and 1: one */
+    int accuracies;                     /* runs have a test accuracy */
+    const struct report_words *words;   /* NULL: those of the language model */
 };
 
 /* Mean and sample standard deviation over the finished runs; deviation is NAN below two of them. */
@@ -72,11 +90,18 @@ struct report_mean {
 };
 
 struct report_row {
-    struct report_mean validation, train, difference, tokens_per_s, changed;
+    struct report_mean validation, train, difference, tokens_per_s, changed, accuracy;
+    struct report_mean reached;         /* epochs until accuracy was REPORT_MARK; over the runs that came that far */
     double weights, gradients, states, bytes;
     uint64_t skipped;
 };
 
+/* The entry that this one is compared with: the first of its group. */
+int report_reference(const struct report *report, int entry);
+/* The finished run of an entry and seed, or NULL. */
+const struct report_run *report_find_run(const struct report *report, int entry, uint64_t seed);
+const struct report_words *report_words(const struct report *report);
+const char *report_label(const struct report *report, int entry);
 /* Differences are taken run by run against the reference's run of the same seed: their deviation is free of what the seeds
  * have in common. */
 void report_row(const struct report *report, int entry, struct report_row *row);

@@ -79,7 +79,7 @@ static void add_classes(struct text *out)
 
 /* ---- Curves ---------------------------------------------------------------------------------------------------------- */
 
-enum curve_kind { TRAIN, VALIDATION, DIFFERENCE };
+enum curve_kind { TRAIN, VALIDATION, DIFFERENCE, ERROR, CURVES };
 
 /* One entry's line: mean over its runs, and the lowest and highest of them. */
 struct line {
@@ -89,14 +89,23 @@ struct line {
 
 static const struct report_curve *curve_of(const struct report_run *run, enum curve_kind kind)
 {
-    return kind == TRAIN ? &run->train : &run->validation;
+    return kind == TRAIN ? &run->train : kind == ERROR ? &run->accuracies : &run->validation;
 }
 
-static const struct report_run *same_seed(const struct report *report, uint64_t seed)
+static int in_group(const struct report *report, int entry, int group)
 {
-    for (int i = 0; i < report->runs; i++)
-        if (report->run[i].done && report->run[i].entry == 0 && report->run[i].seed == seed) return &report->run[i];
-    return NULL;
+    return report->entry[entry].group == group;
+}
+
+/* The same recipe has the same colour in every group. */
+static int color_of(const struct report *report, int entry)
+{
+    return entry - report_reference(report, entry);
+}
+
+static const char *group_name(const struct report *report, int group)
+{
+    return report->groups > 1 ? report->group[group] : "";
 }
 
 /* Mean of the points up to i, at most `window` of them. */
@@ -121,7 +130,8 @@ static double value_at(const struct report *report, const struct report_run *run
     const struct report_curve *curve = curve_of(run, kind);
     if (kind == TRAIN) return smooth(curve, i, window);
     if (kind == VALIDATION) return curve->loss[i];
-    const struct report_run *reference = same_seed(report, run->seed);
+    if (kind == ERROR) return 100 * (1 - curve->loss[i]);
+    const struct report_run *reference = report_find_run(report, report_reference(report, run->entry), run->seed);
     if (!reference || i >= reference->validation.n || reference->validation.step[i] != curve->step[i]) return NAN;
     return curve->loss[i] - reference->validation.loss[i];
 }
@@ -174,84 +184,119 @@ static enum svg_axis step_axis(const struct line *reference)
     return SVG_LINEAR;
 }
 
-static void add_legend(struct text *out, const struct report *report, int from)
+static void add_legend(struct text *out, const struct report *report, int group, int from)
 {
     text_add(out, "<div class=\"legend\">");
-    for (int i = from; i < report->entries; i++) {
+    for (int i = 0; i < report->entries; i++) {
+        int color = color_of(report, i);
+        if (!in_group(report, i, group) || color < from) continue;
         text_add(out, "<span>");
-        svg_swatch(out, i, i == 0);
+        svg_swatch(out, color, color == 0);
         text_add(out, "<code>");
-        text_add_html(out, report->entry[i].name);
-        text_add(out, "</code>%s</span>\n", i ? "" : " (reference)");
+        text_add_html(out, report_label(report, i));
+        text_add(out, "</code>%s</span>\n", color ? "" : " (reference)");
     }
     text_add(out, "</div>\n");
 }
 
-static void add_curves(struct text *out, const struct report *report, enum curve_kind kind, enum svg_axis x_axis)
+static void make_title(struct text *out, const struct report *report, enum curve_kind kind, int group)
 {
-    static const char *const title[] = {"Training loss", "Validation loss", "Validation loss, difference to the reference"};
-    static const char *const label[] = {"training loss, nat", "validation loss, nat", "difference, nat"};
+    static const char *const title[CURVES] = {"training loss", NULL, NULL, "test error, 100 % − accuracy"};
+    const char *group_is = group_name(report, group);
+    text_add(out, "%s%s%s%s", title[kind] ? title[kind] : report_words(report)->loss,
+             kind == DIFFERENCE ? ", difference to the reference" : "", group_is[0] ? ", " : "", group_is);
+    if (out->data && out->data[0] >= 'a' && out->data[0] <= 'z') out->data[0] = (char)(out->data[0] - 'a' + 'A');
+}
+
+static void add_curves(struct text *out, const struct report *report, enum curve_kind kind, int group, enum svg_axis x_axis)
+{
     struct line line[REPORT_MAX_ENTRIES];
     struct svg_series series[REPORT_MAX_ENTRIES];
+    struct text title = {0}, label = {0};
     int window = window_of(report), n = 0, band = report->seeds > 1, bad = 0;
     memset(series, 0, sizeof series);
     for (int i = 0; i < report->entries; i++) {
+        memset(&line[i], 0, sizeof line[i]);
+        if (!in_group(report, i, group)) continue;
         bad |= make_line(report, i, kind, window, &line[i]);
-        if (!line[i].n || (kind == DIFFERENCE && i == 0)) continue;
-        series[n++] = (struct svg_series){report->entry[i].name, i, line[i].n, line[i].step, line[i].mean,
-                                          band ? line[i].low : NULL, band ? line[i].high : NULL, i == 0, kind != TRAIN};
+        int color = color_of(report, i);
+        if (!line[i].n || (kind == DIFFERENCE && color == 0)) continue;
+        series[n++] = (struct svg_series){report_label(report, i), color, line[i].n, line[i].step, line[i].mean,
+                                          band ? line[i].low : NULL, band ? line[i].high : NULL, color == 0, kind != TRAIN};
     }
-    if (bad) out->failed = 1;
-    text_add(out, "<h2>%s</h2>\n<p class=\"soft\">", title[kind]);
+    make_title(&title, report, kind, group);
+    if (kind == DIFFERENCE) text_add(&label, "difference, nat");
+    else if (kind == ERROR) text_add(&label, "test error, %%");
+    else text_add(&label, "%s, nat", kind == TRAIN ? "training loss" : report_words(report)->loss);
+    if (bad || !title.data || !label.data) out->failed = 1;
+    text_add(out, "<h2>");
+    text_add_html(out, title.data ? title.data : "");
+    text_add(out, "</h2>\n<p class=\"soft\">");
     if (kind == TRAIN && window > 1) text_add(out, "Each point is the mean of the %d steps before it. ", window);
+    if (kind == TRAIN) text_add(out, "%s", report_words(report)->learning);
     if (kind == DIFFERENCE)
         text_add(out, "The scale is linear within ±0.01 nat and logarithmic beyond, so that small and large differences can "
                       "both be read. ");
     if (band) text_add(out, "Lines are means over %d seeds, bands reach from the lowest to the highest. ", report->seeds);
     if (kind != TRAIN) text_add(out, "Hover over a point for its value.");
     text_add(out, "</p>\n");
-    add_legend(out, report, kind == DIFFERENCE);
-    struct svg_chart chart = {.id = kind, .title = title[kind], .x_label = "step", .y_label = label[kind], .x_axis = x_axis,
-                              .y_axis = kind == DIFFERENCE ? SVG_ASINH : SVG_LINEAR, .knee = 0.01, .height = kind == TRAIN ? 330 : 380,
-                              .series = series, .n = n};
+    add_legend(out, report, group, kind == DIFFERENCE);
+    /* Losses and errors that fall by orders of magnitude within few points need a logarithm to be told apart. */
+    enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->accuracies ? SVG_LOG : SVG_LINEAR;
+    struct svg_chart chart = {.id = CURVES * group + (int)kind, .title = title.data ? title.data : "",
+                              .x_label = report_words(report)->step, .y_label = label.data ? label.data : "", .x_axis = x_axis,
+                              .y_axis = y_axis, .knee = 0.01, .height = kind == TRAIN ? 330 : 380, .series = series, .n = n};
     text_add(out, "<div class=\"chart wide-box\">\n");
     svg_line_chart(out, &chart);
     text_add(out, "</div>\n");
     for (int i = 0; i < report->entries; i++) free(line[i].step);
+    text_free(&title);
+    text_free(&label);
 }
 
 /* ---- Table, memory, facts ---------------------------------------------------------------------------------------------- */
 
-static void add_spread(struct text *out, int sign, double mean, double spread)
+static void add_spread(struct text *out, int sign, double mean, double spread, int digits)
 {
     if (!isfinite(mean)) {
         text_add(out, "<span class=\"bad\">diverged</span>");
         return;
     }
     if (sign && mean) text_add(out, mean < 0 ? "−" : "+");
-    text_add(out, "%.4f", sign ? fabs(mean) : mean);
-    if (isfinite(spread)) text_add(out, " <span class=\"soft\">± %.4f</span>", spread);
+    text_add(out, "%.*f", digits, sign ? fabs(mean) : mean);
+    if (isfinite(spread)) text_add(out, " <span class=\"soft\">± %.*f</span>", digits, spread);
 }
 
 static void add_row(struct text *out, const struct report *report, int i)
 {
     const struct report_entry *entry = &report->entry[i];
     struct report_row row;
+    int color = color_of(report, i);
     report_row(report, i, &row);
     text_add(out, "<tr><td class=\"name\">");
-    svg_swatch(out, i, i == 0);
+    svg_swatch(out, color, color == 0);
     text_add(out, " <code>");
-    text_add_html(out, entry->name);
+    text_add_html(out, report_label(report, i));
     text_add(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute, entry->gradients);
     if (!row.validation.n) {
-        text_add(out, "–</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td></tr>\n");
+        text_add(out, "–</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
+                 report->accuracies ? "<td>–</td><td>–</td>" : "");
         return;
     }
-    add_spread(out, 0, row.validation.mean, row.validation.deviation);
+    if (report->accuracies) {
+        add_spread(out, 0, 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
+        text_add(out, "</td><td>");
+    }
+    add_spread(out, 0, row.validation.mean, row.validation.deviation, 4);
     text_add(out, "</td><td>");
-    if (i == 0) text_add(out, "reference");
-    else if (row.difference.n) add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n));
+    if (color == 0) text_add(out, "reference");
+    else if (row.difference.n) add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
     else text_add(out, "–");
+    if (report->accuracies) {
+        text_add(out, "</td><td>");
+        if (row.reached.n == row.validation.n) text_add(out, "%.3g", row.reached.mean);
+        else text_add(out, "–");
+    }
     text_add(out, "</td><td>%.3f</td><td>", row.bytes);
     if (row.tokens_per_s.n) text_add_count(out, row.tokens_per_s.mean);
     else text_add(out, "–");
@@ -263,19 +308,33 @@ static void add_row(struct text *out, const struct report *report, int i)
 
 static void add_table(struct text *out, const struct report *report)
 {
+    int group = -1, columns = report->accuracies ? 11 : 9;
     text_add(out, "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
-                  "<th class=\"name\">compute</th><th class=\"name\">gradients</th><th>val loss,<br>nat</th>"
-                  "<th>difference,<br>nat</th><th>bytes per<br>parameter</th><th>tokens/s</th><th>weights<br>changed, %%</th>"
-                  "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n");
-    for (int i = 0; i < report->entries; i++) add_row(out, report, i);
+                  "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
+                  "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
+                  "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
+             report->accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
+             report->accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
+    for (int i = 0; i < report->entries; i++) {
+        if (report->groups > 1 && report->entry[i].group != group) {
+            group = report->entry[i].group;
+            text_add(out, "<tr><th class=\"name\" colspan=\"%d\">", columns);
+            text_add_html(out, group_name(report, group));
+            text_add(out, "</th></tr>\n");
+        }
+        add_row(out, report, i);
+    }
     text_add(out, "</tbody></table></div>\n<p class=\"soft note\">");
     text_add(out, "Matrix products run in %s for every recipe, so that only the storage of weights, gradients and states "
                   "differs. ", report->entry[0].compute);
     text_add(out, "Bytes per parameter are those held during training. Weights changed: the share of all weights whose stored "
                   "bits differ from the start. ");
+    if (report->accuracies)
+        text_add(out, "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, where all of them came so far. ");
     if (report->seeds > 1)
-        text_add(out, "Validation loss is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
-                      "seed by seed, mean ± standard error.", report->seeds);
+        text_add(out, "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
+                      "seed by seed, mean ± standard error.", report_words(report)->loss[0] - 'a' + 'A',
+                 report_words(report)->loss + 1, report->seeds);
     text_add(out, "</p>\n");
 }
 
@@ -287,12 +346,14 @@ static void add_memory(struct text *out, const struct report *report)
     int n = 0;
     for (int i = 0; i < report->entries; i++) {
         struct report_row row;
+        /* The other groups hold the same. */
+        if (!in_group(report, i, 0)) continue;
         report_row(report, i, &row);
         if (!row.validation.n) continue;
         parts[n][0] = row.weights;
         parts[n][1] = row.gradients;
         parts[n][2] = row.states;
-        bar[n] = (struct svg_bar){report->entry[i].name, parts[n]};
+        bar[n] = (struct svg_bar){report_label(report, i), parts[n]};
         n++;
     }
     text_add(out, "<h2>Memory</h2>\n<p class=\"soft\">Bytes per parameter, as held during training.</p>\n<div class=\"legend\">");
@@ -358,11 +419,14 @@ void report_html(const struct report *report, struct text *out)
     add_table(out, report);
     if (done) {
         if (make_line(report, 0, TRAIN, window_of(report), &reference)) out->failed = 1;
-        enum svg_axis x_axis = step_axis(&reference);
+        enum svg_axis x_axis = report->accuracies ? SVG_LINEAR : step_axis(&reference);
         free(reference.step);
-        add_curves(out, report, VALIDATION, x_axis);
-        if (report->entries > 1) add_curves(out, report, DIFFERENCE, x_axis);
-        add_curves(out, report, TRAIN, x_axis);
+        for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++) {
+            if (report->accuracies) add_curves(out, report, ERROR, g, x_axis);
+            add_curves(out, report, VALIDATION, g, x_axis);
+            if (report->entries > 1 && !report->accuracies) add_curves(out, report, DIFFERENCE, g, x_axis);
+            add_curves(out, report, TRAIN, g, x_axis);
+        }
         add_memory(out, report);
     }
     text_add(out, "<div class=\"columns\">\n");

@@ -1,0 +1,59 @@
+/* The 8-bit dynamic maps of torchao's optimizers, bit for bit, for exchange of states with them: one fp32 scale per 256
+ * elements of the flattened tensor; 1.016 bytes an element.
+ *
+ *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
+ *
+ * The maps (dyn_map.h) are 0, 1 and seven decades of n, 64 signed or 128 unsigned steps from 0.1 to 1 and half as many in
+ * each further down. Always to nearest, as there. One thing differs: a positive second moment gets at least code 1
+ * (3.25e-7 S), where torchao decodes zero below 1.6e-7 S and such an element's updates grow a thousandfold. The signed map
+ * lacks -1, so a block's most negative element may shrink by 0.7 %. Memory of zeros (codes and scale) decodes to +0.
+ * Worst case: |error of x| <= 0.45 S 10^-k / 2^(6-k) for 10^-(k+1) S < |x| <= 10^-k S, k = 0 .. 6 (3.5 % of x in the middle
+ * of the first decade, 41 % in the last); half of that if non-negative, and 3.25e-7 S from 1e-7 S down; to within 2^-15. */
+#ifndef HSTEP_DYN8_H
+#define HSTEP_DYN8_H
+
+#include "formats/dyn_map.h"
+
+V_OP vi dyn8_scale(vf maximum, const int nonneg)
+{
+    (void)nonneg;
+    return hstep_dyn_scale(maximum);
+}
+
+V_OP vf dyn8_inverse(vi scale, const int nonneg)
+{
+    (void)nonneg;
+    return v_from_bits(scale);
+}
+
+V_OP vf dyn8_stash(vf x, const int nonneg)
+{
+    (void)nonneg;
+    return x;
+}
+
+V_OP vi dyn8_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    (void)random;
+    const float *map = nonneg ? hstep_dyn8_unsigned : hstep_dyn8_signed;
+    vf n = v_div(stashed, inverse);
+    vi below = nonneg ? hstep_dyn_below(n, 7, 2) : hstep_dyn_signed_below(n, 7);
+    vi code = hstep_dyn_nearest(n, below, v_gather(map, below), v_gather(map + 1, below));
+    return nonneg ? vi_max(code, vi_min(v_bits(stashed), vi_set(1))) : code;
+}
+
+V_OP vf dyn8_value(vi code, vf scale, const int nonneg)
+{
+    vf n = v_gather(nonneg ? hstep_dyn8_unsigned : hstep_dyn8_signed, code);
+    return v_add(v_mul(n, scale), v_set(0.0f));
+}
+
+V_OP void dyn8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
+{
+    (void)nonneg;
+    vp_load_u8(code + i, e, o);
+}
+
+V_OP void dyn8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+
+#endif

@@ -1,0 +1,32 @@
+/* IEEE half with stochastic rounding (f16_round.h defines it); 2 bytes an element. Unbiased: away from zero with probability
+ * exactly the dropped part from 2^-17 on, to a multiple of 2^-16 below, where the mean may be 2^-41 off. A representable value
+ * never changes. Error below one unit: 2^-10 relative from 2^-14 on, 2^-24 below. Saturates at 65504, also where it
+ * accumulates gradients; a state that rounds to zero is stored as +0. */
+#ifndef HSTEP_F16_SR_H
+#define HSTEP_F16_SR_H
+
+#include "formats/f16_round.h"
+
+V_OP void f16_sr_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    (void)extra;
+    vp_load_f16(code + 2 * i, e, o);
+}
+
+V_OP void f16_sr_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    (void)extra;
+    hstep_f16_stochastic(e, o, words, &e, &o);
+    if (state) {
+        e = hstep_f16_positive_zero(e);
+        o = hstep_f16_positive_zero(o);
+    }
+    vp_store_f16(code + 2 * i, e, o);
+}
+
+V_OP void f16_sr_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    f16_sr_encode(code, extra, i, v_sub(we, de), v_sub(wo, d_o), words, 0);
+}
+
+#endif

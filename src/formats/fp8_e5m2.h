@@ -1,0 +1,47 @@
+/* 8-bit floats e5m2 (5 exponent, 2 mantissa bits, bias 15, to 57344), one fp32 scale per 128 elements of a row; 1.03 bytes
+ * an element. As fp8.h with 57344 for 448 and steps of 2^-16 below 2^-14: 2^14 times its range, half its precision.
+ *
+ * Worst case, to nearest: |error of x| <= |x| / 8 down to 2^-14 s, and s 2^-17 below, both enlarged by 2^-19 at most; twice
+ * that stochastically. A positive second moment below s 2^-16 decodes as s 2^-16. */
+#ifndef HSTEP_FP8_E5M2_H
+#define HSTEP_FP8_E5M2_H
+
+#include "formats/fp8_code.h"
+
+V_OP vi fp8_e5m2_scale(vf maximum, const int nonneg)
+{
+    (void)nonneg;
+    return hstep_fp8_scale(maximum, HSTEP_E5M2);
+}
+
+V_OP vf fp8_e5m2_inverse(vi scale, const int nonneg)
+{
+    (void)nonneg;
+    return hstep_fp8_inverse(scale);
+}
+
+V_OP vf fp8_e5m2_stash(vf x, const int nonneg)
+{
+    (void)nonneg;
+    return x;
+}
+
+V_OP vi fp8_e5m2_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    return hstep_fp8_block_code(stashed, inverse, random, nonneg, HSTEP_E5M2);
+}
+
+V_OP vf fp8_e5m2_value(vi code, vf scale, const int nonneg)
+{
+    return nonneg ? v_mul(hstep_fp8_value(code, HSTEP_E5M2), scale) : hstep_fp8_signed_value(code, scale, HSTEP_E5M2);
+}
+
+V_OP void fp8_e5m2_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
+{
+    (void)nonneg;
+    vp_load_u8(code + i, e, o);
+}
+
+V_OP void fp8_e5m2_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+
+#endif

@@ -1,0 +1,64 @@
+/* The published 8-bit states of LAMB16, for its figures only: m as e4m3, v as e5m2, one fp32 scale s for the whole tensor of
+ * N elements; 1 byte an element.
+ *
+ *   s = sqrt(sum of min(x^2, 10)) / N + 1e-6
+ *   m: e4m3(clip(m / s, -15, 15))      v: e5m2(clip(v, 0, 10) / s)      to nearest, ties to even; decode: number * s
+ *
+ * As published, s shrinks with N beyond the root mean square, so most of m saturates at +-15 s and v below s 2^-17 becomes
+ * zero: there is no bound on the error, and fp8 is the format to use. Two things differ: v / s from 61440 up, which became
+ * infinite for ever, is stored as 57344; and 1e-6 is added to the scale whatever the optimizer's eps is. Memory of zeros
+ * (codes and scale) decodes to +0, as with the published scale of 1; so does the code of -0.
+ * Instead of a maximum, the core sums the squares of fp8_lamb16_norm(). */
+#ifndef HSTEP_FP8_LAMB16_H
+#define HSTEP_FP8_LAMB16_H
+
+#include "formats/fp8_code.h"
+
+V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
+{
+    (void)nonneg;
+    return v_min(v_abs(x), v_set(3.16227766f)); /* sqrt 10 */
+}
+
+static inline float fp8_lamb16_tensor_scale(double norm, double elements) { return (float)(norm / elements + 1e-6); }
+
+/* The quotient by the scale is the published one: division, not a reciprocal. */
+V_OP vf fp8_lamb16_inverse(vi scale, const int nonneg)
+{
+    (void)nonneg;
+    return v_from_bits(scale);
+}
+
+V_OP vf fp8_lamb16_stash(vf x, const int nonneg)
+{
+    (void)nonneg;
+    return x;
+}
+
+V_OP vi fp8_lamb16_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    (void)random;
+    if (nonneg) {
+        vf clipped = v_max(v_min(stashed, v_set(10.0f)), v_set(0.0f));
+        return hstep_fp8_nearest_even(v_div(clipped, inverse), HSTEP_E5M2);
+    }
+    vi sign = vi_shr(vi_and(v_bits(stashed), vi_set(0x80000000)), 24);
+    vf t = v_min(v_div(v_abs(stashed), inverse), v_set(15.0f));
+    return vi_or(hstep_fp8_nearest_even(t, HSTEP_E4M3), sign);
+}
+
+V_OP vf fp8_lamb16_value(vi code, vf scale, const int nonneg)
+{
+    if (nonneg) return v_mul(hstep_fp8_value(code, HSTEP_E5M2), scale);
+    return v_add(hstep_fp8_signed_value(code, scale, HSTEP_E4M3), v_set(0.0f));
+}
+
+V_OP void fp8_lamb16_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
+{
+    (void)nonneg;
+    vp_load_u8(code + i, e, o);
+}
+
+V_OP void fp8_lamb16_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+
+#endif

@@ -1,0 +1,133 @@
+/* Sums over whole tensors that come before their update: a first pass with the rule of the update that stores nothing. The
+ * sums have one value whatever the cut, as gradient norms have (statistics.c): chunks of at most 256 columns, starting at
+ * multiples of 256, are summed in double and added exactly; rows shorter than 32 are added element by element. */
+#include <math.h>
+#include <string.h>
+
+#include "dispatch.h"
+#include "statistics.h"
+#include "update.h"
+
+struct sums {
+    const halfstep_optimizer *o;
+    const struct hstep_update *updates; /* of the tensors from `first_tensor` on, as are the following */
+    void *const *weights;               /* NULL in micro-steps */
+    const void *const *gradients;
+    int first_tensor;
+    int64_t first_chunk;
+    int64_t *limbs;
+};
+
+/* What the update will see in one tile: values to be squared, x[j][0 .. n) in the order of elements. */
+static void values_of(const struct hstep_work *w, const struct hstep_places *places, float (*x)[HSTEP_TILE], int64_t n)
+{
+    const struct hstep_kernels *kernels = w->o->kernels;
+    int rule = w->o->groups[w->t->group].recipe.rule, count = hstep_rules[rule].norms;
+    struct hstep_tile tile;
+    HSTEP_ALIGNED float room[HSTEP_MAX_SUMS][HSTEP_TILE];
+    float *out[HSTEP_MAX_SUMS];
+    for (int j = 0; j < HSTEP_MAX_SUMS; j++) out[j] = room[j];
+    hstep_load(w, places, &tile, n);
+    if (w->t->matrix)
+        kernels->matrix[rule].direction[w->u->mode & RULE_CLAMP](w->u->k, tile.gradient, tile.change, tile.state, n);
+    else if (count)
+        kernels->norms[rule][w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, out, tile.state, n);
+    else
+        kernels->rule[rule][w->u->mode](w->u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+        const struct hstep_slot *slot = &w->t->slot[HALFSTEP_SLOT_STATE + i];
+        if (slot->format >= 0 && kernels->format[slot->format].tensor_scale)
+            kernels->format[slot->format].norm[slot->nonneg](tile.states[i], room[count++], n);
+    }
+    for (int j = 0; j < count; j++) kernels->to_plain(room[j], x[j], n);
+}
+
+/* `count` elements from `element` on, all in one chunk of columns. */
+static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly, int64_t *limbs)
+{
+    HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
+    int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit, n = (lead + count + unit - 1) / unit * unit;
+    struct hstep_places places;
+    struct hstep_room room;
+    struct hstep_part part[HSTEP_TILE / HSTEP_GROUP];
+    if (!lead && n == count) {
+        hstep_place(w, element, &places);
+    } else {
+        int parts = 0;
+        for (int64_t done = 0; done < count; parts++) {
+            int64_t skip = parts ? 0 : lead, some = unit - skip < count - done ? unit - skip : count - done;
+            part[parts] = (struct hstep_part){element + done, 0, (int)skip, (int)some};
+            done += some;
+        }
+        hstep_gather(w, part, parts, &room, &places);
+    }
+    values_of(w, &places, x, n);
+    for (int j = 0; j < w->t->sums; j++) {
+        int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
+        /* An infinite square has no place in the limbs; the rule's own bounds keep the rest finite. */
+        if (singly) {
+            for (int64_t i = lead; i < lead + count; i++)
+                if (isfinite(x[j][i])) hstep_exact_add(sum, (double)x[j][i] * (double)x[j][i]);
+            continue;
+        }
+        double sums[16];
+        uint32_t largest;
+        memset(x[j], 0, (size_t)lead * 4);
+        memset(x[j] + lead + count, 0, (size_t)(n - lead - count) * 4);
+        w->o->kernels->format[HSTEP_FORMAT_f32].squares((const char *)x[j], n, sums, &largest);
+        if (largest < 0x7f800000u) hstep_exact_add(sum, hstep_tree_sum(sums));
+    }
+}
+
+static void sum_task(void *argument, int64_t i)
+{
+    const struct sums *a = argument;
+    const struct hstep_chunk *c = &a->o->chunks[a->first_chunk + i];
+    const struct hstep_tensor *t = &a->o->tensors[c->tensor];
+    int at = c->tensor - a->first_tensor;
+    if (!t->sums || a->updates[at].skip) return;
+    struct hstep_fp fp = hstep_fp_enter();
+    int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
+    struct hstep_work w = hstep_work_start(a->o, c->tensor, &a->updates[at], a->weights ? a->weights[at] : NULL,
+                                           a->gradients[at], HSTEP_PASS_SUMS);
+    int64_t row = t->index_stride, mean_of = -1;
+    for (int64_t run = c->run; run < c->run + c->runs; run++) {
+        uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+        int64_t offset = c->offset, length = c->length;
+        hstep_scan_bounds(t, start, &offset, &length);
+        while (length > 0) {
+            int64_t element = run * t->run_length + offset, count = HSTEP_TILE;
+            uint64_t index = start + (uint64_t)offset;
+            int singly = row < HSTEP_GROUP;
+            if (singly) {
+                count = HSTEP_TILE - hstep_unit_lead(t, element, index);
+            } else {
+                int64_t column = (int64_t)(index % (uint64_t)row);
+                count -= column % HSTEP_TILE;
+                if (count > row - column) count = row - column;
+            }
+            if (w.u->centralize != 0.0) {
+                int64_t left = t->n_columns - element % t->n_columns, row_start = element - element % t->n_columns;
+                if (count > left) count = left;
+                if (row_start != mean_of) w.mean = hstep_centralized(&w, row_start);
+                mean_of = row_start;
+            }
+            if (count > length) count = length;
+            add_chunk(&w, element, index, count, singly, limbs);
+            offset += count;
+            length -= count;
+        }
+    }
+    int64_t *total = a->limbs + (int64_t)(t->first_sum - a->o->tensors[a->first_tensor].first_sum) * HSTEP_EXACT_LIMBS;
+    for (int64_t j = 0; j < t->sums; j++)
+        hstep_merge_squares(total + j * HSTEP_EXACT_LIMBS, limbs + j * HSTEP_EXACT_LIMBS);
+    hstep_fp_leave(fp);
+}
+
+void hstep_sum_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
+                       const void *const *gradients, int64_t *limbs)
+{
+    struct sums a = {o, updates, weights, gradients, first, o->tensors[first].first_chunk, limbs};
+    int64_t end = o->tensors[first + n - 1].first_chunk + o->tensors[first + n - 1].chunks;
+    hstep_run(o, sum_task, &a, end - a.first_chunk);
+}

@@ -1,0 +1,83 @@
+/* Adan (Xie et al. 2022, algorithm 1), with betas as decay rates and debiased moments:
+ *
+ *   e = g - previous (0 in the first update)       y = g + b2 e
+ *   m = b1 m + (1 - b1) g      a = b2 a + (1 - b2) e      n = b3 n + (1 - b3) y^2      previous = g
+ *   d = lr * (m / (1 - b1^t) + b2 a / (1 - b2^t)) / (sqrt(n) / sqrt(1 - b3^t) + eps) + decay * w
+ *
+ * The paper's (w - lr u) / (1 + lr wd) is the decay mode "proximal", whose two factors arrive as lr and decay. The fourth
+ * state is the gradient itself; optimi keeps its negative.
+ *
+ * Bounds for quantized moments. With r = b2 / (1 + b2), g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1, so averages of g are
+ * averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, where a delay costs b3^(-i/2), gives
+ *   |average of g by b| <= A(b, t) sqrt(n) = (C(b, t) (1 - r) / (1 - q) + E(b, t)) sqrt(n)        q = r / sqrt(b3) < 1
+ * with C Adam's bound for b and b3, and E what y_1 stands for the time before it:
+ *   E(b, t) = r (1 - b) sqrt(b3) / sqrt(1 - b3) * ((b^2 / b3)^(t/2) - q^t) / (b - r)
+ * Summed by parts, a = (1 - b2) (g_t - average of g by b2 up to t - 1 - b2^(t-1) g_1), hence
+ *   |a| <= (1 - b2) sqrt(n) (((1 - r) / sqrt(1 - q^2) + sqrt(b3) q^t + (b2^2 / b3)^((t-1)/2)) / sqrt(1 - b3)
+ *                            + A(b2, t - 1) / sqrt(b3)) */
+#ifndef HSTEP_ADAN_H
+#define HSTEP_ADAN_H
+
+#include "rules/adamw.h"
+
+enum {
+    ADAN_BETA1, ADAN_NEW1, ADAN_BETA2, ADAN_NEW2, ADAN_BETA3, ADAN_NEW3, ADAN_SEEN, ADAN_ROOT, ADAN_EPS, ADAN_AVERAGE,
+    ADAN_DIFFERENCE, ADAN_DECAY, ADAN_BOUND, ADAN_BOUND_DIFFERENCE
+};
+
+/* A(beta, t) of above. */
+static inline double adan_bound(double beta, double r, double beta3, uint64_t t)
+{
+    double scale = sqrt(beta3), p = beta / scale, q = r / scale;
+    double early = beta == r ? (double)t * hstep_powi(q, t) : r * (hstep_powi(p, t) - hstep_powi(q, t)) / (beta - r);
+    early = early * (1.0 - beta) * scale / sqrt(1.0 - beta3);
+    return (double)adamw_bound(beta, beta3, t) * (1.0 - r) / (1.0 - q) + early;
+}
+
+static inline void adan_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2];
+    double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);
+    k[ADAN_BETA1] = (float)beta1;
+    k[ADAN_NEW1] = (float)(1.0 - beta1);
+    k[ADAN_BETA2] = (float)beta2;
+    k[ADAN_NEW2] = (float)(1.0 - beta2);
+    k[ADAN_BETA3] = (float)beta3;
+    k[ADAN_NEW3] = (float)(1.0 - beta3);
+    k[ADAN_SEEN] = p->t > 1 ? 1.0f : 0.0f;
+    k[ADAN_ROOT] = (float)(1.0 / sqrt(1.0 - hstep_powi(beta3, p->t)));
+    k[ADAN_EPS] = (float)p->hyper[3];
+    k[ADAN_AVERAGE] = (float)(p->lr / correction1);
+    k[ADAN_DIFFERENCE] = (float)(p->lr * beta2 / correction2);
+    k[ADAN_DECAY] = (float)p->decay;
+    k[ADAN_BOUND] = k[ADAN_BOUND_DIFFERENCE] = 1e30f;
+    double r = beta2 / (1.0 + beta2), scale = sqrt(beta3), q = beta3 > 0.0 ? r / scale : 1.0;
+    if (q < 1.0) {
+        double average = adan_bound(beta1, r, beta3, p->t), before = adan_bound(beta2, r, beta3, p->t - 1);
+        double ends = (1.0 - r) / sqrt(1.0 - q * q) + scale * hstep_powi(q, p->t) + hstep_powi(beta2 / scale, p->t - 1);
+        double difference = (1.0 - beta2) * (ends / sqrt(1.0 - beta3) + before / scale);
+        if (average < 1e30) k[ADAN_BOUND] = (float)average;
+        if (difference < 1e30) k[ADAN_BOUND_DIFFERENCE] = (float)difference;
+    }
+}
+
+V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf e = v_mul(k[ADAN_SEEN], v_sub(g, s[3])), y = v_add(g, v_mul(k[ADAN_BETA2], e));
+    vf m = v_add(v_mul(k[ADAN_BETA1], s[0]), v_mul(k[ADAN_NEW1], g));
+    vf a = v_add(v_mul(k[ADAN_BETA2], s[1]), v_mul(k[ADAN_NEW2], e));
+    vf n = v_add(v_mul(k[ADAN_BETA3], s[2]), v_mul(v_mul(k[ADAN_NEW3], y), y)), root = v_sqrt(n);
+    if (mode & RULE_CLAMP) {
+        m = adamw_clamp(m, v_mul(k[ADAN_BOUND], root));
+        a = adamw_clamp(a, v_mul(k[ADAN_BOUND_DIFFERENCE], root));
+    }
+    s[0] = m;
+    s[1] = a;
+    s[2] = n;
+    s[3] = g;
+    vf sum = v_add(v_mul(k[ADAN_AVERAGE], m), v_mul(k[ADAN_DIFFERENCE], a));
+    vf update = v_div0(sum, v_add(v_mul(root, k[ADAN_ROOT]), k[ADAN_EPS]));
+    return v_add(update, v_mul(k[ADAN_DECAY], w));
+}
+
+#endif

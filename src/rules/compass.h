@@ -1,0 +1,47 @@
+/* Compass (torchastic): the gradient, amplified by its average, over the root of its own second moment,
+ *
+ *   m = b1 m + (1 - b1) g          g' = g + amplify m / (1 - b1^t)
+ *   v = b2 v + (1 - b2) g'^2
+ *   d = lr * g' / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ *
+ * published = 1 is the form of the package: m is not debiased, and lr and decay are divided by 1 - b1^t, which makes the
+ * first step a hundred times too long for b1 = 0.99.
+ *
+ * v always holds this step's g'^2, so |g'| / sqrt(v) <= 1 / sqrt(1 - b2) whatever quantization has done to the states:
+ * nothing is clamped. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+#ifndef HSTEP_COMPASS_H
+#define HSTEP_COMPASS_H
+
+#include "rules/rule.h"
+
+enum {
+    COMPASS_BETA1, COMPASS_NEW1, COMPASS_BETA2, COMPASS_NEW2, COMPASS_AMPLIFY, COMPASS_ROOT, COMPASS_EPS, COMPASS_LR,
+    COMPASS_DECAY
+};
+
+static inline void compass_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], amplify = p->hyper[3], correction1 = 1.0 - hstep_powi(beta1, p->t);
+    int published = p->hyper[4] != 0.0;
+    k[COMPASS_BETA1] = (float)beta1;
+    k[COMPASS_NEW1] = (float)(1.0 - beta1);
+    k[COMPASS_BETA2] = (float)beta2;
+    k[COMPASS_NEW2] = (float)(1.0 - beta2);
+    k[COMPASS_AMPLIFY] = (float)(published ? amplify : amplify / correction1);
+    k[COMPASS_ROOT] = (float)(1.0 / sqrt(1.0 - hstep_powi(beta2, p->t)));
+    k[COMPASS_EPS] = (float)p->hyper[2];
+    k[COMPASS_LR] = (float)(published ? p->lr / correction1 : p->lr);
+    k[COMPASS_DECAY] = (float)(published ? p->decay / correction1 : p->decay);
+}
+
+V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    s[0] = v_add(v_mul(k[COMPASS_BETA1], s[0]), v_mul(k[COMPASS_NEW1], g));
+    g = v_add(g, v_mul(k[COMPASS_AMPLIFY], s[0]));
+    s[1] = v_add(v_mul(k[COMPASS_BETA2], s[1]), v_mul(v_mul(k[COMPASS_NEW2], g), g));
+    vf update = v_div0(g, v_add(v_mul(v_sqrt(s[1]), k[COMPASS_ROOT]), k[COMPASS_EPS]));
+    return v_add(v_mul(k[COMPASS_LR], update), v_mul(k[COMPASS_DECAY], w));
+}
+
+#endif

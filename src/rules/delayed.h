@@ -1,0 +1,39 @@
+/* The rule of the adamw_bfloat16 package: AdamW with weight decay in lumps that BF16 can hold,
+ *
+ *   a = a + lr wd                  c = a if a > threshold, else 0                a = a - c
+ *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
+ *
+ * (the package takes the lump from the rounded weight after the step; here it is part of the one change) with Adam's
+ * moments, the first not debiased: the first steps are shorter by 1 - b1^t. a is kept per tensor, in double,
+ * and starts at threshold * U, so that tensors do not all decay in the same step; U in [0, 1) is a hash of the tensor's id
+ * (the finalizer of splitmix64, its top 53 bits), which makes runs repeatable and ranks agree. */
+#ifndef HSTEP_DELAYED_H
+#define HSTEP_DELAYED_H
+
+#include "rules/adamw.h"
+
+static inline double delayed_start(uint64_t id)
+{
+    id = (id ^ (id >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    id = (id ^ (id >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return (double)((id ^ (id >> 31)) >> 11) * 0x1p-53;
+}
+
+static inline void delayed_prepare(float *k, struct hstep_prepare *p)
+{
+    double threshold = p->hyper[3], lump = 0.0;
+    if (p->full == 1) p->scalar[0] = threshold * delayed_start(p->id);
+    p->scalar[0] = p->scalar[0] + p->decay;
+    if (p->scalar[0] > threshold) {
+        lump = p->scalar[0];
+        p->scalar[0] = 0.0;
+    }
+    adamw_prepare(k, p);
+    k[ADAMW_ROOT] = 1.0f;
+    k[ADAMW_LR] = (float)(p->lr * sqrt(1.0 - hstep_powi(p->hyper[1], p->t)));
+    k[ADAMW_DECAY] = (float)lump;
+}
+
+V_OP vf delayed_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
+
+#endif

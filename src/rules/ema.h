@@ -1,0 +1,31 @@
+/* A running average of weights. The gradient slot holds the live weight g, the weight slot is the average:
+ *
+ *   d = lr f (w - g) + decay * w         f = 1 - beta, or (1 - beta) / (1 - beta^t) with debias; 1 in the first update
+ *
+ * So the first update takes the live weight over, and debias makes the average that of all t weights so far (for beta near
+ * 1 their plain mean, until t nears 1 / (1 - beta)). A residual, an error code or stochastic rounding of the weight's
+ * format is what lets an average in BF16 move by less than its last place. */
+#ifndef HSTEP_EMA_H
+#define HSTEP_EMA_H
+
+#include "rules/rule.h"
+
+enum { EMA_RATE, EMA_DECAY };
+
+static inline void ema_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta = p->hyper[0], rate = 1.0 - beta;
+    if (p->hyper[1] != 0.0) rate = rate / (1.0 - hstep_powi(beta, p->full));
+    if (p->full == 1) rate = 1.0;
+    k[EMA_RATE] = (float)(p->lr * rate);
+    k[EMA_DECAY] = (float)p->decay;
+}
+
+V_OP vf ema_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)s;
+    (void)mode;
+    return v_add(v_mul(k[EMA_RATE], v_sub(w, g)), v_mul(k[EMA_DECAY], w));
+}
+
+#endif

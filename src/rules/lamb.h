@@ -1,0 +1,68 @@
+/* LAMB (You et al. 2020, algorithm 2): Adam with decay, each tensor's step as long as a share of its weights,
+ *
+ *   u = m^ / (sqrt(v^) + eps) + lambda * w           m, v as in adamw.h; debias = 0: m and v themselves
+ *   ratio = (min(|w|, max_weight_norm) / |u|)^trust_scale     1 where a norm is 0, and with adam = 1
+ *   d = lr * ratio * u
+ *
+ * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr, so that all
+ * decay modes but l2 enter the ratio as weight decay does in the paper. max_weight_norm 10 and debias = 0 are what the
+ * widespread implementation of the LAMB16 package has; trust_scale is its exponent. The scalars are what entered the ratio.
+ * lr times a ratio that leaves fp32 counts as 1e30. */
+#ifndef HSTEP_LAMB_H
+#define HSTEP_LAMB_H
+
+#include "rules/adamw.h"
+
+/* Of the constants of adamw.h, LAMB_LR * LAMB_MEAN is what multiplies m, and LAMB_DECAY is lambda. */
+enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1 };
+
+/* x^y for a ratio of norms and y of 0 to 1, exact at the ends. */
+static inline double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
+
+static inline void lamb_constants(float *k, struct hstep_prepare *p, int debias, double ratio)
+{
+    double lambda = p->lr != 0.0 ? p->decay / p->lr : 0.0, rate = p->lr * ratio;
+    adamw_prepare(k, p);
+    k[LAMB_MEAN] = debias ? (float)(1.0 / (1.0 - hstep_powi(p->hyper[0], p->t))) : 1.0f;
+    if (!debias) k[ADAMW_ROOT] = 1.0f;
+    k[LAMB_DECAY] = (float)lambda;
+    k[LAMB_LR] = rate < 1e30 ? (float)rate : 1e30f;
+}
+
+static inline void lamb_prepare(float *k, struct hstep_prepare *p)
+{
+    double most = p->hyper[3], ratio = 1.0;
+    if (p->norm) {
+        double weight = most > 0.0 && p->norm[0] > most ? most : p->norm[0], update = p->norm[1];
+        if (weight > 0.0 && update > 0.0 && p->hyper[5] == 0.0) ratio = lamb_power(weight / update, p->hyper[4]);
+        p->scalar[0] = weight;
+        p->scalar[1] = update;
+        p->scalar[2] = ratio;
+    }
+    lamb_constants(k, p, p->hyper[6] != 0.0, ratio);
+}
+
+V_OP vf lamb_update(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf m = v_add(v_mul(k[ADAMW_BETA1], s[0]), v_mul(k[ADAMW_NEW1], g));
+    vf v = v_add(v_mul(k[ADAMW_BETA2], s[1]), v_mul(v_mul(k[ADAMW_NEW2], g), g));
+    vf root = v_sqrt(v);
+    if (mode & RULE_CLAMP) m = adamw_clamp(m, v_mul(k[ADAMW_BOUND], root));
+    s[0] = m;
+    s[1] = v;
+    vf update = v_div0(v_mul(k[LAMB_MEAN], m), v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
+    return v_add(update, v_mul(k[LAMB_DECAY], w));
+}
+
+V_OP vf lamb_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    return v_mul(k[LAMB_LR], lamb_update(k, w, g, s, mode));
+}
+
+V_OP void lamb_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    x[0] = w;
+    x[1] = lamb_update(k, w, g, s, mode);
+}
+
+#endif

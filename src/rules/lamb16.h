@@ -1,0 +1,51 @@
+/* LAMB16, the LAMB of the package of that name, made for states of 8 bits: no bias correction, and a trust ratio with a
+ * small exponent that takes the place of most of lr,
+ *
+ *   u = m / (sqrt(v) + eps) + lambda * w                        m, v as in adamw.h
+ *   W = sqrt(sum(clamp(w^2, eps, 1))) / n     U = sqrt(sum(clamp(u^2, eps, 1))) / n
+ *   ratio = clamp((W / U * 1e-3 / lr)^trust_scale, 0, 2)
+ *   d = lr * ratio * u
+ *
+ * so d grows with lr^(1 - trust_scale). The sums are over the whole tensor, n its elements; the scalars are W, U and the
+ * ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a norm can be 0: the ratio is 1
+ * then. At lr = 0 it is 2, as in the package, and nothing moves.
+ *
+ * How states are scaled for 8 bits is the matter of their format; as in every rule, states of blocks, but not those of
+ * fp8-lamb16, are clamped to the bound of adamw.h before they are used. */
+#ifndef HSTEP_LAMB16_H
+#define HSTEP_LAMB16_H
+
+#include "rules/lamb.h"
+
+enum { LAMB16_FLOOR = LAMB_MEAN + 1, LAMB16_CEILING };
+
+static inline void lamb16_prepare(float *k, struct hstep_prepare *p)
+{
+    double ratio = 1.0;
+    if (p->norm) {
+        double weight = p->norm[0] / p->elements, update = p->norm[1] / p->elements;
+        if (p->lr == 0.0)
+            ratio = 2.0;
+        else if (weight > 0.0 && update > 0.0)
+            ratio = lamb_power(weight / update * 1e-3 / p->lr, p->hyper[3]);
+        if (ratio > 2.0) ratio = 2.0;
+        p->scalar[0] = weight;
+        p->scalar[1] = update;
+        p->scalar[2] = ratio;
+    }
+    lamb_constants(k, p, 0, ratio);
+    k[LAMB16_FLOOR] = (float)sqrt(p->hyper[2]);
+    k[LAMB16_CEILING] = 1.0f;
+}
+
+V_OP vf lamb16_clamp(const vf *k, vf x) { return v_min(v_max(v_abs(x), k[LAMB16_FLOOR]), k[LAMB16_CEILING]); }
+
+V_OP vf lamb16_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return lamb_rule(k, w, g, s, mode); }
+
+V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    x[0] = lamb16_clamp(k, w);
+    x[1] = lamb16_clamp(k, lamb_update(k, w, g, s, mode));
+}
+
+#endif

@@ -1,0 +1,35 @@
+/* LPFAdamW (torchastic): AdamW on gradients to which their own low-passed version is added,
+ *
+ *   h = b1 h + (1 - b1) g          g' = g + amplify h / (1 - b1^t)
+ *   m = b2 m + (1 - b2) g'         v = b3 v + (1 - b3) g'^2
+ *   d = lr / (1 - b2^t) * m / (sqrt(v) / sqrt(1 - b3^t) + eps) + decay * w
+ *
+ * published = 1 is the form of the package: h is not debiased, and the decay is divided by 1 - b2^t, which makes it ten
+ * times too strong in the first step. Squares of g' must stay in fp32: |g| < 2^62 / (1 + amplify). */
+#ifndef HSTEP_LPFADAMW_H
+#define HSTEP_LPFADAMW_H
+
+#include "rules/adamw.h"
+
+enum { LPF_BETA = ADAMW_BOUND + 1, LPF_NEW, LPF_AMPLIFY };
+
+static inline void lpfadamw_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta = p->hyper[0], amplify = p->hyper[4];
+    int published = p->hyper[5] != 0.0;
+    struct hstep_prepare inner = *p;
+    inner.hyper = p->hyper + 1;
+    if (published) inner.decay = p->decay / (1.0 - hstep_powi(p->hyper[1], p->t));
+    adamw_prepare(k, &inner);
+    k[LPF_BETA] = (float)beta;
+    k[LPF_NEW] = (float)(1.0 - beta);
+    k[LPF_AMPLIFY] = (float)(published ? amplify : amplify / (1.0 - hstep_powi(beta, p->t)));
+}
+
+V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    s[0] = v_add(v_mul(k[LPF_BETA], s[0]), v_mul(k[LPF_NEW], g));
+    return adamw_rule(k, w, v_add(g, v_mul(k[LPF_AMPLIFY], s[0])), s + 1, mode & RULE_CLAMP);
+}
+
+#endif

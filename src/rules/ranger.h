@@ -1,0 +1,30 @@
+/* Ranger (Wright 2019): RAdam with lookahead (Zhang et al. 2019, algorithm 1). RAdam's change d moves the fast weights;
+ * after every k-th update of them
+ *
+ *   slow = slow + alpha (w - d - slow)           w = slow
+ *
+ * Updates of the weight are counted, not micro-steps. The slow weights are a state in the weight's own format, with a
+ * residual or error code of their own: one residual for both loses most of a slow movement. The copy takes code and
+ * residual as they are. lr = 0 is no update of anything, so it does not synchronise either. */
+#ifndef HSTEP_RANGER_H
+#define HSTEP_RANGER_H
+
+#include "rules/radam.h"
+
+enum { RANGER_ALPHA = ADAMW_BOUND + 1 };
+
+static inline void ranger_prepare(float *k, struct hstep_prepare *p)
+{
+    radam_prepare(k, p);
+    p->copy = p->lr != 0.0 && p->full % (uint64_t)p->hyper[3] == 0;
+    k[RANGER_ALPHA] = p->copy ? (float)p->hyper[4] : 0.0f;
+}
+
+V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf change = radam_rule(k, w, g, s, mode);
+    s[2] = v_mul(k[RANGER_ALPHA], v_add(v_sub(s[2], w), change));
+    return change;
+}
+
+#endif

@@ -1,0 +1,48 @@
+/* RMSprop (Tieleman & Hinton 2012), as torch.optim.RMSprop defines its options:
+ *
+ *   v = a v + (1 - a) g^2          c = a c + (1 - a) g (centered)
+ *   z = v - c^2 (centered), v (plain)
+ *   b = momentum b + g / (sqrt(z) / q + eps)       q = sqrt(1 - a^t) (debias: torchastic's), 1 (torch's)
+ *   d = lr * b + decay * w
+ *
+ * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. Where v - c^2 has
+ * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2 in
+ * v bounds the quotient whatever quantization has done. States that hyper-parameters make needless come in as 0. */
+#ifndef HSTEP_RMSPROP_H
+#define HSTEP_RMSPROP_H
+
+#include "rules/rule.h"
+
+enum {
+    RMSPROP_ALPHA, RMSPROP_NEW, RMSPROP_CENTERED, RMSPROP_LEAST, RMSPROP_ROOT, RMSPROP_EPS, RMSPROP_MOMENTUM, RMSPROP_LR,
+    RMSPROP_DECAY
+};
+
+static inline void rmsprop_prepare(float *k, struct hstep_prepare *p)
+{
+    double alpha = p->hyper[0];
+    int centered = p->hyper[3] != 0.0, debias = p->hyper[4] != 0.0;
+    k[RMSPROP_ALPHA] = (float)alpha;
+    k[RMSPROP_NEW] = (float)(1.0 - alpha);
+    k[RMSPROP_CENTERED] = centered ? 1.0f : 0.0f;
+    k[RMSPROP_LEAST] = centered ? (float)(alpha * (1.0 - alpha)) : 0.0f;
+    k[RMSPROP_ROOT] = debias ? (float)(1.0 / sqrt(1.0 - hstep_powi(alpha, p->t))) : 1.0f;
+    k[RMSPROP_EPS] = (float)p->hyper[1];
+    k[RMSPROP_MOMENTUM] = (float)p->hyper[2];
+    k[RMSPROP_LR] = (float)p->lr;
+    k[RMSPROP_DECAY] = (float)p->decay;
+}
+
+V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    vf away = v_sub(g, s[2]), least = v_mul(v_mul(k[RMSPROP_LEAST], away), away);
+    s[0] = v_add(v_mul(k[RMSPROP_ALPHA], s[0]), v_mul(v_mul(k[RMSPROP_NEW], g), g));
+    s[2] = v_add(v_mul(k[RMSPROP_ALPHA], s[2]), v_mul(k[RMSPROP_NEW], g));
+    vf mean = v_mul(k[RMSPROP_CENTERED], s[2]), root = v_sqrt(v_max(v_sub(s[0], v_mul(mean, mean)), least));
+    vf scaled = v_div0(g, v_add(v_mul(root, k[RMSPROP_ROOT]), k[RMSPROP_EPS]));
+    s[1] = v_add(v_mul(k[RMSPROP_MOMENTUM], s[1]), scaled);
+    return v_add(v_mul(k[RMSPROP_LR], s[1]), v_mul(k[RMSPROP_DECAY], w));
+}
+
+#endif

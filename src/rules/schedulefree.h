@@ -1,0 +1,49 @@
+/* Schedule-free AdamW (Defazio et al. 2024), as the authors' package computes it with r = 0, but with the sums of each tensor
+ * instead of each group. The weight slot is y, where gradients are
+ * taken; the state z is the sequence of plain steps, in the weight's format; the average x, which is to be evaluated, is
+ * y + (1 - 1 / b1) (z - y), for y = (1 - b1) z + b1 x.
+ *
+ *   v = b2 v + (1 - b2) g^2               u = lr * g / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * y
+ *   c = lr_max^power / sum of lr_max^power over the updates so far       lr_max: the largest lr so far
+ *   change of y = c (y - z) + (1 - b1 (1 - c)) u        change of z = u
+ *
+ * The momentum sits in y, so there is no first moment; v always holds this step's g^2, which bounds g / sqrt(v) whatever
+ * quantization has done to it. lr = 0 is no update of anything: c is 0 and the sum stays. */
+#ifndef HSTEP_SCHEDULEFREE_H
+#define HSTEP_SCHEDULEFREE_H
+
+#include "rules/rule.h"
+
+enum { SF_BETA2, SF_NEW2, SF_ROOT, SF_EPS, SF_LR, SF_DECAY, SF_MEAN, SF_STEP };
+
+static inline void schedulefree_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], mean = 0.0;
+    double *sum = &p->scalar[0], *most = &p->scalar[1];
+    if (p->lr > 0.0) {
+        if (p->lr > *most) *most = p->lr;
+        double weight = hstep_pow(*most, p->hyper[3]);
+        *sum = *sum + weight;
+        if (*sum > 0.0) mean = weight / *sum;
+    }
+    k[SF_BETA2] = (float)beta2;
+    k[SF_NEW2] = (float)(1.0 - beta2);
+    k[SF_ROOT] = (float)(1.0 / sqrt(1.0 - hstep_powi(beta2, p->t)));
+    k[SF_EPS] = (float)p->hyper[2];
+    k[SF_LR] = (float)p->lr;
+    k[SF_DECAY] = (float)p->decay;
+    k[SF_MEAN] = (float)mean;
+    k[SF_STEP] = (float)(1.0 - beta1 * (1.0 - mean));
+}
+
+V_OP vf schedulefree_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    s[0] = v_add(v_mul(k[SF_BETA2], s[0]), v_mul(v_mul(k[SF_NEW2], g), g));
+    vf update = v_div0(g, v_add(v_mul(v_sqrt(s[0]), k[SF_ROOT]), k[SF_EPS]));
+    vf step = v_add(v_mul(k[SF_LR], update), v_mul(k[SF_DECAY], w)), apart = v_sub(w, s[1]);
+    s[1] = step;
+    return v_add(v_mul(k[SF_MEAN], apart), v_mul(k[SF_STEP], step));
+}
+
+#endif

@@ -1,0 +1,36 @@
+/* StableAdamW (Wortsman et al. 2023, algorithm 2): AdamW whose lr is divided by the root mean square over the tensor of
+ * what the newest gradient alone would make of the update, where that is above 1,
+ *
+ *   rms = sqrt(mean((g / max(sqrt(v) / sqrt(1 - b2^t), eps))^2))         v with this gradient, as in adamw.h
+ *   d = lr / max(1, rms) / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay / max(1, rms) * w
+ *
+ * The paper debiases by changing b1 and b2 with t, which is the same. Before the norm is known the constants are those of
+ * rms = 1. The mean is an exact sum, rounded once, so that no format of the weight makes it coarse. */
+#ifndef HSTEP_STABLEADAMW_H
+#define HSTEP_STABLEADAMW_H
+
+#include "rules/adamw.h"
+
+static inline void stableadamw_prepare(float *k, struct hstep_prepare *p)
+{
+    double divisor = 1.0;
+    adamw_prepare(k, p);
+    if (!p->norm) return;
+    p->scalar[0] = p->norm[0] / sqrt(p->elements);
+    if (p->scalar[0] > 1.0) divisor = p->scalar[0];
+    k[ADAMW_LR] = (float)(p->lr / (1.0 - hstep_powi(p->hyper[0], p->t)) / divisor);
+    k[ADAMW_DECAY] = (float)(p->decay / divisor);
+}
+
+V_OP vf stableadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    return adamw_rule(k, w, g, s, mode & RULE_CLAMP);
+}
+
+V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    stableadamw_rule(k, w, g, s, mode);
+    x[0] = v_div0(g, v_max(v_mul(v_sqrt(s[1]), k[ADAMW_ROOT]), k[ADAMW_EPS]));
+}
+
+#endif

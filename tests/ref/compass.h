@@ -1,0 +1,24 @@
+/* Compass, as torchastic describes it: published = 1 is what its code does, 0 debiases the average where it is used and
+ * nothing else. */
+#ifndef HALFSTEP_REF_COMPASS_H
+#define HALFSTEP_REF_COMPASS_H
+
+#include "ref/ref.h"
+
+static inline void ref_compass(const struct ref_hyper *h, struct ref_tensor *r)
+{
+    double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t);
+    struct ref_hyper now = *h;
+    if (h->published != 0) now.lr = h->lr / correction1;
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        double g = ref_gradient(h, x), m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * g;
+        double amplified = g + h->amplify * (h->published != 0 ? m : m / correction1);
+        double v = F(h->beta2) * x->s[1] + F(1 - h->beta2) * amplified * amplified;
+        x->s_new[0] = m;
+        x->s_new[1] = v;
+        ref_finish(&now, x, now.lr, ref_ratio(amplified, sqrt(v / correction2) + h->eps));
+    }
+}
+
+#endif

@@ -1,0 +1,19 @@
+/* A running average of the weights that come in as gradients. The first one is taken over; with debias the average is
+ * sum of beta^(t-i) w_i over sum of beta^(t-i). */
+#ifndef HALFSTEP_REF_EMA_H
+#define HALFSTEP_REF_EMA_H
+
+#include "ref/ref.h"
+
+static inline void ref_ema(const struct ref_hyper *h, struct ref_tensor *r)
+{
+    double rate = 1 - h->beta;
+    if (h->debias != 0) rate /= 1 - pow(h->beta, r->full);
+    if (r->full == 1) rate = 1;
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        ref_finish(h, x, h->lr, rate * (x->w - x->g));
+    }
+}
+
+#endif

@@ -1,0 +1,17 @@
+/* Wright 2019: RAdam inside Zhang et al. 2019, algorithm 1, whose inner steps are updates of the weight. */
+#ifndef HALFSTEP_REF_RANGER_H
+#define HALFSTEP_REF_RANGER_H
+
+#include "ref/radam.h"
+
+static inline void ref_ranger(const struct ref_hyper *h, struct ref_tensor *r)
+{
+    ref_radam(h, r);
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        x->s_new[2] = x->s[2];
+        if (fmod(r->full, h->k) == 0) x->w_new = x->s_new[2] = (1 - h->alpha) * x->s[2] + h->alpha * x->w_new;
+    }
+}
+
+#endif

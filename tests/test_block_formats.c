@@ -1,0 +1,773 @@
+/* The block formats that share scales beyond int8's: every code, rounding against references in double that know no bit
+ * patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them, torchao's maps and
+ * codes rebuilt from their definition, the same bytes on every instruction set and through the public interface. --short
+ * samples where the full run enumerates. Over 500 lines because the formats share codecs, inputs and layout. */
+#include <math.h>
+
+#include "dispatch.h"
+#include "kernels.h"
+#include "ref/fixture.h"
+#include "tables.h"
+#include "test.h"
+#include "vec/scalar.h"
+
+#include "formats/dyn4.h"
+#include "formats/dyn8.h"
+#include "formats/fp8.h"
+#include "formats/fp8_e5m2.h"
+#include "formats/fp8_lamb16.h"
+#include "formats/int4.h"
+
+static int short_run;
+
+/* ---- Codecs: one element with a given scale, by the functions of the headers on one lane -------------------------------- */
+
+#define NEAREST 0x8000u
+
+static int overflows; /* 4-bit codes that are not -8 .. 15 */
+
+/* As stored: a code of four bits may have had a sign. */
+#define CODEC(fn, bits)                                                                                              \
+    static uint32_t fn##_code_of(float x, float scale, uint32_t random, int nonneg)                                  \
+    {                                                                                                                \
+        uint32_t s = to_bits(scale), code;                                                                           \
+        if (nonneg)                                                                                                  \
+            code = fn##_code(fn##_stash(x, 1), fn##_inverse(s, 1), random, 1);                                       \
+        else                                                                                                         \
+            code = fn##_code(fn##_stash(x, 0), fn##_inverse(s, 0), random, 0);                                       \
+        if (bits == 4 && code + 8 > 8 + 15) overflows++;                                                             \
+        return bits == 4 ? code & 15 : code;                                                                         \
+    }                                                                                                                \
+    static float fn##_value_of(uint32_t code, float scale, int nonneg)                                               \
+    {                                                                                                                \
+        return nonneg ? fn##_value(code, scale, 1) : fn##_value(code, scale, 0);                                     \
+    }
+#define BLOCK_SCALE(fn)                                                                                              \
+    static float fn##_scale_of(float largest, int nonneg)                                                            \
+    {                                                                                                                \
+        return from_bits(nonneg ? fn##_scale(fn##_stash(largest, 1), 1) : fn##_scale(fn##_stash(largest, 0), 0));    \
+    }
+CODEC(int4, 4) CODEC(fp8, 8) CODEC(fp8_e5m2, 8) CODEC(dyn8, 8) CODEC(dyn4, 4) CODEC(fp8_lamb16, 8)
+BLOCK_SCALE(int4) BLOCK_SCALE(fp8) BLOCK_SCALE(fp8_e5m2) BLOCK_SCALE(dyn8) BLOCK_SCALE(dyn4)
+
+enum { INT4, FP8, E5M2, DYN8, DYN4, LAMB16, CODECS };
+static const struct codec {
+    const char *name;
+    int format, levels, low_first; /* low_first: the nibble of even elements */
+    uint32_t (*code)(float x, float scale, uint32_t random, int nonneg);
+    float (*value)(uint32_t code, float scale, int nonneg);
+    float (*scale)(float largest, int nonneg);
+} codecs[CODECS] = {
+    {"int4", HSTEP_FORMAT_int4, 16, 1, int4_code_of, int4_value_of, int4_scale_of},
+    {"fp8", HSTEP_FORMAT_fp8, 256, 0, fp8_code_of, fp8_value_of, fp8_scale_of},
+    {"fp8-e5m2", HSTEP_FORMAT_fp8_e5m2, 256, 0, fp8_e5m2_code_of, fp8_e5m2_value_of, fp8_e5m2_scale_of},
+    {"dyn8", HSTEP_FORMAT_dyn8, 256, 0, dyn8_code_of, dyn8_value_of, dyn8_scale_of},
+    {"dyn4", HSTEP_FORMAT_dyn4, 16, 0, dyn4_code_of, dyn4_value_of, dyn4_scale_of},
+    {"fp8-lamb16", HSTEP_FORMAT_fp8_lamb16, 256, 0, fp8_lamb16_code_of, fp8_lamb16_value_of, NULL},
+};
+
+static struct source source = {20};
+static uint32_t random32(void) { return (uint32_t)(next64(&source) >> 32); }
+static float random_mantissa(void) { return 1.0f + (float)(random32() >> 9) * 0x1p-23f; }
+
+/* Largest magnitudes of blocks: ordinary ones, and both ends of fp32. */
+static float some_largest(int i)
+{
+    static const int exponents[] = {-4, 0, 3, -20, -60, -100, -125, -126, 30, 61, 100};
+    int choice = i % 12;
+    return choice == 11 ? 0x1p-126f : ldexpf(random_mantissa(), exponents[choice]);
+}
+
+/* Values of every size up to the largest, which itself comes, as do zeros; of either sign unless nonneg. */
+static float some_value(float largest, int nonneg)
+{
+    uint32_t r = random32(), kind = r % 16;
+    float t = (float)(random32() >> 8) * 0x1p-24f;
+    if (kind < 5) t = ldexpf(random_mantissa(), -1 - (int)(random32() % 12));
+    if (kind == 5) t = ldexpf(random_mantissa(), -1 - (int)(random32() % 60));
+    if (kind == 6) t = ldexpf(random_mantissa(), -1 - (int)(random32() % 160));
+    if (kind == 7) t = (float)(random32() % 129) / 128.0f;
+    if (r >> 8 & 127) t *= 1.0f;
+    else t = r >> 15 & 1 ? 1.0f : 0.0f;
+    return !nonneg && r >> 31 ? -(largest * t) : largest * t;
+}
+
+static float some_scale(const struct codec *c, int nonneg, int i)
+{
+    return c->scale ? c->scale(some_largest(i), nonneg) : ldexpf(random_mantissa(), -(i % 24));
+}
+
+/* ---- References --------------------------------------------------------------------------------------------------------- */
+
+/* The number an 8-bit float stands for, by its definition. */
+static double float8(uint32_t magnitude, int e5m2)
+{
+    int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+    int exponent = (int)(magnitude >> mantissa), fraction = (int)(magnitude & ((1u << mantissa) - 1));
+    return exponent ? ldexp(1 + ldexp(fraction, -mantissa), exponent - bias) : ldexp(fraction, 1 - bias - mantissa);
+}
+static uint32_t float8_top(int e5m2) { return e5m2 ? 0x7b : 0x7e; }
+
+/* To nearest, ties to even, saturating, by trying every number. */
+static uint32_t float8_nearest_even(double x, int e5m2)
+{
+    uint32_t best = 0;
+    for (uint32_t c = 1; c <= float8_top(e5m2); c++) {
+        double new = fabs(float8(c, e5m2) - x), old = fabs(float8(best, e5m2) - x);
+        if (new < old || (new == old && c % 2 == 0)) best = c;
+    }
+    return best;
+}
+
+/* torch.linspace(0.1, 1, n), entry i: from the nearer end, each with one rounding (double holds the product). */
+static float part_edge(int i, int n)
+{
+    float step = (1.0f - 0.1f) / (float)(n - 1);
+    if (i < n / 2) return (float)((double)0.1f + (double)step * i);
+    return (float)(1.0 - (double)step * (n - 1 - i));
+}
+
+static int ascending(const void *a, const void *b)
+{
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* The construction of the dynamic map (Dettmers et al. 2022, without zero padding), as torchao does it. */
+static void dynamic_map(int nonneg, int decades, int bits, float *map)
+{
+    int n = 0;
+    for (int j = 0; j < decades; j++) {
+        int edges = (1 << (j + bits - 1 - decades + nonneg)) + 1;
+        float power = (float)pow(10, j - decades + 1);
+        for (int k = 0; k + 1 < edges; k++) {
+            float centre = (part_edge(k, edges) + part_edge(k + 1, edges)) / 2.0f;
+            map[n++] = power * centre;
+            if (!nonneg) map[n++] = -(power * centre);
+        }
+    }
+    map[n++] = 0.0f;
+    map[n++] = 1.0f;
+    if (n != 1 << bits) exit(1);
+    qsort(map, (size_t)n, sizeof *map, ascending);
+}
+
+/* [8 bits or 4][nonneg] */
+static float maps[2][2][256];
+static void make_maps(void)
+{
+    for (int nonneg = 0; nonneg < 2; nonneg++) dynamic_map(nonneg, 7, 8, maps[0][nonneg]);
+    dynamic_map(0, 3, 4, maps[1][0]);
+    for (int c = 0; c < 16; c++) maps[1][1][c] = (float)(c + 1) / 16.0f;
+}
+
+/* As torchao finds a code: n = x / S, the largest entry not above n, the next one from halfway on. */
+static uint32_t map_code(const float *map, int levels, float n)
+{
+    int c = 0;
+    for (int step = levels / 2; step; step /= 2)
+        if (n >= map[c + step]) c += step;
+    int up = c + 1 < levels ? c + 1 : c;
+    return (uint32_t)(n - map[c] >= (map[up] - map[c]) * 0.5f ? up : c);
+}
+
+/* Octaves above 1, each linear within: floats of m mantissa bits are multiples of 2^-m. */
+static double octaves(double x)
+{
+    int exponent = ilogb(x);
+    return exponent + (ldexp(x, -exponent) - 1);
+}
+static double from_octaves(double y) { return ldexp(1 + (y - floor(y)), (int)floor(y)); }
+
+/* int4: where x stands among the codes, in double, and the code's own place: equal steps in between. */
+static double int4_place(double x, double scale, int nonneg)
+{
+    double a = fabs(x) / scale;
+    if (!nonneg) return copysign(fmin(a * (a * (3.7 * a - 10.05) + 13.4), 7), x);
+    double above = x > 0 ? octaves(sqrt(x)) - octaves(scale) : -1000;
+    return fmax(6 + above * (above < 0 ? 2 : 4), 0);
+}
+static double int4_code_place(uint32_t code, int nonneg) { return nonneg || code < 8 ? code : code - 16.0; }
+
+/* ---- Codes and values --------------------------------------------------------------------------------------------------- */
+
+/* Codes that no value is stored as: beyond a clip, not finite, or without a number. */
+static int unused_code(int codec, int nonneg, uint32_t code)
+{
+    uint32_t magnitude = nonneg ? code : code & 0x7f;
+    switch (codec) {
+    case INT4: return !nonneg && code == 8;
+    case FP8: return magnitude > float8_top(0) || code == 0x80;
+    case E5M2: return magnitude > float8_top(1) || code == 0x80;
+    case LAMB16: return nonneg ? magnitude > float8_top(1) : float8(magnitude, 0) > 15 || code == 0x80;
+    default: return 0;
+    }
+}
+
+/* What a code stands for, by the format's definition, as an fp32 number. */
+static float defined_value(int codec, int nonneg, uint32_t code, float scale)
+{
+    double s = (double)scale, n = int4_code_place(code, nonneg), root;
+    switch (codec) {
+    case INT4:
+        if (!nonneg) return (float)((double)(float)(n / (14 - fabs(n))) * s);
+        root = from_octaves(octaves(s) + (n - 6) / (n < 6 ? 2 : 4));
+        return (float)(root * root);
+    case DYN8: return maps[0][nonneg][code] * scale;
+    case DYN4: return maps[1][nonneg][code] * scale;
+    }
+    if (nonneg) return (float)(float8(code, codec != FP8) * s);
+    double magnitude = float8(code & 0x7f, codec == E5M2);
+    return (float)((code & 0x80 ? -magnitude : magnitude) * s);
+}
+
+static void test_values(void)
+{
+    for (int f = 0; f < CODECS; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < 240; i++) {
+                const struct codec *c = &codecs[f];
+                float scale = some_scale(c, nonneg, i);
+                for (uint32_t code = 0; code < (uint32_t)c->levels; code++) {
+                    if (f != LAMB16 && unused_code(f, nonneg, code) && code) continue;
+                    float x = c->value(code, scale, nonneg), expected = defined_value(f, nonneg, code, scale);
+                    CHECK(x == expected, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code,
+                          (double)scale, (double)x, (double)expected);
+                }
+            }
+}
+
+static void test_round_trips(void)
+{
+    for (int f = 0; f < CODECS; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++) {
+            const struct codec *c = &codecs[f];
+            int used = 0;
+            for (int i = 0; i < 240; i++) {
+                float scale = some_scale(c, nonneg, i);
+                for (uint32_t code = 0; code < (uint32_t)c->levels; code++) {
+                    if (unused_code(f, nonneg, code)) continue;
+                    float x = c->value(code, scale, nonneg);
+                    /* LAMB16 cuts v at 10; a decoded fp32 subnormal has lost bits. */
+                    if ((f == LAMB16 && nonneg && x > 10.0f) || (fabsf(x) < 0x1p-126f && x != 0.0f)) continue;
+                    uint32_t again = c->code(x, scale, NEAREST, nonneg);
+                    used++;
+                    CHECK(again == code, "%s, nonneg %d, scale %a: code %u decodes to %a, which is code %u", c->name, nonneg,
+                          (double)scale, code, (double)x, again);
+                }
+                CHECK(to_bits(c->value(0, 0.0f, nonneg)) == 0, "%s, nonneg %d: zero bytes decode to %a", c->name, nonneg,
+                      (double)c->value(0, 0.0f, nonneg));
+            }
+            CHECK(used >= 240 * c->levels / 3, "%s, nonneg %d: only %d codes were tried", c->name, nonneg, used);
+        }
+}
+
+/* A block's own scale: its largest value gets a code, and writing what was read does not move int4's of second moments. */
+static void test_scales(void)
+{
+    for (int f = 0; f < LAMB16; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < 20000; i++) {
+                const struct codec *c = &codecs[f];
+                float largest = i % 5 ? some_largest(i / 5) : from_bits(random32() % 0x7e000000u + 0x00800000u);
+                float scale = c->scale(largest, nonneg);
+                for (uint32_t r = 0; r < 65536; r += 13107) {
+                    uint32_t code = c->code(largest, scale, r, nonneg);
+                    CHECK(code < (uint32_t)c->levels && !unused_code(f, nonneg, code), "%s, nonneg %d: largest %a, random %u: "
+                          "code %u", c->name, nonneg, (double)largest, r, code);
+                    /* torchao's scales begin at 1e-12. */
+                    float value = c->value(code, scale, nonneg);
+                    CHECK(value > 0.5f * largest || (f >= DYN8 && largest < 1e-12f), "%s, nonneg %d: %a became %a", c->name,
+                          nonneg, (double)largest, (double)value);
+                }
+                if (f == INT4) {
+                    float again = nonneg ? c->scale(c->value(15, scale, 1), 1) : scale;
+                    CHECK(again == scale, "int4: scale %a, rewritten %a", (double)scale, (double)again);
+                    CHECK(!(to_bits(scale) & 0xffff), "int4: scale %a is no BF16 number", (double)scale);
+                }
+                float under = from_bits(random32() % 0x00800000u);
+                if (f < DYN8)
+                    for (int sign = 0; sign < 2 - nonneg; sign++) {
+                        uint32_t code = c->code(sign ? -under : under, 0, random32() >> 16, nonneg);
+                        CHECK(c->scale(under, nonneg) == 0 && to_bits(c->value(code, 0, nonneg)) == 0,
+                              "%s, nonneg %d: a block of %a is not zero", c->name, nonneg, (double)under);
+                        CHECK(code == 0, "%s, nonneg %d: code %u in a block of %a", c->name,
+                              nonneg, code, (double)under);
+                    }
+                else
+                    CHECK(c->scale(under, nonneg) == 1e-12f, "%s: scale %a of a block of zeros", c->name,
+                          (double)c->scale(under, nonneg));
+            }
+    CHECK(!overflows, "%d codes did not fit into four bits", overflows);
+    CHECK(fp8_lamb16_code_of(-0x1p-128f, 1.0f, 0, 0) == 0x80 && to_bits(fp8_lamb16_value_of(0x80, 1.0f, 0)) == 0,
+          "fp8-lamb16: the published -0 is read as +0");
+    CHECK(dyn4_value_of(dyn4_code_of(0, 1e-12f, 0, 1), 1e-12f, 1) == 0.0625f * 1e-12f, "dyn4 has no zero");
+    CHECK(dyn8_value_of(dyn8_code_of(0, 1e-12f, 0, 1), 1e-12f, 1) == 0.0f, "dyn8 has a zero");
+}
+
+/* fp8: the product with the rounded reciprocal reaches the top code and not more, for every significand. */
+static void test_fp8_top(void)
+{
+    for (int e5m2 = 0; e5m2 < 2; e5m2++) {
+        const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
+        float top = e5m2 ? 57344.0f : 448.0f;
+        for (uint32_t u = 0; u < 1u << 23; u += short_run ? 61 : 1) {
+            float largest = from_bits(0x3f800000 + u), scale = c->scale(largest, 0), t = largest * (1.0f / scale);
+            CHECK(t <= top && t > top * (1 - 0x1p-21f), "%s: %a scales to %a", c->name, (double)largest, (double)t);
+        }
+    }
+}
+
+/* ---- Rounding ----------------------------------------------------------------------------------------------------------- */
+
+static void test_nearest(void)
+{
+    int tries = short_run ? 20000 : 200000;
+    for (int nonneg = 0; nonneg < 2; nonneg++)
+        for (int i = 0; i < tries; i++) {
+            float largest = some_largest(i % 6), x = some_value(largest, nonneg), scale = int4_scale_of(largest, nonneg);
+            uint32_t code = int4_code_of(x, scale, NEAREST, nonneg);
+            double place = int4_place((double)x, (double)scale, nonneg);
+            CHECK(fabs(place - int4_code_place(code, nonneg)) < 0.5 + 0x1p-16, "int4, nonneg %d: %a with scale %a is at %g, "
+                  "its code at %g", nonneg, (double)x, (double)scale, place, int4_code_place(code, nonneg));
+        }
+    /* int4's cubic against the values themselves: it changes codes within 0.0022 of the middle between two. */
+    for (int k = 0; k < 7; k++) {
+        double middle = (k / (14.0 - k) + (k + 1) / (13.0 - k)) / 2;
+        CHECK(int4_place(middle - 0.0022, 1, 0) < k + 0.5 && int4_place(middle + 0.0022, 1, 0) > k + 0.5, "int4: %g is at %g",
+              middle, int4_place(middle, 1, 0));
+    }
+    for (int e5m2 = 0; e5m2 < 2; e5m2++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < tries / 10; i++) {
+                const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
+                float largest = some_largest(i % 6), x = some_value(largest, nonneg), scale = c->scale(largest, nonneg);
+                uint32_t code = c->code(x, scale, NEAREST, nonneg), magnitude = code & 0x7f;
+                double t = fabs((double)x) / (double)scale, error = fabs(float8(magnitude, e5m2) - t);
+                double best = fabs(float8(float8_nearest_even(t, e5m2), e5m2) - t), step = float8(1, e5m2);
+                if (nonneg && x > 0 && t < step) best = step - t;
+                CHECK(error <= best + t * 0x1p-22 + step * 0x1p-19, "%s, nonneg %d: %a with scale %a, t %g, became code %u",
+                      c->name, nonneg, (double)x, (double)scale, t, code);
+                CHECK((code >> 7) == (uint32_t)(!nonneg && x < 0 && magnitude), "%s: the sign of %a is in code %u", c->name,
+                      (double)x, code);
+            }
+}
+
+/* LAMB16 and torchao: the code itself is prescribed. */
+static void check_lamb16(float x, float scale, int nonneg)
+{
+    float t = nonneg ? fminf(x, 10.0f) / scale : fminf(fabsf(x) / scale, 15.0f);
+    uint32_t expected = float8_nearest_even((double)t, nonneg) | (!nonneg && signbit(x) ? 0x80 : 0);
+    uint32_t code = fp8_lamb16_code_of(x, scale, random32() & 0xffff, nonneg);
+    CHECK(code == expected, "fp8-lamb16, nonneg %d: %a with scale %a became code %02x, should be %02x", nonneg, (double)x,
+          (double)scale, code, expected);
+}
+
+static void test_lamb16(void)
+{
+    for (int nonneg = 0; nonneg < 2; nonneg++) {
+        /* Around every border between neighbours, at scale 1 and others. */
+        for (uint32_t c = 0; c < float8_top(nonneg); c++)
+            for (int s = 0; s < 8; s++) {
+                float scale = s ? ldexpf(random_mantissa(), -s) : 1.0f;
+                float border = (float)((float8(c, nonneg) + float8(c + 1, nonneg)) / 2) * scale;
+                for (int beside = -2; beside <= 2; beside++) {
+                    float x = from_bits(to_bits(border) + (uint32_t)beside);
+                    check_lamb16(x, scale, nonneg);
+                    if (!nonneg) check_lamb16(-x, scale, 0);
+                }
+            }
+        for (int i = 0; i < 20000; i++) check_lamb16(some_value(20.0f, nonneg), some_scale(&codecs[LAMB16], nonneg, i), nonneg);
+    }
+    CHECK(fp8_lamb16_code_of(10.0f, 1e-6f, 0, 1) == 0x7b, "v / s of 1e7 does not saturate");
+    CHECK(fp8_lamb16_code_of(7.0f * 0x1p-18f, 1.0f, 0, 1) == 2 && fp8_lamb16_code_of(0x1p-18f, 1.0f, 0, 1) == 0,
+          "v below the smallest e5m2 number is published as zero");
+    CHECK(fp8_lamb16_norm(-2.0f, 0) == 2.0f && fp8_lamb16_norm(5.0f, 1) == sqrtf(10.0f), "the norm's values are not cut");
+    CHECK(fp8_lamb16_tensor_scale(3.0, 6.0) == (float)0.500001 && fp8_lamb16_tensor_scale(0.0, 7.0) == 1e-6f, "the scale");
+}
+
+static void test_dynamic_maps(void)
+{
+    /* torchao's 4-bit map, and the ends of its 8-bit ones. */
+    static const uint32_t four[16] = {0xbf633333, 0xbf29999a, 0xbee00000, 0xbe599999, 0xbd9eb852, 0xbd051eb9, 0xbbb43958, 0,
+                                      0x3bb43958, 0x3d051eb9, 0x3d9eb852, 0x3e599999, 0x3ee00000, 0x3f29999a, 0x3f633333,
+                                      0x3f800000};
+    static const struct { int nonneg, code; uint32_t bits; } eight[] = {
+        {0, 0, 0xbf7e3333}, {0, 1, 0xbf7a999a}, {0, 3, 0xbf736666}, {0, 127, 0},        {0, 252, 0x3f770000},
+        {0, 254, 0x3f7e3333}, {0, 255, 0x3f800000}, {1, 0, 0},      {1, 1, 0x34ae7baa}, {1, 2, 0x35500998},
+        {1, 3, 0x360e9b38}, {1, 253, 0x3f7d4ccc}, {1, 254, 0x3f7f199a}, {1, 255, 0x3f800000},
+    };
+    for (int c = 0; c < 16; c++)
+        CHECK(to_bits(maps[1][0][c]) == four[c] && to_bits(hstep_dyn4_signed[c]) == four[c], "entry %d of the 4-bit map", c);
+    for (size_t i = 0; i < sizeof eight / sizeof *eight; i++)
+        CHECK(to_bits(maps[0][eight[i].nonneg][eight[i].code]) == eight[i].bits, "entry %d, nonneg %d, of the 8-bit map: %a",
+              eight[i].code, eight[i].nonneg, (double)maps[0][eight[i].nonneg][eight[i].code]);
+    for (int nonneg = 0; nonneg < 2; nonneg++)
+        for (int c = 0; c < 256; c++) {
+            const float *table = nonneg ? hstep_dyn8_unsigned : hstep_dyn8_signed;
+            CHECK(to_bits(table[c]) == to_bits(maps[0][nonneg][c]), "entry %d, nonneg %d: %a, rebuilt %a", c, nonneg,
+                  (double)table[c], (double)maps[0][nonneg][c]);
+            /* The closed form, within the roundings of the construction. */
+            int place = nonneg ? c : abs(c - 127), decade = 0, parts = 1 + nonneg;
+            for (; place >= 2 * parts - nonneg && decade < 6; parts *= 2) decade++;
+            double closed = pow(10, decade - 6) * (0.1 + 0.9 * (place - (parts - nonneg) + 0.5) / parts);
+            if (place == 0) closed = 0;
+            if (c == 255) closed = 1;
+            CHECK(fabs(closed - fabs((double)table[c])) <= closed * 0x1p-22, "entry %d, nonneg %d: %.9g, closed form %.9g", c,
+                  nonneg, (double)table[c], closed);
+        }
+}
+
+static void check_map_code(int four, int nonneg, float x, float scale)
+{
+    const struct codec *c = &codecs[four ? DYN4 : DYN8];
+    uint32_t expected = map_code(maps[four][nonneg], c->levels, x / scale);
+    if (!four && nonneg && x > 0 && expected == 0) expected = 1;
+    uint32_t code = c->code(x, scale, random32() & 0xffff, nonneg);
+    float value = c->value(code, scale, nonneg), product = maps[four][nonneg][code] * scale;
+    CHECK(code == expected, "%s, nonneg %d: %a with scale %a became code %u, should be %u", c->name, nonneg, (double)x,
+          (double)scale, code, expected);
+    CHECK(value == product, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code, (double)scale,
+          (double)value, (double)product);
+}
+
+/* Against an independent search, at and beside every entry and every border, and anywhere. */
+static void test_dynamic_codes(void)
+{
+    for (int four = 0; four < 2; four++)
+        for (int nonneg = 0; nonneg < 2; nonneg++) {
+            const float *map = maps[four][nonneg];
+            int levels = four ? 16 : 256;
+            for (int c = 0; c + 1 < levels; c++)
+                for (int beside = -3; beside <= 3; beside++) {
+                    float border = (float)(((double)map[c] + (double)map[c + 1]) / 2);
+                    float x = from_bits(to_bits(border) + (uint32_t)beside), y = from_bits(to_bits(map[c]) + (uint32_t)beside);
+                    check_map_code(four, nonneg, x, 1.0f);
+                    if (map[c] != 0.0f) check_map_code(four, nonneg, y, 1.0f);
+                    float scale = ldexpf(random_mantissa(), (int)(random32() % 60) - 30);
+                    check_map_code(four, nonneg, x * scale, scale);
+                }
+            for (int i = 0; i < (short_run ? 50000 : 500000); i++) {
+                float scale = fmaxf(some_largest(i), 1e-12f);
+                check_map_code(four, nonneg, some_value(scale, nonneg), scale);
+            }
+            /* Every fp32 number in [-1, 1], or a sample of them. */
+            for (uint64_t u = 0; u <= 0x3f800000; u += short_run ? 7919 : 61) {
+                check_map_code(four, nonneg, from_bits((uint32_t)u), 1.0f);
+                if (!nonneg) check_map_code(four, 0, from_bits((uint32_t)u | 0x80000000u), 1.0f);
+            }
+        }
+}
+
+/* The mean over all random words: exact where codes are linear in what is rounded. */
+static void test_unbiased(void)
+{
+    for (int i = 0; i < (short_run ? 24 : 200); i++) {
+        int nonneg = i % 2;
+        float largest = some_largest(i % 6), x = some_value(largest, nonneg);
+        float scale = int4_scale_of(largest, nonneg);
+        double place = int4_place((double)x, (double)scale, nonneg), sum = 0;
+        for (uint32_t r = 0; r < 65536; r++) sum += int4_code_place(int4_code_of(x, scale, r, nonneg), nonneg);
+        CHECK(fabs(sum / 65536 - place) < 0x1p-16, "int4, nonneg %d: %a with scale %a, at %.9g, has mean %.9g", nonneg,
+              (double)x, (double)scale, place, sum / 65536);
+        for (int e5m2 = 0; e5m2 < 2; e5m2++) {
+            const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
+            scale = c->scale(largest, nonneg);
+            double t = fabs((double)x) / (double)scale, low = float8(float8_top(e5m2), e5m2), high = 0;
+            sum = 0;
+            for (uint32_t r = 0; r < 65536; r++) {
+                double y = float8(c->code(x, scale, r, nonneg) & 0x7f, e5m2);
+                sum += y;
+                low = y < low ? y : low;
+                high = y > high ? y : high;
+            }
+            double step = float8(1, e5m2), mean = sum / 65536;
+            if (nonneg && x > 0 && t < step) t = step;
+            double unit = high - low > step ? high - low : step;
+            CHECK(fabs(mean - t) <= unit * 0x1p-15 + t * 0x1p-22, "%s, nonneg %d: %a with scale %a, t %.9g, has mean %.9g",
+                  c->name, nonneg, (double)x, (double)scale, t, mean);
+            CHECK(high - low <= step || high <= low * (e5m2 ? 1.25 : 1.125) * (1 + 1e-12), "%s: t %g became %g and %g",
+                  c->name, t, low, high);
+        }
+    }
+}
+
+/* ---- Bounds ------------------------------------------------------------------------------------------------------------- */
+
+/* The worst case that the format's header states for a value of a block of scale s. */
+static double stated_bound(int codec, int nonneg, int stochastic, double x, double s)
+{
+    double a = fabs(x), grow = 1 + 0x1p-19, decade = 1;
+    switch (codec) {
+    case FP8: return fmax(a / 16, s / 1024) * (stochastic ? 2 : 1) * grow;
+    case E5M2: return fmax(a / 8, s * 0x1p-17) * (stochastic ? 2 : 1) * grow;
+    case DYN8:
+        if (nonneg && a <= 1e-7 * s) return 3.25e-7 * s * (1 + 0x1p-15);
+        for (int k = 0; k <= 6; k++, decade /= 10)
+            if (a > decade / 10 * s || k == 6) return (nonneg ? 0.225 : 0.45) * s * decade / (1 << (6 - k)) * (1 + 0x1p-15);
+        return 0;
+    case DYN4: return (nonneg ? (a >= s / 16 ? s / 32 : s / 16) : 0.1125 * s) * (1 + 0x1p-15);
+    default: return stochastic ? s / 4 : 0.1272 * s;
+    }
+}
+
+static void test_bounds(void)
+{
+    double worst[CODECS][2] = {{0}};
+    for (int f = 0; f < LAMB16; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < (short_run ? 40000 : 400000); i++) {
+                const struct codec *c = &codecs[f];
+                float largest = some_largest(i % 5), x = some_value(largest, nonneg), s = c->scale(largest, nonneg);
+                int stochastic = f < DYN8 && i / 5 % 2;
+                float y = c->value(c->code(x, s, stochastic ? random32() & 0xffff : NEAREST, nonneg), s, nonneg);
+                double error = fabs((double)y - (double)x), bound = stated_bound(f, nonneg, stochastic, (double)x, (double)s);
+                if (f == INT4 && nonneg) {
+                    double root = fmax(sqrt((double)x), (double)s / 8);
+                    error = fabs(sqrt((double)y) - root);
+                    bound = root / (root < (double)s ? 2 : 4) / (stochastic ? 1 : 2) * (1 + 0x1p-15);
+                }
+                if ((f == FP8 || f == E5M2) && nonneg && x > 0) {
+                    double least = (double)s * float8(1, f == E5M2);
+                    CHECK((double)y == least || (double)x >= least * (1 - 0x1p-19), "%s: %a became %a", c->name, (double)x,
+                          (double)y);
+                    bound = fmax(bound, least - (double)x);
+                }
+                /* Below the smallest normal number fp32 itself is coarse. */
+                bound += 0x1p-149;
+                if (error / bound > worst[f][nonneg]) worst[f][nonneg] = error / bound;
+                CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg, (double)s,
+                      (double)x, (double)y, error, bound);
+            }
+    /* A bound that nothing comes near is no bound. */
+    for (int f = 0; f < LAMB16; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            CHECK(worst[f][nonneg] > 0.75, "%s, nonneg %d: errors stay below %g of the stated bound", codecs[f].name, nonneg,
+                  worst[f][nonneg]);
+}
+
+/* I-25, I-34: what is positive stays so, whatever the random bits. LAMB16's published form is the counter-check. */
+static void test_positive(void)
+{
+    for (int f = 0; f < CODECS; f++) {
+        int zeros = 0;
+        for (int i = 0; i < 200000; i++) {
+            const struct codec *c = &codecs[f];
+            float largest = i % 3 ? some_largest(i / 3) : 1.0f;
+            float s = c->scale ? c->scale(largest, 1) : 1e-6f, x = some_value(largest, 1);
+            if (i % 7 == 0) x = from_bits(1 + random32() % 0x00800000u);
+            if (!(x > 0)) continue;
+            static const uint32_t words[] = {0, 1, NEAREST - 1, NEAREST, 65535};
+            for (size_t r = 0; r < sizeof words / sizeof *words; r++) {
+                uint32_t code = c->code(x, s, words[r], 1);
+                float y = c->value(code, s, 1);
+                /* The smallest codes of a tiny block fall below fp32 itself. */
+                if (y == 0.0f && !(c->value(1, s, 1) == 0.0f && code)) zeros++;
+            }
+        }
+        if (f == LAMB16)
+            CHECK(zeros > 0, "fp8-lamb16 has no zeros, so the check tells nothing");
+        else
+            CHECK(!zeros, "%s: %d positive second moments became zero", codecs[f].name, zeros);
+    }
+}
+
+/* ---- Instruction sets, layouts, the public interface -------------------------------------------------------------------- */
+
+static uint32_t packed_code(const struct codec *c, const uint8_t *code, int64_t i)
+{
+    if (c->levels == 256) return code[i];
+    return (i % 2 == 0) == c->low_first ? code[i / 2] & 15u : code[i / 2] >> 4;
+}
+static void pack_code(const struct codec *c, uint8_t *code, int64_t i, uint32_t value)
+{
+    if (c->levels == 256) code[i] = (uint8_t)value;
+    else code[i / 2] = (uint8_t)(code[i / 2] | value << ((i % 2 == 0) == c->low_first ? 0 : 4));
+}
+static float stored_scale(const struct codec *c, const uint8_t *extra, int64_t block)
+{
+    uint32_t u = 0;
+    int bytes = hstep_formats[c->format].scale_bits / 8;
+    memcpy((char *)&u + 4 - bytes, extra + block * bytes, (size_t)bytes);
+    return from_bits(u);
+}
+static void store_scale(const struct codec *c, uint8_t *extra, int64_t block, float scale)
+{
+    uint32_t u = to_bits(scale);
+    int bytes = hstep_formats[c->format].scale_bits / 8;
+    memcpy(extra + block * bytes, (char *)&u + 4 - bytes, (size_t)bytes);
+}
+
+/* n elements from x, blocks from the first on, the last perhaps short: codes and scales by the functions of one lane. */
+static void expected_bytes(const struct codec *c, int nonneg, const float *x, const uint16_t *random, int64_t n, float scale,
+                           uint8_t *code, uint8_t *extra)
+{
+    int64_t block = c->scale ? hstep_formats[c->format].block : n;
+    memset(code, 0, (size_t)((n * hstep_formats[c->format].code_bits + 7) / 8));
+    for (int64_t first = 0; first < n; first += block) {
+        int64_t end = first + block < n ? first + block : n;
+        float largest = 0;
+        for (int64_t i = first; i < end; i++) largest = fmaxf(largest, fabsf(x[i]));
+        if (c->scale) scale = c->scale(largest, nonneg);
+        store_scale(c, extra, first / block, scale);
+        for (int64_t i = first; i < end; i++)
+            pack_code(c, code, i, c->code(x[i], scale, random ? random[i] : NEAREST, nonneg));
+        /* Half a byte left over holds the code of zero. */
+        if (end == n && n % 2 && c->levels == 16) pack_code(c, code, n, c->code(0.0f, scale, NEAREST, nonneg));
+    }
+}
+
+static void test_tiles(const struct hstep_kernels *k)
+{
+    HSTEP_ALIGNED float plain[HSTEP_TILE], x[HSTEP_TILE];
+    HSTEP_ALIGNED uint8_t code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2], expected[HSTEP_TILE], scales[HSTEP_TILE];
+    HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
+    uint16_t random[HSTEP_TILE];
+    for (int f = 0; f < CODECS; f++)
+        for (int nonneg = 0; nonneg < 2; nonneg++)
+            for (int i = 0; i < (short_run ? 300 : 3000); i++) {
+                const struct codec *c = &codecs[f];
+                const struct hstep_format *format = &hstep_formats[c->format];
+                const struct hstep_format_kernels *kernels = &k->format[c->format];
+                int64_t unit = c->scale ? format->block : 32, n = unit * (1 + random32() % (uint32_t)(HSTEP_TILE / unit));
+                float scale = c->scale ? 0.0f : some_scale(c, nonneg, i), largest = some_largest(i);
+                memset(plain, 0, sizeof plain);
+                for (int64_t j = 0; j < n; j++) {
+                    if (j % 32 == 0 && random32() % 2) largest = some_largest((int)(random32() % 12));
+                    plain[j] = random32() % 9 && i % 11 ? some_value(largest, nonneg) : 0.0f;
+                    random[j] = (uint16_t)random32();
+                }
+                for (int64_t j = 0; j < n / 2; j++) words[j] = random[2 * j] | (uint32_t)random[2 * j + 1] << 16;
+                expected_bytes(c, nonneg, plain, random, n, scale, expected, scales);
+                if (!c->scale) memcpy(extra, &scale, 4);
+                size_t code_bytes = (size_t)(n * format->code_bits / 8);
+                size_t scale_bytes = c->scale ? (size_t)(n / unit * format->scale_bits / 8) : 4;
+                k->from_plain(plain, x, n);
+                kernels->encode[nonneg](x, (char *)code, (char *)extra, words, n, 1);
+                CHECK(!memcmp(code, expected, code_bytes), "%s, nonneg %d, %d elements on %s: other codes", c->name, nonneg,
+                      (int)n, k->name);
+                CHECK(!memcmp(extra, scales, scale_bytes), "%s, nonneg %d on %s: other scales", c->name, nonneg, k->name);
+
+                /* Any bytes, with scales that a block may have. */
+                for (size_t j = 0; j < code_bytes; j++) code[j] = (uint8_t)random32();
+                for (int64_t b = 0; c->scale && b < n / unit; b++)
+                    store_scale(c, extra, b, random32() % 8 ? c->scale(some_largest((int)(random32() % 12)), nonneg) : 0.0f);
+                kernels->decode[nonneg](x, (const char *)code, (const char *)extra, n);
+                k->to_plain(x, plain, n);
+                for (int64_t j = 0; j < n; j++) {
+                    float s = stored_scale(c, extra, c->scale ? j / unit : 0);
+                    float value = c->value(packed_code(c, code, j), s, nonneg);
+                    CHECK(to_bits(value) == to_bits(plain[j]), "%s, nonneg %d on %s: code %u with scale %a decodes to %a, not "
+                          "%a", c->name, nonneg, k->name, packed_code(c, code, j), (double)s, (double)plain[j], (double)value);
+                }
+                if (c->scale) continue;
+                HSTEP_ALIGNED float squares[HSTEP_TILE];
+                for (int64_t j = 0; j < n; j++) plain[j] = some_value(20.0f, nonneg);
+                k->from_plain(plain, x, n);
+                kernels->norm[nonneg](x, squares, n);
+                k->to_plain(squares, x, n);
+                for (int64_t j = 0; j < n; j++)
+                    CHECK(x[j] == fminf(fabsf(plain[j]), sqrtf(10.0f)), "%s: %a counts as %a", c->name, (double)plain[j],
+                          (double)x[j]);
+            }
+}
+
+/* Layouts as docs/formats.md gives them: codes of a row packed from its first byte, blocks within rows; or both flat. */
+static void test_slots(void)
+{
+    static const struct { int64_t rows, row_length; } shapes[] = {{3, 256}, {5, 200}, {7, 129}, {2, 640}, {128, 48}, {96, 64},
+                                                                  {256, 33}, {4, 1056}};
+    for (int f = 0; f < CODECS; f++)
+        for (size_t shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
+            for (int nonneg = 0; nonneg < 2; nonneg++) {
+                const struct codec *c = &codecs[f];
+                const struct hstep_format *format = &hstep_formats[c->format];
+                int64_t rows = shapes[shape].rows, row_length = shapes[shape].row_length, n = rows * row_length;
+                struct one t;
+                char recipe[64];
+                snprintf(recipe, sizeof recipe, "adamw/f32/%s", c->name);
+                one_open(&t, recipe, 2, rows, row_length, "f32");
+                one_start(&t);
+                halfstep_slot_info info = {.struct_size = sizeof info};
+                int slot = HALFSTEP_SLOT_STATE + nonneg;
+                MUST(halfstep_get_slot_info(t.o, 0, slot, &info));
+                int eligible = format->geometry == HALFSTEP_GEOMETRY_TENSOR ||
+                               (format->geometry == HALFSTEP_GEOMETRY_FLAT ? n >= 4096 && n % format->block == 0
+                                                                           : row_length >= format->block);
+                CHECK(info.fell_back == !eligible, "%s, %d x %d: fell back %d", c->name, (int)rows, (int)row_length,
+                      info.fell_back);
+                if (!eligible) {
+                    one_close(&t);
+                    continue;
+                }
+                float *x = zeroed((size_t)n * 4), *back = zeroed((size_t)n * 4), scale = 0;
+                for (int64_t i = 0; i < n; i++) x[i] = some_value(i / 100 % 3 ? 1.0f : 1e-4f, nonneg);
+                one_write(&t, slot, x);
+                one_read(&t, slot, back);
+                int by_row = format->geometry == HALFSTEP_GEOMETRY_ROWS;
+                int64_t runs = by_row ? rows : 1, length = n / runs;
+                int64_t code_run = (length * format->code_bits + 7) / 8;
+                int64_t scales = c->scale ? (length + format->block - 1) / format->block : 1;
+                int64_t scale_run = scales * format->scale_bits / 8;
+                CHECK((int64_t)info.code_bytes == runs * code_run && (int64_t)info.extra_bytes == runs * scale_run,
+                      "%s, %d x %d: %d + %d bytes", c->name, (int)rows, (int)row_length, (int)info.code_bytes,
+                      (int)info.extra_bytes);
+                uint8_t *code = zeroed((size_t)code_run), *extra = zeroed((size_t)scale_run);
+                if (!c->scale) {
+                    double sum = 0;
+                    for (int64_t i = 0; i < n; i++) sum += fmin((double)x[i] * (double)x[i], 10.0);
+                    scale = stored_scale(c, info.extra, 0);
+                    CHECK(fabs((double)scale / (sqrt(sum) / (double)n + 1e-6) - 1) < 1e-6, "%s: scale %a", c->name,
+                          (double)scale);
+                }
+                for (int64_t run = 0; run < runs; run++) {
+                    expected_bytes(c, nonneg, x + run * length, NULL, length, scale, code, extra);
+                    CHECK(!memcmp(code, (char *)info.code + run * code_run, (size_t)code_run),
+                          "%s, nonneg %d, %d x %d: codes of run %d", c->name, nonneg, (int)rows, (int)row_length, (int)run);
+                    CHECK(!memcmp(extra, (char *)info.extra + run * scale_run, (size_t)scale_run),
+                          "%s, nonneg %d, %d x %d: scales of run %d", c->name, nonneg, (int)rows, (int)row_length, (int)run);
+                    for (int64_t i = 0; i < length; i++) {
+                        float s = c->scale ? stored_scale(c, extra, i / format->block) : scale;
+                        float value = c->value(packed_code(c, code, i), s, nonneg);
+                        CHECK(to_bits(value) == to_bits(back[run * length + i]), "%s, nonneg %d: element %d of run %d is read "
+                              "as %a", c->name, nonneg, (int)i, (int)run, (double)back[run * length + i]);
+                    }
+                }
+                free(x);
+                free(back);
+                free(code);
+                free(extra);
+                one_close(&t);
+            }
+}
+
+int main(int argc, char **argv)
+{
+    short_run = argc > 1 && !strcmp(argv[1], "--short");
+    test_init(argc - short_run, argv + short_run);
+    test_program = argv[0];
+    make_maps();
+
+    TEST("values of codes") test_values();
+    TEST("every code, and back") test_round_trips();
+    TEST("scales") test_scales();
+    TEST("fp8: the largest of a block") test_fp8_top();
+    TEST("to nearest") test_nearest();
+    TEST("fp8-lamb16: the published codes") test_lamb16();
+    TEST("dynamic maps, rebuilt") test_dynamic_maps();
+    TEST("dynamic codes, searched") test_dynamic_codes();
+    TEST("every random word") test_unbiased();
+    TEST("worst cases as stated") test_bounds();
+    TEST("positive second moments") test_positive();
+    for (int i = 0; i < hstep_isa_count(); i++) {
+        char title[64];
+        if (!hstep_isa_available(i)) continue;
+        snprintf(title, sizeof title, "%s: tiles", hstep_isa_name(i));
+        TEST(title) {
+            test_tiles(hstep_isa_kernels(i));
+            test_close_group();
+        }
+    }
+    TEST("slots") test_slots();
+    return test_done();
+}

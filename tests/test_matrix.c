@@ -1,0 +1,510 @@
+/* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against plain C
+ * loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the largest
+ * shapes. */
+#include <math.h>
+
+#include "dispatch.h"
+#include "matrix.h"
+#include "optimizer.h"
+#include "ref/fixture.h"
+#include "ref/muon.h"
+#include "test.h"
+
+static int short_run;
+
+static const float quintic[3] = {3.4445f, -4.775f, 2.0315f};
+
+/* 2^low to 2^high with all bits random, either sign, and now and then a zero of either. */
+static float wide(struct source *s, int low, int high)
+{
+    uint64_t r = next64(s);
+    if ((r >> 8 & 31) == 0) return r & 1 ? -0.0f : 0.0f;
+    return (float)ldexp((r & 1 ? -1.0 : 1.0) * (1 + next_unit(s)), low + (int)((r >> 16) % (uint64_t)(high - low)));
+}
+
+static float *floats(int64_t n) { return zeroed((size_t)n * sizeof(float)); }
+
+static int64_t differences(const float *a, const float *b, int64_t n)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) count += to_bits(a[i]) != to_bits(b[i]);
+    return count;
+}
+
+/* ---- The kernel --------------------------------------------------------------------------------------------------------- */
+
+static void test_product(void)
+{
+    enum { MOST = 700, TILE = HSTEP_STRIP * HSTEP_PANEL };
+    static float a[MOST * HSTEP_STRIP + 1], b[MOST * HSTEP_PANEL + 1], start[TILE], expected[TILE], c[TILE + 1];
+    static const int lengths[] = {0, 1, 2, 3, 7, 64, 513, 700};
+    for (int isa = 0; isa < hstep_isa_count(); isa++) {
+        const struct hstep_kernels *kernels = hstep_isa_kernels(isa);
+        char name[96];
+        if (!kernels) continue;
+        snprintf(name, sizeof name, "%s: tiles are chains of fp32 products and sums, in order", hstep_isa_name(isa));
+        TEST(name) {
+            struct source s = {1};
+            for (int round = 0; round < 40; round++) {
+                /* Of one size as in use, of all sizes with subnormal products, and so large that sums overflow. */
+                static const int range[3][2] = {{-2, 1}, {-80, 10}, {50, 53}};
+                int length = lengths[round % 8], low = range[round % 3][0], high = range[round % 3][1];
+                int shift = round / 8 % 2; /* off the alignment of vectors */
+                for (int i = 0; i < length * HSTEP_STRIP; i++) a[i + shift] = wide(&s, low, high);
+                for (int i = 0; i < length * HSTEP_PANEL; i++) b[i + shift] = wide(&s, low, high);
+                for (int i = 0; i < TILE; i++) expected[i] = start[i] = round % 2 ? wide(&s, low, high) : 0;
+                for (int i = 0; i < HSTEP_STRIP; i++)
+                    for (int j = 0; j < HSTEP_PANEL; j++)
+                        for (int k = 0; k < length; k++) {
+                            float product = a[k * HSTEP_STRIP + i + shift] * b[k * HSTEP_PANEL + j + shift];
+                            expected[i * HSTEP_PANEL + j] += product;
+                        }
+                memcpy(c + shift, start, sizeof start);
+                kernels->product(c + shift, a + shift, b + shift, length);
+                int64_t wrong = 0;
+                for (int i = 0; i < TILE; i++)
+                    wrong += to_bits(c[i + shift]) != to_bits(expected[i]) && !(isnan(c[i + shift]) && isnan(expected[i]));
+                CHECK(!wrong, "round %d: %d of %d elements differ", round, (int)wrong, TILE);
+            }
+        }
+        test_close_group();
+    }
+}
+
+/* ---- The iteration ------------------------------------------------------------------------------------------------------ */
+
+/* As matrix.h defines it, in plain loops. */
+static void plain_newton_schulz(float *u, int rows, int columns, int steps, float eps)
+{
+    int tall = rows > columns, m = tall ? columns : rows, n = tall ? rows : columns;
+    float *x = floats(2 * m * n + 2 * m * m), *next = x + m * n, *gram = next + m * n, *polynomial = gram + m * m;
+    int64_t squares[HSTEP_EXACT_LIMBS] = {0};
+    for (int first = 0; first < m * n; first += 256) {
+        double lane[16] = {0};
+        for (int i = first; i < first + 256 && i < m * n; i++) lane[i % 32 / 2] += (double)u[i] * (double)u[i];
+        hstep_exact_add(squares, hstep_tree_sum(lane));
+    }
+    double norm = fmax(sqrt(hstep_exact_round(squares)), (double)eps);
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double value = tall ? u[j * m + i] : u[i * n + j];
+            x[i * n + j] = norm > 0 ? (float)(value / norm) : 0;
+        }
+    for (int step = 0; step < steps; step++) {
+        for (int i = 0; i < m; i++)
+            for (int j = 0; j < m; j++) {
+                float sum = 0;
+                for (int k = 0; k < n; k++) sum += x[i * n + k] * x[j * n + k];
+                gram[i * m + j] = sum;
+            }
+        for (int i = 0; i < m; i++)
+            for (int j = 0; j < m; j++) {
+                float sum = 0;
+                for (int k = 0; k < m; k++) sum += gram[i * m + k] * gram[k * m + j];
+                polynomial[i * m + j] = quintic[1] * gram[i * m + j] + quintic[2] * sum;
+                if (i == j) polynomial[i * m + j] += quintic[0];
+            }
+        for (int i = 0; i < m; i++)
+            for (int j = 0; j < n; j++) next[i * n + j] = 0;
+        for (int i = 0; i < m; i++)
+            for (int k = 0; k < m; k++)
+                for (int j = 0; j < n; j++) next[i * n + j] += polynomial[i * m + k] * x[k * n + j];
+        memcpy(x, next, (size_t)(m * n) * sizeof *x);
+    }
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) u[tall ? j * m + i : i * n + j] = x[i * n + j];
+    free(x);
+}
+
+/* A handle with no more in it than the iteration looks at. */
+static void newton_schulz(const struct hstep_kernels *kernels, int threads, float *u, int rows, int columns, int steps,
+                          float eps)
+{
+    static struct halfstep_optimizer o;
+    size_t n = hstep_matrix_workspace(rows, columns);
+    float *workspace = floats((int64_t)n + 64);
+    o.kernels = kernels;
+    o.threads = threads;
+    /* Whatever was in it, and nothing behind it. */
+    for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
+    hstep_newton_schulz(&o, u, rows, columns, quintic, steps, eps, workspace);
+    for (size_t i = n; i < n + 64; i++) CHECK(isnan(workspace[i]), "%d x %d writes behind its workspace", rows, columns);
+    free(workspace);
+}
+
+static const struct hstep_kernels *best(void) { return hstep_isa_kernels(hstep_isa_best()); }
+
+static void test_bits(void)
+{
+    /* Edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both ways round; and two
+     * that are large enough for more than one task. */
+    static const int shapes[][2] = {{2, 2},     {2, 3},     {3, 2},     {5, 31},     {12, 32},   {13, 33},
+                                    {33, 13},   {64, 64},   {31, 97},   {97, 31},    {1, 7},     {7, 1},
+                                    {4, 1100},  {1100, 4},  {100, 517}, {521, 100},  {130, 1090}, {1030, 131}};
+    TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
+        for (int k = 0; k < (short_run ? 14 : 18); k++) {
+            int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, steps = k < 14 ? 5 : 2;
+            float *in = floats(3 * n), *expected = in + n, *u = expected + n;
+            struct source s = {(uint64_t)k + 1};
+            for (int i = 0; i < n; i++) in[i] = (float)(1e-3 * next_normal(&s));
+            memcpy(expected, in, (size_t)n * sizeof *in);
+            plain_newton_schulz(expected, rows, columns, steps, 1e-7f);
+            for (int isa = 0; isa < hstep_isa_count(); isa++)
+                for (int threads = 1; threads <= 4; threads++) {
+                    if (!hstep_isa_kernels(isa)) continue;
+                    memcpy(u, in, (size_t)n * sizeof *in);
+                    newton_schulz(hstep_isa_kernels(isa), threads, u, rows, columns, steps, 1e-7f);
+                    CHECK(!differences(u, expected, n), "%d x %d, %s, %d threads: %d of %d elements differ", rows, columns,
+                          hstep_isa_name(isa), threads, (int)differences(u, expected, n), n);
+                }
+            free(in);
+        }
+    }
+    TEST("the transposed matrix has the transposed result, a power of two times it the same") {
+        enum { ROWS = 45, COLUMNS = 71, N = ROWS * COLUMNS };
+        static float u[N], transposed[N], scaled[N];
+        struct source s = {3};
+        for (int i = 0; i < N; i++) u[i] = (float)next_normal(&s);
+        for (int i = 0; i < N; i++) transposed[i % COLUMNS * ROWS + i / COLUMNS] = u[i];
+        for (int i = 0; i < N; i++) scaled[i] = ldexpf(u[i], 40);
+        newton_schulz(best(), 1, u, ROWS, COLUMNS, 5, 1e-7f);
+        newton_schulz(best(), 1, scaled, ROWS, COLUMNS, 5, 1e-7f);
+        newton_schulz(best(), 1, transposed, COLUMNS, ROWS, 5, 1e-7f);
+        CHECK(!differences(u, scaled, N), "2^40 times: %d differ", (int)differences(u, scaled, N));
+        /* The norm is that of chunks in another order, so its last place may differ. */
+        for (int i = 0; i < N; i++)
+            CHECK(fabs((double)(transposed[i % COLUMNS * ROWS + i / COLUMNS] - u[i])) < 1e-4, "transposed: %g, not %g",
+                  transposed[i % COLUMNS * ROWS + i / COLUMNS], u[i]);
+    }
+    TEST("zeros stay zeros, tiny matrices are divided by eps, no step only divides") {
+        enum { N = 20 * 40 };
+        static float u[N];
+        newton_schulz(best(), 1, u, 20, 40, 5, 0.0f);
+        for (int i = 0; i < N; i++) CHECK(to_bits(u[i]) == 0, "%a", u[i]);
+        for (int i = 0; i < N; i++) u[i] = 0x1p-40f;
+        newton_schulz(best(), 1, u, 20, 40, 0, 0x1p-20f);
+        for (int i = 0; i < N; i++) CHECK(u[i] == 0x1p-20f, "%a", u[i]);
+        for (int i = 0; i < N; i++) u[i] = i % 4 ? 0 : -0x1p100f; /* 200 elements */
+        newton_schulz(best(), 1, u, 20, 40, 0, 1e-7f);
+        for (int i = 0; i < N; i += 4) CHECK(u[i] == (float)(-1 / sqrt(200)), "%a", u[i]);
+    }
+}
+
+/* ---- Accuracy ----------------------------------------------------------------------------------------------------------- */
+
+/* `count` orthonormal vectors of length n. */
+static void orthonormal(struct source *s, double *v, int count, int n)
+{
+    for (int i = 0; i < count; i++) {
+        for (int k = 0; k < n; k++) v[i * n + k] = next_normal(s);
+        for (int round = 0; round < 2; round++) {
+            for (int j = 0; j < i; j++) {
+                double dot = 0;
+                for (int k = 0; k < n; k++) dot += v[i * n + k] * v[j * n + k];
+                for (int k = 0; k < n; k++) v[i * n + k] -= dot * v[j * n + k];
+            }
+            double norm = 0;
+            for (int k = 0; k < n; k++) norm += v[i * n + k] * v[i * n + k];
+            for (int k = 0; k < n; k++) v[i * n + k] /= sqrt(norm);
+        }
+    }
+}
+
+/* A matrix from its singular values, and the same with f(value / norm). Returns the range of the latter. */
+static void from_spectrum(struct source *s, int rows, int columns, const double *values, int count, float *u, double *image,
+                          double *range)
+{
+    double *left = zeroed(sizeof *left * (size_t)(count * (rows + columns))), *right = left + count * rows, norm = 0;
+    orthonormal(s, left, count, rows);
+    orthonormal(s, right, count, columns);
+    for (int r = 0; r < count; r++) norm += values[r] * values[r];
+    norm = sqrt(norm);
+    range[0] = INFINITY;
+    range[1] = 0;
+    for (int i = 0; i < rows * columns; i++) image[i] = 0;
+    double *exact = zeroed(sizeof *exact * (size_t)(rows * columns));
+    for (int r = 0; r < count; r++) {
+        double x = values[r] / norm;
+        for (int step = 0; step < 5; step++) x = 3.4445 * x - 4.775 * x * x * x + 2.0315 * x * x * x * x * x;
+        range[0] = fmin(range[0], x);
+        range[1] = fmax(range[1], x);
+        for (int i = 0; i < rows * columns; i++) {
+            double outer = left[r * rows + i / columns] * right[r * columns + i % columns];
+            image[i] += x * outer;
+            exact[i] += values[r] * outer;
+        }
+    }
+    for (int i = 0; i < rows * columns; i++) u[i] = (float)exact[i];
+    free(exact);
+    free(left);
+}
+
+/* fp32 rounds to 2^-24 of the largest singular value; five steps make of that as much as 3.4445^5 = 485 times it, like of
+ * any small singular value. Measured on the matrices below: at most 0.21 times that in any element. */
+#define ACCURACY (485 * 0x1p-24)
+
+static void judge_accuracy(const char *what, const float *in, int rows, int columns, const double *image)
+{
+    int n = rows * columns;
+    float *u = floats(n);
+    double *exact = zeroed(sizeof *exact * (size_t)n), worst = 0, off = 0, sum = 0, worst_image = 0;
+    for (int i = 0; i < n; i++) exact[i] = u[i] = in[i];
+    newton_schulz(best(), 2, u, rows, columns, 5, 1e-7f);
+    ref_newton_schulz(exact, rows, columns, 3.4445, -4.775, 2.0315, 5, 1e-7);
+    for (int i = 0; i < n; i++) {
+        worst = fmax(worst, fabs((double)u[i] - exact[i]));
+        off += ((double)u[i] - exact[i]) * ((double)u[i] - exact[i]);
+        sum += exact[i] * exact[i];
+        if (image) worst_image = fmax(worst_image, fabs((double)u[i] - image[i]));
+    }
+    printf("     %-28s %4d x %-4d elements %.2f * 485 * 2^-24, norm %.1e of its own\n", what, rows, columns,
+           fmax(worst, worst_image) / ACCURACY, sqrt(off / sum));
+    CHECK(worst <= ACCURACY, "%s, %d x %d: off by %g", what, rows, columns, worst);
+    CHECK(worst_image <= ACCURACY, "%s, %d x %d: off its singular vectors by %g", what, rows, columns, worst_image);
+    free(u);
+    free(exact);
+}
+
+static void test_accuracy(void)
+{
+    static const int shapes[][2] = {{16, 80}, {80, 16}, {64, 64}, {48, 300}, {130, 130}, {400, 60}, {256, 512}};
+    TEST("the iteration is as exact as its growth lets it be") {
+        for (int k = 0; k < (short_run ? 4 : 7); k++) {
+            int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, m = rows < columns ? rows : columns;
+            float *u = floats(n);
+            double *image = zeroed(sizeof *image * (size_t)n), *values = zeroed(sizeof *values * (size_t)m), range[2];
+            struct source s = {(uint64_t)k + 10};
+            for (int i = 0; i < n; i++) u[i] = (float)(1e-4 * next_normal(&s));
+            judge_accuracy("normal", u, rows, columns, NULL);
+            for (int i = 0; i < n; i++) u[i] = wide(&s, -50, 40);
+            judge_accuracy("all magnitudes", u, rows, columns, NULL);
+            for (int i = 0; i < n; i++) u[i] = (float)(1 + 1e-6 * next_normal(&s));
+            judge_accuracy("all but equal", u, rows, columns, NULL);
+            for (int i = 0; i < n; i++) u[i] = (float)((i / columns % 3 + 1) * (i % columns % 5 - 2));
+            judge_accuracy("rank one", u, rows, columns, NULL);
+            for (int r = 0; r < m; r++) values[r] = pow(10, -6.0 * r / m);
+            from_spectrum(&s, rows, columns, values, m, u, image, range);
+            judge_accuracy("singular values of 1 to 1e-6", u, rows, columns, image);
+            for (int r = 0; r < m; r++) values[r] = 1 + 3.0 * r / m;
+            from_spectrum(&s, rows, columns, values, m, u, image, range);
+            judge_accuracy("singular values of 1 to 4", u, rows, columns, image);
+            CHECK(range[0] > 0.65 && range[1] < 1.25, "%d x %d: singular values of 1 to 4 become %g to %g", rows, columns,
+                  range[0], range[1]);
+            free(u);
+            free(image);
+            free(values);
+        }
+    }
+}
+
+/* ---- muon --------------------------------------------------------------------------------------------------------------- */
+
+enum { LAYERS = 4, LARGEST = 100 * 150 };
+static const int layer[LAYERS][3] = {{2, 60, 90}, {2, 100, 33}, {1, 75, 1}, {3, 100, 150}};
+
+struct model {
+    halfstep_optimizer *o;
+    char weight[LAYERS][LARGEST * 4];
+    float gradient[LAYERS][LARGEST], out[LAYERS][LARGEST];
+};
+
+static void model_open(struct model *m, const char *recipe, int isa, int threads)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 7};
+    struct source s = {5};
+    int32_t index;
+    MUST(halfstep_create(&options, &m->o));
+    if (isa >= 0) m->o->kernels = hstep_isa_kernels(isa);
+    MUST(halfstep_add_group(m->o, recipe, &index));
+    for (int i = 0; i < LAYERS; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        halfstep_tensor d = {.struct_size = sizeof d, .name = name, .ndim = layer[i][0], .rows = layer[i][1],
+                             .row_length = layer[i][2], .gradient = "f32"};
+        MUST(halfstep_add_tensor(m->o, &d, &index));
+    }
+    MUST(halfstep_allocate_states(m->o));
+    for (int i = 0; i < LAYERS; i++) {
+        for (int j = 0; j < layer[i][1] * layer[i][2]; j++) m->out[i][j] = (float)next_normal(&s);
+        MUST(halfstep_write_slot(m->o, i, HALFSTEP_SLOT_WEIGHT, m->weight[i], 0, layer[i][1], m->out[i]));
+    }
+}
+
+/* Steps with the same gradients for every model; released: one tensor at a time, the last one first. */
+static void model_run(struct model *m, int steps, int released)
+{
+    struct source s = {6};
+    for (int step = 0; step < steps; step++) {
+        void *weights[LAYERS];
+        const void *gradients[LAYERS];
+        for (int i = 0; i < LAYERS; i++) {
+            weights[i] = m->weight[i];
+            gradients[i] = m->gradient[i];
+            for (int j = 0; j < layer[i][1] * layer[i][2]; j++) m->gradient[i][j] = (float)(1e-3 * next_normal(&s));
+        }
+        if (!released) MUST(halfstep_step(m->o, weights, gradients));
+        for (int i = LAYERS - 1; released && i >= 0; i--) MUST(halfstep_step_tensor(m->o, i, weights[i], gradients[i]));
+        if (released) MUST(halfstep_end_round(m->o));
+    }
+    for (int i = 0; i < LAYERS; i++)
+        MUST(halfstep_read_slot(m->o, i, HALFSTEP_SLOT_WEIGHT, m->weight[i], 0, layer[i][1], m->out[i]));
+}
+
+static void test_muon(void)
+{
+    static struct model first, other;
+    TEST("muon: the same bits on every instruction set, with 1 to 4 threads, and tensor by tensor") {
+        static const char *const recipes[] = {"muon/f32/f32", "muon/bf16-sr/bf16-sr", "muon/bf16-kahan/int8",
+                                              "muon/bf16-ecc8/int8+bf16"};
+        for (int k = 0; k < 4; k++) {
+            model_open(&first, recipes[k], -1, 1);
+            model_run(&first, 4, 0);
+            for (int isa = 0; isa < hstep_isa_count(); isa++)
+                for (int threads = 1; threads <= 4; threads++) {
+                    if (!hstep_isa_kernels(isa)) continue;
+                    model_open(&other, recipes[k], isa, threads);
+                    model_run(&other, 4, threads % 2);
+                    for (int i = 0; i < LAYERS; i++) {
+                        int n = layer[i][1] * layer[i][2], wrong = (int)differences(first.out[i], other.out[i], n);
+                        CHECK(!wrong, "%s, %s, %d threads: w%d: %d of %d differ", recipes[k], hstep_isa_name(isa), threads, i,
+                              wrong, n);
+                    }
+                    halfstep_destroy(other.o);
+                }
+            halfstep_destroy(first.o);
+        }
+    }
+    TEST("muon: 20 steps follow double precision, with either adjustment of lr and without Nesterov") {
+        enum { ROWS = 48, COLUMNS = 30, N = ROWS * COLUMNS };
+        static struct ref_element x[N];
+        static float w[N], g[N];
+        static const double options[][2] = {{0, 1}, {1, 1}, {0, 0}}; /* match_rms, nesterov */
+        for (int k = 0; k < 3; k++) {
+            struct ref_hyper h = {.lr = 1e-2, .weight_decay = 0.1, .reference_lr = 1, .decay = REF_DECOUPLED, .momentum = 0.95,
+                                  .nesterov = options[k][1], .match_rms = options[k][0], .ns_steps = 5, .ns_a = 3.4445,
+                                  .ns_b = -4.775, .ns_c = 2.0315, .ns_eps = 1e-7};
+            struct ref_tensor r = {.n = N, .ndim = 2, .rows = ROWS, .columns = COLUMNS, .x = x};
+            struct source s = {11};
+            struct one t;
+            double worst = 0, moved = 0;
+            one_open(&t, "muon/f32/f32", 2, ROWS, COLUMNS, "f32");
+            one_hyper(&t, "lr", h.lr);
+            one_hyper(&t, "match_rms", h.match_rms);
+            one_hyper(&t, "nesterov", h.nesterov);
+            one_start(&t);
+            for (int i = 0; i < N; i++) {
+                w[i] = (float)next_normal(&s);
+                x[i] = (struct ref_element){.w = w[i]};
+            }
+            one_write(&t, HALFSTEP_SLOT_WEIGHT, w);
+            for (int step = 1; step <= 20; step++) {
+                for (int i = 0; i < N; i++) x[i].g = g[i] = (float)(1e-3 * next_normal(&s));
+                one_write(&t, HALFSTEP_SLOT_GRADIENT, g);
+                MUST(one_step(&t));
+                r.t = r.full = step;
+                ref_muon(&h, &r);
+                for (int i = 0; i < N; i++) x[i].w = x[i].w_new, x[i].s[0] = x[i].s_new[0];
+            }
+            one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
+            for (int i = 0; i < N; i++) {
+                worst = fmax(worst, fabs((double)t.room[i] - x[i].w));
+                moved = fmax(moved, fabs((double)w[i] - x[i].w));
+            }
+            printf("     match_rms %g, nesterov %g: off by %.1e, moved by up to %.1e\n", h.match_rms, h.nesterov, worst, moved);
+            CHECK(worst <= 1e-4 * moved, "match_rms %g, nesterov %g: %g off", h.match_rms, h.nesterov, worst);
+            one_close(&t);
+        }
+    }
+    TEST("muon: matrices have one state, other tensors take the steps of adamw") {
+        enum { N = 100 };
+        struct one muon, adamw;
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        one_open(&muon, "muon/f32/f32", 2, 8, 16, "f32");
+        one_start(&muon);
+        CHECK(halfstep_get_slot_info(muon.o, 0, HALFSTEP_SLOT_STATE + 1, &info) != HALFSTEP_OK || info.code_bytes == 0,
+              "a matrix has a second moment");
+        one_close(&muon);
+        for (int shape = 0; shape < 3; shape++) {
+            struct source s = {21};
+            int64_t rows = shape == 1 ? 1 : N, columns = shape == 1 ? N : 1;
+            one_open(&muon, "muon/f32/f32", shape ? 2 : 1, rows, columns, "f32");
+            one_open(&adamw, "adamw/f32/f32", shape ? 2 : 1, rows, columns, "f32");
+            one_hyper(&adamw, "weight_decay", 0.1);
+            one_start(&muon);
+            one_start(&adamw);
+            one_fill(&muon, HALFSTEP_SLOT_WEIGHT, 1.0f);
+            one_fill(&adamw, HALFSTEP_SLOT_WEIGHT, 1.0f);
+            for (int step = 0; step < 5; step++) {
+                for (int i = 0; i < N; i++) muon.room[i] = (float)(1e-3 * next_normal(&s));
+                one_write(&muon, HALFSTEP_SLOT_GRADIENT, muon.room);
+                one_write(&adamw, HALFSTEP_SLOT_GRADIENT, muon.room);
+                MUST(one_step(&muon));
+                MUST(one_step(&adamw));
+            }
+            CHECK(!memcmp(muon.weight, adamw.weight, N * 4), "shape %d differs from adamw", shape);
+            one_close(&muon);
+            one_close(&adamw);
+        }
+    }
+    TEST("muon: a part of a matrix is refused, a part of a vector is not") {
+        halfstep_options options = {.struct_size = sizeof options};
+        halfstep_optimizer *o;
+        int32_t index;
+        MUST(halfstep_create(&options, &o));
+        MUST(halfstep_add_group(o, "muon", &index));
+        halfstep_tensor d = {.struct_size = sizeof d, .name = "half", .ndim = 2, .rows = 8, .row_length = 64, .n_rows = 4,
+                             .n_columns = 64, .gradient = "f32"};
+        CHECK(halfstep_add_tensor(o, &d, &index) == HALFSTEP_ERROR_UNSUPPORTED, "half of the rows was taken");
+        CHECK(strstr(halfstep_error_detail(o), "half") != NULL, "no name of the tensor in: %s", halfstep_error_detail(o));
+        d.n_rows = 8;
+        d.n_columns = 32;
+        CHECK(halfstep_add_tensor(o, &d, &index) == HALFSTEP_ERROR_UNSUPPORTED, "half of the columns was taken");
+        halfstep_tensor v = {.struct_size = sizeof v, .name = "vector", .ndim = 1, .rows = 64, .row_length = 1, .n_rows = 32,
+                             .n_columns = 1, .gradient = "f32"};
+        CHECK(halfstep_add_tensor(o, &v, &index) == HALFSTEP_OK, "%s", halfstep_error_detail(o));
+        halfstep_destroy(o);
+    }
+    TEST("muon: micro-steps gather the gradient in the momentum and leave weights alone") {
+        enum { N = 6 * 10 };
+        struct source s = {31};
+        struct one t;
+        static float before[N], after[N], g[2][N];
+        one_open(&t, "muon/f32/f32", 2, 6, 10, "f32");
+        one_start(&t);
+        one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1.0f);
+        one_read(&t, HALFSTEP_SLOT_WEIGHT, before);
+        for (int step = 0; step < 2; step++) {
+            const void *gradients[1] = {t.gradient};
+            for (int i = 0; i < N; i++) g[step][i] = (float)next_normal(&s);
+            one_write(&t, HALFSTEP_SLOT_GRADIENT, g[step]);
+            if (step)
+                MUST(one_step(&t));
+            else
+                MUST(halfstep_accumulate_states(t.o, gradients));
+            one_read(&t, HALFSTEP_SLOT_WEIGHT, after);
+            int moved = (int)differences(before, after, N);
+            CHECK(!moved == !step, "step %d: %d weights moved", step, moved);
+        }
+        one_read(&t, HALFSTEP_SLOT_STATE, after);
+        for (int i = 0; i < N; i++) {
+            double expected = 0.95 * 0.05 * (double)g[0][i] + 0.05 * (double)g[1][i];
+            CHECK(fabs((double)after[i] - expected) < 1e-7, "momentum %g, expected %g", after[i], expected);
+        }
+        one_close(&t);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && !strcmp(argv[1], "--short")) {
+        short_run = 1;
+        argc--;
+        argv++;
+    }
+    test_init(argc, argv);
+    test_product();
+    test_bits();
+    test_accuracy();
+    test_muon();
+    return test_done();
+}

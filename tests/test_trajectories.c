@@ -1,0 +1,268 @@
+/* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double precision
+ * (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights, so that nothing
+ * corrects an error. --short follows the first 48 steps. --table prints what was measured, for the bounds below. */
+#include <math.h>
+
+#include "ref/table.h"
+#include "test.h"
+
+enum { FULL = 1000, SHORT = 48, ROWS = 8 };
+
+static int steps = FULL, table;
+
+/* Gradients of one element: a mean that turns slowly and noise, of a size that is its own (log-normal, sigma 1/2) and falls
+ * tenfold over the run, which second moments have to follow. */
+static void make_gradients(float *g, int n, int raw, const float *start)
+{
+    struct source s = {7};
+    double *size = zeroed((size_t)n * sizeof *size), *phase = zeroed((size_t)n * sizeof *phase);
+    for (int i = 0; i < n; i++) {
+        size[i] = 0.01 * exp(0.5 * next_normal(&s));
+        phase[i] = 6.283185307179586 * next_unit(&s);
+    }
+    for (int step = 0; step < steps; step++)
+        for (int i = 0; i < n; i++) {
+            double fall = pow(10, -(double)step / FULL), mean = sin(phase[i] + 3 * (double)step / FULL);
+            float *at = &g[(size_t)step * (size_t)n + (size_t)i];
+            *at = (float)(size[i] * fall * (0.5 * mean + 0.5 * next_normal(&s)));
+            /* A live weight, for rules that average weights: it walks. */
+            if (raw) *at = (step ? at[-n] : start[i]) - *at / 10;
+        }
+    free(size);
+    free(phase);
+}
+
+/* One run of a reference: weights to start from, gradients, where it ends, how far that is. */
+struct course {
+    const struct reference *ref;
+    halfstep_rule_info info;
+    int32_t row;
+    struct ref_hyper h;
+    int n, columns;
+    float *start, *gradients;
+    struct ref_element *x;
+    double travelled;
+};
+
+static void course_run(struct course *c, uint64_t id)
+{
+    struct ref_tensor r = {.n = c->n, .ndim = 2, .rows = ROWS, .columns = c->columns, .x = c->x, .id = id};
+    for (int i = 0; i < c->n; i++) {
+        c->x[i].w = (double)c->start[i];
+        for (int j = 0; j < c->info.states; j++)
+            if (c->info.state_role[j] == HALFSTEP_ROLE_WEIGHT) c->x[i].s[j] = c->x[i].w;
+    }
+    for (int step = 0; step < steps; step++) {
+        for (int i = 0; i < c->n; i++) c->x[i].g = (double)c->gradients[(size_t)step * (size_t)c->n + (size_t)i];
+        r.t = r.full = step + 1;
+        c->ref->step(&c->h, &r);
+        ref_advance(&r);
+    }
+}
+
+static double distance(const struct course *c, const float *w)
+{
+    double sum = 0;
+    for (int i = 0; i < c->n; i++) sum += ((double)w[i] - c->x[i].w) * ((double)w[i] - c->x[i].w);
+    return sqrt(sum);
+}
+
+static void course_open(struct course *c, const struct reference *ref, int columns, uint64_t id)
+{
+    struct source s = {3};
+    memset(c, 0, sizeof *c);
+    c->ref = ref;
+    c->row = halfstep_rule_find(ref->rule);
+    c->info = rule_info(c->row);
+    c->h = ref_defaults(c->row);
+    c->h.lr = ref->lr;
+    /* Under l2 it passes through the learning rate and the moments: a tenth of a gradient. */
+    c->h.weight_decay = c->h.decay == REF_L2 ? 3e-3 : 0.1;
+    ref_options(&c->h, ref->options);
+    c->columns = columns;
+    c->n = ROWS * columns;
+    c->start = zeroed((size_t)c->n * 4);
+    c->gradients = zeroed((size_t)c->n * (size_t)steps * 4);
+    c->x = zeroed((size_t)c->n * sizeof *c->x);
+    /* BF16 numbers, which every weight format stores as they are. */
+    for (int i = 0; i < c->n; i++) c->start[i] = bf16_nearest((float)(0.3 * next_normal(&s)));
+    make_gradients(c->gradients, c->n, c->info.raw_gradient, c->start);
+    course_run(c, id);
+    c->travelled = distance(c, c->start);
+}
+
+static void course_close(struct course *c)
+{
+    free(c->start);
+    free(c->gradients);
+    free(c->x);
+}
+
+/* How far the library ends from the reference, relative to how far that went; of weights and, where they are not the
+ * weights to evaluate, of those too. */
+static double follow(const struct course *c, const char *recipe)
+{
+    struct one t;
+    double off;
+    one_open(&t, recipe, 2, ROWS, c->columns, "f32");
+    MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    ref_apply(&t, c->row, &c->h);
+    one_start(&t);
+    for (int j = 0; j < c->info.states; j++) {
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        MUST(halfstep_get_slot_info(t.o, 0, HALFSTEP_SLOT_STATE + j, &slot));
+        CHECK(!slot.fell_back, "%s: %s fell back to another format", recipe, c->info.state_name[j]);
+    }
+    one_write(&t, HALFSTEP_SLOT_WEIGHT, c->start);
+    for (int step = 0; step < steps; step++) {
+        void *weights[1] = {t.weight};
+        const void *gradients[1] = {c->gradients + (size_t)step * (size_t)c->n};
+        MUST(halfstep_step(t.o, weights, gradients));
+    }
+    one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
+    off = distance(c, t.room);
+    if (c->info.average) {
+        /* y = (1 - b1) z + b1 x */
+        double sum = 0;
+        MUST(halfstep_read_average(t.o, 0, t.weight, 0, ROWS, t.room));
+        for (int i = 0; i < c->n; i++) {
+            double x = (c->x[i].w - (1 - c->h.beta1) * c->x[i].s[1]) / c->h.beta1 - (double)t.room[i];
+            sum += x * x;
+        }
+        off = fmax(off, sqrt(sum));
+    }
+    one_close(&t);
+    return off / c->travelled;
+}
+
+/* Recipe in which every state that can be has the format in a row, the others are f32. 0 if none can be. */
+static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule, const char *weight, int32_t row)
+{
+    halfstep_format_info format = {.struct_size = sizeof format};
+    int served = 0, length = snprintf(recipe, size, "%s/%s", rule->name, weight), named = 0;
+    MUST(halfstep_get_format_info(row, &format));
+    for (int j = 0; j < rule->states; j++) {
+        int role = rule->state_role[j];
+        if (role == HALFSTEP_ROLE_WEIGHT) continue;
+        int serves = role == HALFSTEP_ROLE_GRADIENT ? (format.roles & HALFSTEP_ROLE_SIGNED) && !format.block
+                                                    : (format.roles & role) != 0;
+        served |= serves;
+        length += snprintf(recipe + length, size - (size_t)length, "%c%s", named++ ? '+' : '/', serves ? format.name : "f32");
+    }
+    /* A rule that stores no states is run once. */
+    return served || (!named && !strcmp(format.name, "f32"));
+}
+
+/* ---- Bounds -------------------------------------------------------------------------------------------------------------- */
+
+/* The most that a format of weights, and one of states, may be off: a part of the way, after 1000 steps and after 48. Both
+ * add up. They are about twice what the worst rule shows (--table). Noise of unbiased roundings grows as the root of the
+ * steps and the way as the steps, so weights are worse off early; states begin at zero and are better off. */
+struct bound {
+    const char *format;
+    double bound[2];
+    const char *reason;
+};
+static const struct bound weights[] = {
+    {"f32", {4e-6, 6e-5}, "roundings of the weight, half a unit each: steps are 1e-3 of it"},
+    {"bf16-sr", {0.2, 1.2}, "unbiased, but one unit of the weight is several steps long"},
+    {"bf16-kahan", {4e-4, 6e-3}, "the same 2^-8 finer"},
+    {"bf16-ecc8", {1.2e-3, 2e-2}, "16 bits of significand, unbiased"},
+    {"bf16-ecc16", {4e-6, 6e-5}, "is fp32"},
+};
+static const struct bound states[] = {
+    {"f32", {0, 0}, "what the weights' bound is measured with"},
+    {"bf16", {0.1, 0.012}, "second moments with 1 - beta2 < 2^-9 stand still while gradients fall"},
+    {"bf16-sr", {0.03, 0.015}, "2^-8 of a state, unbiased, averaged over the steps"},
+    {"bf16-kahan", {2.5e-4, 2e-5}, "2^-16, averaged; Lion's sign turns where its sum is that small"},
+    {"bf16-ecc8", {4e-4, 6e-5}, "2^-15, likewise"},
+    {"bf16-ecc16", {0, 0}, "is fp32"},
+    {"f16", {2.5e-3, 6e-3}, "2^-11, likewise"},
+    {"f16-sr", {3e-3, 7e-3}, "2^-10, likewise"},
+    {"f16-kahan", {1e-6, 1e-6}, "2^-22"},
+    {"f16-ecc8", {2.5e-4, 1e-5}, "2^-18, averaged; Lion as above"},
+    {"f16-ecc16", {1e-6, 1e-6}, "2^-24 above 2^-17, then absolute"},
+    {"int8", {0.15, 0.05}, "codes of 1/127 and 1/32 of the root: second moments a little large within a block"},
+    {"int4", {0.9, 0.6}, "codes of 1/7 and 1/4: second moments far below their block's largest are too large"},
+    {"fp8", {0.25, 0.12}, "3 bits of mantissa"},
+    {"fp8-e5m2", {0.35, 0.25}, "2 bits of mantissa"},
+    {"dyn8", {0.8, 0.08}, "always to nearest: averages with a small 1 - beta change by less than half a code, and stick"},
+    {"dyn4", {2, 1}, "as dyn8, with a tenth of the codes"},
+    {"fp8-lamb16", {2, 1.7}, "the published scale cuts off most of a moment: no more than the direction is left"},
+};
+/* Where a rule asks for more than a format has. */
+static const struct {
+    const char *rule;
+    struct bound state;
+} exceptions[] = {
+    {"adan", {"int4", {3, 0.7}, "its 1 - beta of 0.02 and 0.08 count as fast, so codes are written to nearest, and stick"}},
+    {"adan", {"fp8-e5m2", {1.4, 0.25}, "the same"}},
+};
+
+static const struct bound *state_bound(const char *rule, const char *format)
+{
+    for (size_t i = 0; i < sizeof exceptions / sizeof exceptions[0]; i++)
+        if (!strcmp(exceptions[i].rule, rule) && !strcmp(exceptions[i].state.format, format)) return &exceptions[i].state;
+    for (size_t i = 0; i < sizeof states / sizeof states[0]; i++)
+        if (!strcmp(states[i].format, format)) return &states[i];
+    return NULL;
+}
+
+enum { WEIGHTS = sizeof weights / sizeof weights[0] };
+
+static void follow_reference(const struct reference *ref, int32_t geometry, int columns, uint64_t id)
+{
+    struct course c;
+    course_open(&c, ref, columns, id);
+    if (table) printf("     %s %s, %d weights, travelled %.3g:", ref->rule, ref->options, c.n, c.travelled);
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info format = {.struct_size = sizeof format};
+        char recipe[96];
+        MUST(halfstep_get_format_info(row, &format));
+        if ((format.block && format.geometry == HALFSTEP_GEOMETRY_FLAT) != (geometry == HALFSTEP_GEOMETRY_FLAT)) continue;
+        if (format.block && !ref->blocks) continue;
+        const struct bound *state = state_bound(ref->rule, format.name);
+        CHECK(state, "no bound for %s", format.name);
+        for (int k = 0; state && k < WEIGHTS && recipe_with(recipe, sizeof recipe, &c.info, weights[k].format, row); k++) {
+            int early = steps == SHORT;
+            double off = follow(&c, recipe), allowed = weights[k].bound[early] + state->bound[early];
+            if (table && !k) printf("\n       %-11s", format.name);
+            if (table) printf(" %9.2g", off);
+            CHECK(off <= allowed, "%s %s: %.3g of the way off after %d steps, %.3g allowed (%s; %s)", recipe, ref->options, off,
+                  steps, allowed, weights[k].reason, state->reason);
+        }
+    }
+    if (table) printf("\n");
+    course_close(&c);
+}
+
+int main(int argc, char **argv)
+{
+    for (; argc > 1 && argv[1][0] == '-'; argc--, argv++) {
+        if (!strcmp(argv[1], "--short")) steps = SHORT;
+        if (!strcmp(argv[1], "--table")) table = 1;
+        argv[1] = argv[0];
+    }
+    test_init(argc, argv);
+    struct one probe;
+    halfstep_counters counters = {.struct_size = sizeof counters};
+    one_open(&probe, "sgd", 2, ROWS, 128, "f32");
+    one_start(&probe);
+    MUST(halfstep_get_counters(probe.o, 0, &counters));
+    one_close(&probe);
+    for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+        const char *rule = rule_info(row).name;
+        char name[96];
+        snprintf(name, sizeof name, "%s follows double precision in every format", rule);
+        TEST(name) {
+            CHECK(reference_of(rule), "ref/table.h has no reference for %s", rule);
+            for (int k = 0; k < REFERENCES; k++)
+                if (!strcmp(references[k].rule, rule)) {
+                    follow_reference(&references[k], HALFSTEP_GEOMETRY_ROWS, 128, counters.id);
+                    if (references[k].blocks) follow_reference(&references[k], HALFSTEP_GEOMETRY_FLAT, 512, counters.id);
+                }
+        }
+        test_close_group();
+    }
+    return test_done();
+}

@@ -1,0 +1,458 @@
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep.h"
+#include "halfstep_io.h"
+
+#include "compare_internal.h"
+#include "interrupt.h"
+#include "recipes.h"
+
+static const struct option compare_rows[] = {
+    {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
+     "what to compare; the first is the reference. R@LR has a learning rate of its own; other options of one recipe follow it: "
+     "adamw/bf16-sr:lr=2e-4:clip=1"},
+    {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, 1000, 0, NULL,
+     "runs of each recipe, with seeds from --seed upwards"},
+    {"out", OPTION_STRING, offsetof(struct compare_options, out), "DIR", "halfstep-compare", 0, 0, 0, NULL,
+     "folder for report.html, report.json, runs.csv and history.csv"},
+    {"expect", OPTION_STRING, offsetof(struct compare_options, expect), "R>X,R<X,R~X", NULL, 0, 0, 0, NULL, NULL},
+    OPTION_JSON(struct compare_options),
+    {"batch", OPTION_STRING, offsetof(struct compare_options, batches), "N,N,...", NULL, 0, 0, 0, NULL,
+     "images per step; several sizes get a table and curves each"},
+};
+
+/* What may differ between the recipes of one comparison, beside the hyper-parameters of the rule. The rest (shape, data,
+ * order, length, type of matrix products) is what makes them comparable. */
+static const char *const per_recipe[] = {"lr",     "schedule",  "warmup",  "final-lr",   "weight-decay", "decay",
+                                         "clip",   "gradients", "release", "loss-scale", "generator",    "hyper",
+                                         "accumulator", "scan"};
+
+/* ---- What is to be compared -------------------------------------------------------------------------------------------- */
+
+static const struct option *find_row(const struct run_options *table, const char *name)
+{
+    for (int i = 0; i < table->n; i++)
+        if (strcmp(table->rows[i].name, name) == 0) return &table->rows[i];
+    return NULL;
+}
+
+static int may_differ(const struct option *option)
+{
+    if (option->kind == OPTION_HYPER_AS) return 1;
+    for (size_t i = 0; i < sizeof per_recipe / sizeof per_recipe[0]; i++)
+        if (strcmp(option->name, per_recipe[i]) == 0) return 1;
+    return 0;
+}
+
+/* One "name=value" or flag after a recipe. */
+static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error, size_t error_bytes)
+{
+    char name[128];
+    const char *equals = strchr(word, '=');
+    snprintf(name, sizeof name, "%.*s", (int)(equals ? equals - word : (long)strlen(word)), word);
+    for (char *c = name; *c; c++)
+        if (*c == '_') *c = '-';
+    const struct option *option = find_row(&compare->table, name);
+    if (!option || !may_differ(option)) {
+        snprintf(error, error_bytes, "\"%s\" is %s", name, option ? "the same for all recipes of a comparison" : "not an option");
+        return -1;
+    }
+    if ((option->kind == OPTION_FLAG) != !equals) {
+        snprintf(error, error_bytes, equals ? "\"%s\" takes no value" : "\"%s\" needs a value", name);
+        return -1;
+    }
+    struct option_group group = {"", compare->table.rows, compare->table.n, config};
+    return args_set(&compare->args, &group, option, equals ? equals + 1 : "1", error, error_bytes);
+}
+
+/* R@LR, or R@LR/LR/LR with one for each batch size: the one for this group. 0, or -1 and one line. */
+static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group, char text[64], char *error,
+                    size_t error_bytes)
+{
+    int n = 1;
+    for (const char *c = rates; *c; c++) n += *c == '/';
+    if (n > 1 && n != compare->batches) {
+        snprintf(error, error_bytes, "@%s has %d learning rates for %d batch size%s", rates, n, compare->batches,
+                 compare->batches == 1 ? "" : "s");
+        return -1;
+    }
+    for (int i = 0; n > 1 && i < group; i++) rates = strchr(rates, '/') + 1;
+    char word[64];
+    snprintf(text, 64, "@%.*s", (int)strcspn(rates, "/"), rates);
+    snprintf(word, sizeof word, "lr=%.58s", text + 1);
+    return set_one(compare, config, word, error, error_bytes);
+}
+
+/* One recipe of one group, from "RECIPE@RATES:OPTION:OPTION". */
+static int add_entry(struct compare *compare, const char *typed, int group, char *error, size_t error_bytes)
+{
+    struct report *report = &compare->report;
+    if (report->entries == REPORT_MAX_ENTRIES) {
+        snprintf(error, error_bytes, "more than %d recipes", REPORT_MAX_ENTRIES);
+        return -1;
+    }
+    struct report_entry *entry = &report->entry[report->entries];
+    struct run_config *config = &compare->config[report->entries];
+    char full[RECIPE_BYTES], rate[64] = "", why[400], copy[512];
+    if (snprintf(copy, sizeof copy, "%s", typed) >= (int)sizeof copy) {
+        snprintf(error, error_bytes, "\"%.20s...\" is too long", typed);
+        return -1;
+    }
+    const char *name = strchr(typed, ':');
+    char *special = strchr(copy, ':');
+    if (special) *special++ = 0;
+    char *rates = strchr(copy, '@');
+    if (rates) *rates++ = 0;
+    if (recipe_check(copy, full, why, sizeof why) != 0) {
+        snprintf(error, error_bytes, "%s", why);
+        return -1;
+    }
+    *config = compare->base;
+    config->recipe = args_keep(&compare->args, full);
+    if (compare->kind->batches) config->batch = compare->batch[group];
+    int bad = rates && set_rate(compare, config, rates, group, rate, why, sizeof why) != 0;
+    for (char *word = special; word && !bad; ) {
+        char *next = strchr(word, ':');
+        if (next) *next++ = 0;
+        bad = set_one(compare, config, word, why, sizeof why) != 0;
+        word = next;
+    }
+    if (bad) {
+        snprintf(error, error_bytes, "%s: %s", typed, why);
+        return -1;
+    }
+    run_config_settle(config);
+    struct text label = {0}, unique = {0}, known = {0};
+    char batch[32] = "";
+    if (compare->batches > 1) snprintf(batch, sizeof batch, ":batch=%lld", (long long)config->batch);
+    text_add(&label, "%s%s%s", full, rate, name ? name : "");
+    text_add(&unique, "%s%s%s%s", full, rate, name ? name : "", batch);
+    text_add(&known, "%s%s", typed, batch);
+    entry->label = label.failed ? NULL : args_keep(&compare->args, label.data);
+    entry->name = unique.failed ? NULL : args_keep(&compare->args, unique.data);
+    entry->typed = known.failed ? NULL : args_keep(&compare->args, known.data);
+    text_free(&label);
+    text_free(&unique);
+    text_free(&known);
+    entry->recipe = config->recipe;
+    entry->compute = config->compute;
+    entry->gradients = config->gradients;
+    entry->group = group;
+    if (!entry->typed || !entry->recipe || !entry->name || !entry->label) {
+        snprintf(error, error_bytes, "out of memory");
+        return -1;
+    }
+    for (int i = 0; i < report->entries; i++)
+        if (strcmp(report->entry[i].name, entry->name) == 0) {
+            snprintf(error, error_bytes, "%s is there twice", entry->name);
+            return -1;
+        }
+    report->entries++;
+    return 0;
+}
+
+static int add_entries(struct compare *compare, char *error, size_t error_bytes)
+{
+    char *list = strdup(compare->options.recipes);
+    int bad = list == NULL;
+    if (bad) snprintf(error, error_bytes, "out of memory");
+    for (int group = 0; group < compare->batches && !bad; group++) {
+        strcpy(list, compare->options.recipes);
+        for (char *at = list; at && *at && !bad;) {
+            char *next = strchr(at, ',');
+            if (next) *next++ = 0;
+            bad = *at && add_entry(compare, at, group, error, error_bytes) != 0;
+            at = next;
+        }
+    }
+    free(list);
+    if (!bad && compare->report.entries == 0) {
+        snprintf(error, error_bytes, "--recipes is empty");
+        bad = 1;
+    }
+    return bad ? -1 : 0;
+}
+
+/* "128,1024" */
+static int add_batches(struct compare *compare, char *error, size_t error_bytes)
+{
+    compare->batches = 1;
+    if (!compare->kind->batches) return 0;
+    compare->batches = 0;
+    for (const char *at = compare->options.batches; *at; at += *at == ',') {
+        char word[32], name[48];
+        double size;
+        size_t n = strcspn(at, ",");
+        snprintf(word, sizeof word, "%.*s", (int)n, at);
+        at += n;
+        if (n >= sizeof word || parse_number(word, &size) != 0 || size != floor(size) || size < 1 || size > 1 << 20) {
+            snprintf(error, error_bytes, "\"%s\" is not a number of images from 1 to %d", word, 1 << 20);
+            return -1;
+        }
+        for (int i = 0; i < compare->batches; i++)
+            if (compare->batch[i] == (int64_t)size) {
+                snprintf(error, error_bytes, "%s is there twice", word);
+                return -1;
+            }
+        if (compare->batches == MAX_GROUPS) {
+            snprintf(error, error_bytes, "more than %d sizes", MAX_GROUPS);
+            return -1;
+        }
+        snprintf(name, sizeof name, "batch %lld", (long long)size);
+        compare->batch[compare->batches] = (int64_t)size;
+        compare->batch_name[compare->batches] = args_keep(&compare->args, name);
+        if (!compare->batch_name[compare->batches++]) {
+            snprintf(error, error_bytes, "out of memory");
+            return -1;
+        }
+    }
+    if (!compare->batches) snprintf(error, error_bytes, "it is empty");
+    compare->report.group = compare->batch_name;
+    compare->report.groups = compare->batches;
+    return compare->batches ? 0 : -1;
+}
+
+/* ---- Runs --------------------------------------------------------------------------------------------------------------- */
+
+/* A name for a run's own files: "adamw-bf16-sr-int8-seed1". */
+static void run_name(const struct report *report, const struct report_run *run, char *text, size_t text_bytes)
+{
+    snprintf(text, text_bytes, "%s-seed%llu", report->entry[run->entry].name, (unsigned long long)run->seed);
+    for (char *c = text; *c; c++)
+        if (strchr("/:=+@", *c)) *c = '-';
+}
+
+int compare_keep(struct report_run *run, const struct run_result *result, json_t *json)
+{
+    double params = result->params > 0 ? (double)result->params : 1;
+    run->train_loss = result->train_loss;
+    run->validation_loss = result->val_loss;
+    run->seconds = result->seconds;
+    run->weights = (double)result->weight_bytes / params;
+    run->gradients = (double)result->gradient_bytes / params;
+    run->states = (double)result->state_bytes / params;
+    run->changed = result->weights_changed;
+    run->skipped = result->skipped_steps;
+    run->json = json;
+    run->done = json != NULL;
+    return run->done ? 0 : -1;
+}
+
+/* Files that belong to one run of many: DIR/NAME, and FILE.csv as FILE-NAME.csv. */
+static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config, char paths[2][PATH_BYTES],
+                     char *error, size_t error_bytes)
+{
+    char name[320], why[512];
+    run_name(&compare->report, run, name, sizeof name);
+    if (config->log) {
+        const char *dot = strrchr(compare_file_name(config->log), '.');
+        int stem = (int)(dot ? dot - config->log : (long)strlen(config->log));
+        if (snprintf(paths[0], PATH_BYTES, "%.*s-%s%s", stem, config->log, name, dot ? dot : "") >= PATH_BYTES) {
+            snprintf(error, error_bytes, "--log: name too long");
+            return -1;
+        }
+        config->log = paths[0];
+    }
+    if (!config->checkpoint) return 0;
+    if (compare_make_folder(config->checkpoint) != 0) {
+        snprintf(error, error_bytes, "%s: %s", config->checkpoint, strerror(errno));
+        return -1;
+    }
+    if (snprintf(paths[1], PATH_BYTES, "%s/%s", config->checkpoint, name) >= PATH_BYTES) {
+        snprintf(error, error_bytes, "--checkpoint: name too long");
+        return -1;
+    }
+    config->checkpoint = paths[1];
+    if (config->resume) {
+        halfstep_checkpoint *saved;
+        halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+        int code = halfstep_open_checkpoint(&saved, config->checkpoint, &quick, why, sizeof why);
+        if (code == HALFSTEP_OK) halfstep_close_checkpoint(saved);
+        config->resume = code != HALFSTEP_ERROR_NAME; /* this run had not saved anything yet */
+    }
+    return 0;
+}
+
+static void announce(struct compare *compare, struct progress *progress, int at, double started)
+{
+    const struct report *report = &compare->report;
+    const struct report_run *run = &report->run[at];
+    struct text line = {0};
+    if (compare->base.quiet) return;
+    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[run->entry].name);
+    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)run->seed);
+    if (at) {
+        long left = lround((progress_clock() - started) / at * (report->runs - at));
+        text_add(&line, " (about %ld:%02ld left in all)", left / 60, left % 60);
+    }
+    if (line.data) progress_note(progress, "%s", line.data);
+    text_free(&line);
+}
+
+static int train_all(struct compare *compare)
+{
+    struct report *report = &compare->report;
+    const char *command = compare->comparison->command;
+    struct progress progress;
+    char error[1200];
+    progress_open(&progress, stderr, compare->base.quiet);
+    double started = progress_clock();
+    for (int i = 0; i < report->runs; i++) {
+        struct report_run *run = &report->run[i];
+        struct run_config config = compare->config[run->entry];
+        char paths[2][PATH_BYTES];
+        config.seed = run->seed;
+        if (set_paths(compare, run, &config, paths, error, sizeof error) != 0) return failure(command, "%s", error);
+        announce(compare, &progress, i, started);
+        progress_label(&progress, report->entry[run->entry].name);
+        int status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
+        if (status != 0) {
+            fprintf(stderr, "halfstep: %s: %s: %s\n", command, report->entry[run->entry].name, error);
+            if (report_done(report))
+                fprintf(stderr, "halfstep: %s: %d of %d runs are in %s/report.html\n", command, report_done(report),
+                        report->runs, compare->options.out);
+            return status;
+        }
+        if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0) return failure(command, "%s", error);
+    }
+    return 0;
+}
+
+static int plan_runs(struct compare *compare)
+{
+    struct report *report = &compare->report;
+    report->seeds = (int)compare->options.seeds;
+    report->runs = report->seeds * report->entries;
+    report->run = calloc((size_t)report->runs, sizeof *report->run);
+    if (!report->run) return -1;
+    for (int i = 0; i < report->runs; i++) {
+        report->run[i].entry = i % report->entries;
+        report->run[i].seed = compare->base.seed + (uint64_t)(i / report->entries);
+        report->run[i].changed = NAN;
+    }
+    return 0;
+}
+
+static int prepare(struct compare *compare)
+{
+    const char *command = compare->comparison->command;
+    char error[1200];
+    int status = compare->kind->complete(compare, error, sizeof error);
+    if (status == 2) return usage_error(command, "%s", error);
+    if (status != 0) return failure(command, "%s", error);
+    if (add_batches(compare, error, sizeof error) != 0) return usage_error(command, "--batch: %s", error);
+    if (add_entries(compare, error, sizeof error) != 0) return usage_error(command, "--recipes: %s", error);
+    if (compare->options.expect && report_parse_checks(&compare->report, compare->options.expect, compare->check, MAX_CHECKS,
+                                                       &compare->checks, error, sizeof error) != 0)
+        return usage_error(command, "--expect: %s", error);
+    if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
+    if (plan_runs(compare) != 0) return failure(command, "out of memory");
+    if (compare_make_folder(compare->options.out) != 0)
+        return failure(command, "--out %s: %s", compare->options.out, strerror(errno));
+    compare_describe(compare);
+    return 0;
+}
+
+/* ---- The end ------------------------------------------------------------------------------------------------------------ */
+
+static void print_outcome(const struct compare *compare, FILE *out)
+{
+    struct text text = {0};
+    report_table(&compare->report, &text);
+    text_add(&text, "Matrix products in %s for every recipe.\n\nreport: %s/report.html\n", compare->base.compute,
+             compare->options.out);
+    report_sentence(&compare->report, &text);
+    if (text.data) fprintf(out, "%s%s", text.data, text.data[text.n - 1] == '\n' ? "" : "\n");
+    text_free(&text);
+}
+
+static int conclude(struct compare *compare)
+{
+    struct report *report = &compare->report;
+    const char *command = compare->comparison->command;
+    char error[1200];
+    report->check = compare->check;
+    report->checks = compare->checks;
+    int failed = report_judge(report), status = 0;
+    if (compare_write_report(compare, error, sizeof error) != 0) return failure(command, "%s", error);
+    if (compare->options.json) {
+        if (!compare->base.quiet) print_outcome(compare, stderr);
+        struct text path = {0};
+        json_t *object = report_json(report);
+        text_add(&path, "%s/report.html", compare->options.out);
+        json_object_set_new(object, "report", json_string(path.data ? path.data : ""));
+        text_free(&path);
+        status = print_json(object);
+    } else {
+        print_outcome(compare, stdout);
+        fflush(stdout);
+    }
+    for (int i = 0; i < report->checks; i++) {
+        struct text line = {0};
+        if (report->check[i].passed) continue;
+        report_check_text(report, &report->check[i], &line);
+        status = failure(command, "expectation not met: %s", line.data ? line.data : "");
+        text_free(&line);
+    }
+    return failed ? 1 : status;
+}
+
+/* The options of the comparison itself, and those of every run without the ones that stand for themselves there. */
+static void make_options(struct compare *compare)
+{
+    const struct compare_kind *kind = compare->kind;
+    int n = OPTION_COUNT(compare_rows) - (kind->batches == NULL);
+    for (int i = 0; i < n; i++) {
+        struct option *row = &compare->own[i];
+        *row = compare_rows[i];
+        if (strcmp(row->name, "recipes") == 0) row->initial = kind->recipes;
+        if (strcmp(row->name, "expect") == 0) row->help = kind->expect;
+        if (strcmp(row->name, "batch") == 0) row->initial = kind->batches;
+    }
+    kind->options_init(&compare->table);
+    for (int i = 0; kind->batches && i < compare->table.n; i++) {
+        if (strcmp(compare->table.rows[i].name, "batch") != 0) continue;
+        memmove(&compare->table.rows[i], &compare->table.rows[i + 1],
+                (size_t)(compare->table.n - i - 1) * sizeof compare->table.rows[0]);
+        compare->table.n--;
+        break;
+    }
+    compare->groups[0] = (struct option_group){"Comparison", compare->own, n, &compare->options};
+    compare->groups[1] = (struct option_group){"Every run", compare->table.rows, compare->table.n, &compare->base};
+}
+
+int compare_run(const struct compare_kind *kind, const struct comparison *comparison, int argc, char **argv)
+{
+    struct compare *compare = calloc(1, sizeof *compare);
+    if (!compare) return failure(comparison->command, "out of memory");
+    const struct command command = {comparison->command, kind->usage, kind->summary, kind->notes, 0, 0};
+    compare->comparison = comparison;
+    compare->kind = kind;
+    compare->report.words = kind->words;
+    compare->report.accuracies = kind->accuracies;
+    make_options(compare);
+    int status = args_parse(&compare->args, &command, compare->groups, 2, argc, argv);
+    if (status == ARGS_RUN) {
+        interrupt_install();
+        status = prepare(compare);
+        if (status == 0) status = train_all(compare);
+        if (status == 0) status = conclude(compare);
+        for (int i = 0; i < compare->report.runs && compare->report.run; i++) {
+            report_curve_free(&compare->report.run[i].train);
+            report_curve_free(&compare->report.run[i].validation);
+            report_curve_free(&compare->report.run[i].accuracies);
+            json_decref(compare->report.run[i].json);
+        }
+        free(compare->report.run);
+        kind->unload(compare);
+        text_free(&compare->command);
+        text_free(&compare->subtitle);
+        args_free(&compare->args);
+    }
+    free(compare);
+    return status;
+}
