@@ -5,12 +5,15 @@
 #
 #   E1  stale weights: learning rate 1e-5, constant, from scratch
 #   E2  pretraining: learning rate tuned for each recipe, warm-up, cosine to 10 %
+#   E3  accumulation: steps of 8 micro-steps, whose gradients add up in fp32, in BF16 and in the optimizer's states
 #   E5  memory held and at its peak, with and without gradient release
+#   ER  every rule with bf16-sr weights and int8 states, at two rates of its own: only where ONLY names it
 #
 # Environment: TEXT, any large text (docs/results.md was made from tinyshakespeare.txt; without it the text of the demo
 # serves); OUT, default BUILD/experiments; ONLY="E1 E5" runs some of them; SCALE=0.02 shortens all runs to that share of
-# their steps (to try the script); SEEDS1 and SEEDS2 are the numbers of seeds of E1 and E2; THREADS. What has finished is
-# not run again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
+# their steps (to try the script); SEEDS1, SEEDS2 and SEEDS3 are the numbers of seeds of E1, E2 and E3; RECIPES, between
+# spaces, takes the place of the recipes of E1, E2 and E5, and RATES of the rates of E2; THREADS. What has finished is not run
+# again: delete its folder in OUT to repeat it. What was interrupted goes on where it stopped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 build=${1:-$here/../build}
@@ -20,7 +23,7 @@ halfstep=$build/halfstep
 [ -r "$text" ] || [ -n "${TEXT:-}" ] || text=$here/../data/demo.txt
 threads=${THREADS:-0}
 scale=${SCALE:-1}
-only=${ONLY:-E1 E2 E5}
+only=${ONLY:-E1 E2 E3 E5}
 [ -x "$halfstep" ] || { echo "experiments: $halfstep is missing; run make build" >&2; exit 1; }
 [ -r "$text" ] || { echo "experiments: cannot read $text" >&2; exit 1; }
 mkdir -p "$out"
@@ -48,14 +51,22 @@ compare() {
     rm -rf "$out/$name/runs"
 }
 
+recipes=${RECIPES:-adamw/f32 adamw/bf16-sr adamw/bf16-kahan adamw/bf16-ecc8 adamw/bf16-sr/int8 adamw/bf16-ecc8/int8 adamw/bf16-sr/int4
+    adamw/bf16-ecc8/int4}
+
 tables() {
     python3 "$here/tables.py" "$@"
 }
 
 if wanted E1; then
     n=$(steps 300)
-    compare e1 --recipes adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-ecc8,adamw/bf16-sr/int8,adamw/bf16-ecc8/int8 \
-        --seeds "${SEEDS1:-3}" --lr 1e-5 --weight-decay 0.01 --width 512 --depth 2 --heads 8 --context 64 --batch 8 \
+    grid=
+    for recipe in $recipes; do
+        grid=$grid,$recipe
+        # What all the others are there to avoid, behind the reference.
+        [ -n "${RECIPES:-}" ] || [ "$recipe" != adamw/f32 ] || grid=$grid,adamw/bf16
+    done
+    compare e1 --recipes "${grid#,}" --seeds "${SEEDS1:-3}" --lr 1e-5 --weight-decay 0.01 --width 512 --depth 2 --heads 8 --context 64 --batch 8 \
         --steps "$n" --val-every "$(steps 50)" --eval-batches "$(steps 32)"
     tables results "E1: stale weights" "$out/e1/report.json"
 fi
@@ -64,7 +75,7 @@ if wanted E2; then
     # Every rate of the grid with every seed, so that the choice of a rate and the comparison share their runs.
     n=$(steps 400)
     grid=
-    for recipe in adamw/f32 adamw/bf16-sr adamw/bf16-kahan adamw/bf16-ecc8 adamw/bf16-sr/int8 adamw/bf16-ecc8/int8; do
+    for recipe in $recipes; do
         for lr in ${RATES:-2e-3 4e-3}; do
             grid=$grid,$recipe:lr=$lr
         done
@@ -75,9 +86,52 @@ if wanted E2; then
     tables rates "E2: pretraining" "$out/e2/report.json"
 fi
 
+if wanted E3; then
+    n=$(steps 400)
+    grid=
+    for accumulator in f32 bf16 bf16-sr states; do grid=$grid,adamw/bf16-sr:accumulator=$accumulator; done
+    compare e3 --recipes "${grid#,}" --seeds "${SEEDS3:-3}" --seed 201 --micro-steps 8 --batch 2 --lr "${RATE3:-2e-3}" --width 128 \
+        --depth 4 --heads 4 --context 128 --weight-decay 0.1 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) \
+        --val-every 0 --eval-batches "$(steps 384)"
+    tables results "E3: accumulation" "$out/e3/report.json"
+fi
+
+# The rates at which a rule is tried; rates mean other things to each of them.
+rates_of() {
+    case $1 in
+    sgd) echo 0.3 1 ;;
+    lion) echo 2e-4 4e-4 ;;
+    compass | rmsprop) echo 5e-4 1e-3 ;;
+    lpfadamw) echo 1e-3 2e-3 ;;
+    lamb | lamb16 | muon | schedulefree) echo 1e-2 2e-2 ;;
+    *) echo 2e-3 4e-3 ;;
+    esac
+}
+
+if wanted ER; then
+    n=$(steps 400)
+    grid=
+    for rule in adamw $("$halfstep" info --json | python3 -c 'import json, sys; print(*json.load(sys.stdin)["rules"])'); do
+        # What follows weights trains none; adamw comes first, as the reference.
+        case $rule,$grid in ema,* | adamw,?*) continue ;; esac
+        special=
+        case $rule in
+        # Coupled decay of this strength would rule the update.
+        sgd) special=:momentum=0.9:weight-decay=0 ;;
+        adam | radam | rmsprop) special=:weight-decay=0 ;;
+        schedulefree) special=:schedule=constant ;;
+        esac
+        for lr in $(rates_of "$rule"); do grid=$grid,$rule/bf16-sr/int8:lr=$lr$special; done
+    done
+    compare er --recipes "${grid#,}" --seeds "${SEEDS2:-1}" --seed 301 --width 128 --depth 4 --heads 4 --context 128 --batch 16 \
+        --weight-decay 0.1 --clip 1 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) --val-every 0 \
+        --eval-batches "$(steps 48)"
+    tables best "ER: every rule" "$out/er/report.json"
+fi
+
 if wanted E5; then
     grid=
-    for recipe in adamw/f32 adamw/bf16-sr adamw/bf16-kahan adamw/bf16-ecc8 adamw/bf16-sr/int8 adamw/bf16-ecc8/int8 lion/bf16-sr/int8; do
+    for recipe in $recipes lion/bf16-sr/int8; do
         grid=$grid,$recipe,$recipe:release
     done
     compare e5 --recipes "${grid#,}" --lr 1e-4 --width 256 --depth 12 --heads 8 --context 64 --batch 2 --steps 4 --val-every 0 \

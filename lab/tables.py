@@ -3,6 +3,7 @@
 
     tables.py results TITLE FILE    losses with spread, differences with standard error
     tables.py rates TITLE FILE      a grid of learning rates, one row per recipe, each at its best against the first at its
+    tables.py best TITLE FILE       the same where each recipe has rates of its own: only the best is shown
     tables.py memory TITLE FILE     bytes per parameter with and without release
 """
 import json
@@ -56,45 +57,69 @@ def results(title, report):
 
 
 def by_recipe(report):
-    """{recipe: {rate as typed: val loss}} in the order of the report."""
+    """{recipe: {rate as typed: line of the table}} in the order of the report."""
     grid = {}
     for line in report["table"]:
         recipe, _, special = line["name"].partition(":")
         words = dict(word.split("=", 1) for word in special.split(":") if "=" in word)
-        grid.setdefault(recipe, {})[words["lr"]] = line["val_loss"]["mean"]
+        grid.setdefault(recipe, {})[words["lr"]] = line
     return grid
 
 
-def best_rate(losses):
-    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+def best_rate(lines):
+    finite = {rate: line["val_loss"]["mean"] for rate, line in lines.items() if line["val_loss"]["mean"] is not None}
     if not finite:
         sys.exit("tables: a recipe diverged at every learning rate")
     return min(finite, key=finite.get)
 
 
-def rates(title, report):
-    grid = by_recipe(report)
-    columns = list(dict.fromkeys(rate for losses in grid.values() for rate in losses))
-    header(title, report, ["recipe"] + [f"lr {rate}" for rate in columns] + ["difference at the best rates", "B/param"])
-    # Runs come seed by seed, in the order of the table.
+def differences(report, grid):
+    """{recipe: its text at its best rate against the first at its}, seed by seed, and the number of seeds."""
     names = [line["name"] for line in report["table"]]
     by_name = {name: {} for name in names}
+    # Runs come seed by seed, in the order of the table.
     for i, run in enumerate(report["runs"]):
         by_name[names[i % len(names)]][run["seed"]] = run["val_loss"]
-    chosen = {recipe: by_name[f"{recipe}:lr={best_rate(losses)}"] for recipe, losses in grid.items()}
+    chosen = {recipe: by_name[lines[best_rate(lines)]["name"]] for recipe, lines in grid.items()}
     reference = next(iter(chosen.values()))
-    for recipe, losses in grid.items():
-        best = best_rate(losses)
-        cells = [number(losses.get(rate), "{:.4f}") for rate in columns]
-        pairs = [loss - reference[seed] for seed, loss in chosen[recipe].items() if seed in reference]
-        mean = sum(pairs) / len(pairs)
+    texts = {}
+    for recipe, losses in chosen.items():
+        pairs = [loss - reference[seed] for seed, loss in losses.items() if None not in (loss, reference.get(seed))]
+        mean = sum(pairs) / len(pairs) if pairs else float("nan")
         error = (sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5 if len(pairs) > 1 else None
-        difference = f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")
-        held = next(line for line in report["table"] if line["recipe"] == recipe)["bytes_per_param"]["total"]
-        row([f"`{recipe}`"] + [f"**{cell}**" if rate == best else cell for rate, cell in zip(columns, cells)] +
-            ["reference" if chosen[recipe] is reference else difference, f"{held:.3f}"])
-    seeds = len(reference)
+        texts[recipe] = f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+        if losses is reference:
+            texts[recipe] = "reference"
+    return texts, len(reference)
+
+
+def seeds_note(seeds):
     print(f"\nValidation loss, mean of {seeds} seed{'s' * (seeds != 1)}. Differences are taken seed by seed, mean ± standard error.")
+
+
+def rates(title, report):
+    grid = by_recipe(report)
+    columns = list(dict.fromkeys(rate for lines in grid.values() for rate in lines))
+    header(title, report, ["recipe"] + [f"lr {rate}" for rate in columns] + ["difference at the best rates", "B/param"])
+    texts, seeds = differences(report, grid)
+    for recipe, lines in grid.items():
+        best = best_rate(lines)
+        cells = [number(lines[rate]["val_loss"]["mean"], "{:.4f}") if rate in lines else "-" for rate in columns]
+        row([f"`{recipe}`"] + [f"**{cell}**" if rate == best else cell for rate, cell in zip(columns, cells)] +
+            [texts[recipe], f"{lines[best]['bytes_per_param']['total']:.3f}"])
+    seeds_note(seeds)
+    footer(dict(report, sentence=""))
+
+
+def best(title, report):
+    grid = by_recipe(report)
+    header(title, report, ["recipe", "rates tried", "best rate", "val loss", "difference", "B/param"])
+    texts, seeds = differences(report, grid)
+    for recipe, lines in grid.items():
+        rate = best_rate(lines)
+        row([f"`{recipe}`", ", ".join(lines), rate, f"{lines[rate]['val_loss']['mean']:.4f}", texts[recipe],
+             f"{lines[rate]['bytes_per_param']['total']:.3f}"])
+    seeds_note(seeds)
     footer(dict(report, sentence=""))
 
 
@@ -117,8 +142,9 @@ def memory(title, report):
 
 def main():
     word, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
-    if word in ("results", "rates", "memory") and len(arguments) == 2:
-        {"results": results, "rates": rates, "memory": memory}[word](arguments[0], load(arguments[1]))
+    tables = {"results": results, "rates": rates, "best": best, "memory": memory}
+    if word in tables and len(arguments) == 2:
+        tables[word](arguments[0], load(arguments[1]))
     else:
         sys.exit(__doc__)
 
