@@ -326,7 +326,7 @@ HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int3
 /* ---- Steps ------------------------------------------------------------------------------------------------------------ */
 
 /* One update of every tensor: weights[i] and gradients[i] belong to tensor i and are read anew at each call. A NULL
- * gradient leaves that tensor alone, weights, states and counters; for a part of no elements pass any other address, so
+ * gradient leaves that tensor alone, weights, states and counters, though the call counts as a step of every schedule; for a part of no elements pass any other address, so
  * that its counters keep pace with those of the other shards. NULL weights with a gradient and n > 0 are an error.
  * Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing changed, if a gradient is not finite. */
 HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients);

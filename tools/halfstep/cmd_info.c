@@ -71,7 +71,7 @@ static void print_rules(void)
         if (halfstep_get_rule_info(i, &info) != HALFSTEP_OK) continue;
         char full[RECIPE_BYTES];
         if (halfstep_recipe_full(info.name, full, sizeof full) != HALFSTEP_OK) full[0] = 0;
-        printf("  %-12s %s\n  %-12s states:", info.name, info.title, "");
+        printf("  %-13s %s\n  %-13s states:%s", info.name, info.title, "", info.states ? "" : " none");
         for (int32_t s = 0; s < info.states; s++) printf(" %s", info.state_name[s]);
         printf("; decay: %s; in full: %s\n", info.decay, full);
     }
