@@ -270,13 +270,11 @@ static int is_two_pass(const struct subject *s, const char *recipe)
 }
 
 /* What has to be moved: weights with their residuals and all states, copies of the weight included, read and written once,
- * gradients read once. All of it is read twice in two passes, unless a tensor stays in a cache between them. */
+ * gradients read once. All of it is read twice in two passes, but for tensors that a cache keeps between them: of up to 32 MB,
+ * a fixed size, for what systems tell about caches is not what one process has of them. */
 static void count_bytes(const struct subject *s, const char *recipe, double *written, double *read_only)
 {
-    double n = (double)s->params, cache = 0;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    cache = (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
-#endif
+    double n = (double)s->params, cache = 32 << 20;
     *read_only = slot_bytes(s, HALFSTEP_SLOT_GRADIENT) / n;
     *written = slot_bytes(s, HALFSTEP_SLOT_WEIGHT) / n;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) *written += slot_bytes(s, HALFSTEP_SLOT_STATE + i) / n;

@@ -50,7 +50,7 @@ static const struct command command = {
     "bench", "[options]",
     "Times one optimizer step of each recipe, interleaved with a read-modify-write stream of the same bytes.",
     "  ns/param, GB/s   of the bytes that the recipe has to move: weights and states read and written, gradients read, once;\n"
-    "                   all read twice by rules that need sums over a tensor which no cache holds\n"
+    "                   all read twice by rules that need sums over a tensor of more than 32 MB\n"
     "  of stream        those bytes over the step's time, by the stream's bytes over its time; gradients known to be finite\n"
     "  scan             the same with the gradients scanned first, their second reading counted\n"
     "  in cache         ns/param of one thread on 16384 parameters: what the arithmetic costs when memory does not\n"
