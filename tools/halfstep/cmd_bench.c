@@ -234,7 +234,7 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
             int status = bench_case(b, b->recipe[i], params, many ? b->tensors : 1, threads, !many, r);
             if (status) return status;
             /* By the fractions, for the machine's bandwidth may have changed between the two. */
-            if (many) r->over_one = r[-1].fraction / r->fraction;
+            if (many) r->over_one = r[-1].fraction / r->fraction * r->bytes / r[-1].bytes;
             ++*n;
             if (!c->json) print_row(r);
         }
