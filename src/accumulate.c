@@ -60,8 +60,8 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
                         const char *gradient_format, double scale)
 {
     if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
-    if (tensor < 0 || tensor >= o->n_tensors)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
     struct accumulation a = {.o = o, .t = t, .accumulator = accumulator, .gradient = gradient, .scale = (float)scale};
     a.format = halfstep_format_find(format);
@@ -77,8 +77,7 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
     if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", t->name);
-    int error = hstep_settle(o);
-    if (error) return error;
+    if ((error = hstep_settle(o))) return error;
     a.stream = hstep_key_stream(o->seed, t->id, t->writes, HALFSTEP_SLOT_GRADIENT);
     hstep_run(o, accumulate_task, &a, t->chunks);
     if (hstep_formats[a.format].stochastic) t->writes++;

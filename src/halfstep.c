@@ -208,11 +208,16 @@ int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
     return block ? (t->n_columns + block - 1) / block : 0;
 }
 
+int hstep_unit_of(int format)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    return f->geometry != HALFSTEP_GEOMETRY_TENSOR && f->block > HSTEP_GROUP ? f->block : HSTEP_GROUP;
+}
+
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    if (f->code_bits >= 8) return element * f->code_bits / 8;
-    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
+    if (f->code_bits >= 8 || f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
     int64_t row = element / t->n_columns, column = element % t->n_columns;
     return row * ((t->n_columns * f->code_bits + 7) / 8) + column * f->code_bits / 8;
 }
@@ -549,7 +554,7 @@ int halfstep_set_gradient_norm(halfstep_optimizer *o, double norm)
     return HALFSTEP_OK;
 }
 
-static int check_tensor(const halfstep_optimizer *o, int32_t tensor)
+int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
 {
     if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
     return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
@@ -558,7 +563,7 @@ static int check_tensor(const halfstep_optimizer *o, int32_t tensor)
 int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_counters *c)
 {
     if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_tensor(o, tensor);
+    int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     *c = (halfstep_counters){.struct_size = sizeof *c, .id = t->id, .state_steps = t->state_steps,
@@ -569,7 +574,7 @@ int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_
 int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_counters *c)
 {
     if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_tensor(o, tensor);
+    int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     for (int i = 0; c->id && i < o->n_tensors; i++)
         if (i != tensor && o->tensors[i].id == c->id)
@@ -596,7 +601,7 @@ static double *find_scalar(const halfstep_optimizer *o, int32_t tensor, const ch
 int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
 {
     if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_tensor(o, tensor);
+    int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const double *scalar = find_scalar(o, tensor, name);
     if (!scalar) return HALFSTEP_ERROR_NAME;
@@ -607,7 +612,7 @@ int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char 
 int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name, double value)
 {
     if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_tensor(o, tensor);
+    int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     double *scalar = find_scalar(o, tensor, name);
     if (!scalar) return HALFSTEP_ERROR_NAME;

@@ -8,16 +8,6 @@
 #include "statistics.h"
 #include "update.h"
 
-struct sums {
-    const halfstep_optimizer *o;
-    const struct hstep_update *updates; /* of the tensors from `first_tensor` on, as are the following */
-    void *const *weights;               /* NULL in micro-steps */
-    const void *const *gradients;
-    int first_tensor;
-    int64_t first_chunk;
-    int64_t *limbs;
-};
-
 /* What the update will see in one tile: values to be squared, x[j][0 .. n) in the order of elements. */
 static void values_of(const struct hstep_work *w, const struct hstep_places *places, float (*x)[HSTEP_TILE], int64_t n)
 {
@@ -81,15 +71,13 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
 
 static void sum_task(void *argument, int64_t i)
 {
-    const struct sums *a = argument;
-    const struct hstep_chunk *c = &a->o->chunks[a->first_chunk + i];
-    const struct hstep_tensor *t = &a->o->tensors[c->tensor];
-    int at = c->tensor - a->first_tensor;
-    if (!t->sums || a->updates[at].skip) return;
+    const struct hstep_batch *b = argument;
+    const struct hstep_chunk *c = hstep_batch_chunk(b, i);
+    const struct hstep_tensor *t = &b->o->tensors[c->tensor];
+    if (!t->sums || hstep_batch_update(b, c->tensor)->skip) return;
     struct hstep_fp fp = hstep_fp_enter();
     int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
-    struct hstep_work w = hstep_work_start(a->o, c->tensor, &a->updates[at], a->weights ? a->weights[at] : NULL,
-                                           a->gradients[at], HSTEP_PASS_SUMS);
+    struct hstep_work w = hstep_work_start(b, c->tensor);
     int64_t row = t->index_stride, mean_of = -1;
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
@@ -118,7 +106,7 @@ static void sum_task(void *argument, int64_t i)
             length -= count;
         }
     }
-    int64_t *total = a->limbs + (int64_t)(t->first_sum - a->o->tensors[a->first_tensor].first_sum) * HSTEP_EXACT_LIMBS;
+    int64_t *total = b->limbs + (int64_t)(t->first_sum - b->o->tensors[b->first].first_sum) * HSTEP_EXACT_LIMBS;
     for (int64_t j = 0; j < t->sums; j++)
         hstep_merge_squares(total + j * HSTEP_EXACT_LIMBS, limbs + j * HSTEP_EXACT_LIMBS);
     hstep_fp_leave(fp);
@@ -127,7 +115,6 @@ static void sum_task(void *argument, int64_t i)
 void hstep_sum_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
                        const void *const *gradients, int64_t *limbs)
 {
-    struct sums a = {o, updates, weights, gradients, first, o->tensors[first].first_chunk, limbs};
-    int64_t end = o->tensors[first + n - 1].first_chunk + o->tensors[first + n - 1].chunks;
-    hstep_run(o, sum_task, &a, end - a.first_chunk);
+    struct hstep_batch b = {o, first, updates, weights, gradients, HSTEP_PASS_SUMS, limbs};
+    hstep_run_batch(&b, n, sum_task);
 }

@@ -114,12 +114,17 @@ struct halfstep_optimizer {
 /* Sets the detail sentence and returns the code. */
 int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* Errors with ARGUMENT unless there is such a tensor. */
+int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
+
 /* Chunk lists, fused rows and per-step arrays; afterwards no group or tensor can be added. */
 int hstep_settle(halfstep_optimizer *o);
 /* Errors with ORDER if some slot that stores something has no memory. */
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
+/* What is worked on as a whole: groups of 32 elements, or blocks where they are longer. */
+int hstep_unit_of(int format);
 /* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);

@@ -6,8 +6,8 @@
 int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *data, uint64_t *count)
 {
     if (!o || !count) return HALFSTEP_ERROR_ARGUMENT;
-    if (tensor < 0 || tensor >= o->n_tensors)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_format *f = &hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format];
     int64_t n = t->n_rows * t->n_columns;

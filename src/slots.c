@@ -8,8 +8,8 @@
 
 static int check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
 {
-    if (tensor < 0 || tensor >= o->n_tensors)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
     int states = hstep_rule_states(o->groups[o->tensors[tensor].group].recipe.rule);
     if (slot < 0 || slot >= HALFSTEP_SLOT_STATE + states)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no slot %d", o->tensors[tensor].name, (int)slot);
@@ -170,26 +170,32 @@ struct piece {
     int n, skip;
 };
 
-static void fetch(const struct hstep_tensor *t, const struct hstep_slot *s, const char *code, const struct piece *p,
-                  char *code_out, char *extra_out)
+static int64_t padded(int format, int64_t n)
 {
-    const struct hstep_format *f = &hstep_formats[s->format];
-    memset(code_out, 0, HSTEP_TILE * 4);
-    memset(extra_out, 0, HSTEP_TILE * 2);
-    memcpy(code_out, code + hstep_code_offset(t, s->format, p->element), (size_t)((p->n * f->code_bits + 7) / 8));
-    if (!s->extra_bytes) return;
-    int64_t bytes = f->block ? (p->n + f->block - 1) / f->block * f->scale_bits / 8 : p->n * f->extra_bits / 8;
-    memcpy(extra_out, s->extra + hstep_extra_offset(t, s->format, p->element), (size_t)bytes);
+    int64_t unit = hstep_unit_of(format);
+    return (n + unit - 1) / unit * unit;
 }
 
-static void put(const struct hstep_tensor *t, struct hstep_slot *s, char *code, const struct piece *p, const char *code_in,
-                const char *extra_in)
+/* Between a slot and room for one tile. */
+static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code, const struct piece *p,
+                       char *code_room, char *extra_room, int out)
 {
-    const struct hstep_format *f = &hstep_formats[s->format];
-    memcpy(code + hstep_code_offset(t, s->format, p->element), code_in, (size_t)((p->n * f->code_bits + 7) / 8));
+    char *mine = code + hstep_code_offset(t, s->format, p->element);
+    memcpy(out ? mine : code_room, out ? code_room : mine, hstep_code_bytes(s->format, 1, p->n));
     if (!s->extra_bytes) return;
-    int64_t bytes = f->block ? (p->n + f->block - 1) / f->block * f->scale_bits / 8 : p->n * f->extra_bits / 8;
-    memcpy(s->extra + hstep_extra_offset(t, s->format, p->element), extra_in, (size_t)bytes);
+    mine = s->extra + hstep_extra_offset(t, s->format, p->element);
+    memcpy(out ? mine : extra_room, out ? extra_room : mine, hstep_extra_bytes(s->format, 1, p->n));
+}
+
+/* The elements of a piece, in order. code is read only. */
+static void decode_piece(const halfstep_optimizer *o, const struct hstep_tensor *t, const struct hstep_slot *s,
+                         const void *code, const struct piece *p, float *plain)
+{
+    HSTEP_ALIGNED char code_room[HSTEP_TILE * 4] = {0}, extra_room[HSTEP_TILE * 2] = {0};
+    HSTEP_ALIGNED float x[HSTEP_TILE];
+    move_piece(t, s, (char *)(uintptr_t)code, p, code_room, extra_room, 0);
+    o->kernels->format[s->format].decode[s->nonneg](x, code_room, extra_room, padded(s->format, p->n));
+    o->kernels->to_plain(x, plain, padded(s->format, p->n));
 }
 
 static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
@@ -231,15 +237,6 @@ static int next_piece(const struct hstep_tensor *t, int format, int64_t first, i
     return 1;
 }
 
-/* Whole groups, or whole blocks where they are longer. */
-static int64_t padded(int format, int64_t n)
-{
-    int64_t unit = HSTEP_GROUP;
-    if (hstep_formats[format].geometry != HALFSTEP_GEOMETRY_TENSOR && hstep_formats[format].block > unit)
-        unit = hstep_formats[format].block;
-    return (n + unit - 1) / unit * unit;
-}
-
 int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
                        int64_t n_rows, float *out)
 {
@@ -248,14 +245,11 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
-    HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
-    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+    HSTEP_ALIGNED float plain[HSTEP_TILE];
     int64_t first = first_row * t->n_columns, end = (first_row + n_rows) * t->n_columns;
     struct piece p = {0};
     while (next_piece(t, s->format, first, end, &p)) {
-        fetch(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
-        o->kernels->format[s->format].decode[s->nonneg](x, code, extra, padded(s->format, p.n));
-        o->kernels->to_plain(x, plain, padded(HSTEP_FORMAT_f32, p.n));
+        decode_piece(o, t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, plain);
         memcpy(out + (p.element + p.skip - first), plain + p.skip, (size_t)(p.n - p.skip) * 4);
     }
     return HALFSTEP_OK;
@@ -315,7 +309,7 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')", t->name,
                           (long long)first_row, (long long)n_rows, f->block, f->name);
     float scale = 0.0f;
-    int one_scale = f->block && f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole;
+    int one_scale = f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole;
     if (one_scale) {
         if (end - first != whole || t->n_rows != t->rows || t->n_columns != t->row_length)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
@@ -340,7 +334,7 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
         else
             o->kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded(s->format, p.n),
                                                             slot >= HALFSTEP_SLOT_STATE);
-        put(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra);
+        move_piece(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra, 1);
     }
     return HALFSTEP_OK;
 }
@@ -356,18 +350,15 @@ int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const voi
     for (int i = 0; i < hstep_rule_states(g->recipe.rule) && t->full_steps; i++) {
         const struct hstep_state *state = &hstep_rules[g->recipe.rule].state[i];
         if (state->role != HALFSTEP_ROLE_WEIGHT || !state->beta) continue;
-        float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i)), other[HSTEP_TILE];
+        float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i));
+        HSTEP_ALIGNED float other[HSTEP_TILE];
         const struct hstep_slot *s = &t->slot[HALFSTEP_SLOT_STATE + i];
-        HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
-        HSTEP_ALIGNED float x[HSTEP_TILE];
         int64_t first = first_row * t->n_columns, end = (first_row + n_rows) * t->n_columns;
         if (first < end && !s->code)
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", t->name, state->name);
         struct piece p = {0};
         while (next_piece(t, s->format, first, end, &p)) {
-            fetch(t, s, s->code, &p, code, extra);
-            o->kernels->format[s->format].decode[0](x, code, extra, padded(s->format, p.n));
-            o->kernels->to_plain(x, other, padded(s->format, p.n));
+            decode_piece(o, t, s, s->code, &p, other);
             for (int j = 0; j < p.n; j++) {
                 float *w = &out[p.element - first + j];
                 *w = *w + part * (other[j] - *w);

@@ -36,10 +36,9 @@ static void lay_out(const halfstep_optimizer *o, struct hstep_tensor *t)
     int flat = 0;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         if (t->slot[s].format < 0) continue;
-        const struct hstep_format *f = &hstep_formats[t->slot[s].format];
-        if (!f->block || f->geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
-        if (f->block > t->unit) t->unit = f->block;
-        flat |= f->geometry == HALFSTEP_GEOMETRY_FLAT;
+        int unit = hstep_unit_of(t->slot[s].format);
+        if (unit > t->unit) t->unit = unit;
+        flat |= hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_FLAT;
     }
     t->index0 = (uint64_t)t->first_row * (uint64_t)stride + (uint64_t)t->first_column;
     t->index_stride = stride;
@@ -206,6 +205,12 @@ static void clear_sums(const halfstep_optimizer *o, int64_t *statistics)
     memset(statistics + halfstep_norms_offset(o), 0, (size_t)o->sums * HSTEP_EXACT_LIMBS * sizeof *statistics);
 }
 
+/* A micro-step has no use for the sums of the rule: they decide how far the weight goes. */
+static int needs_sums(const halfstep_optimizer *o, const struct hstep_tensor *t, int micro)
+{
+    return t->sums > (micro ? hstep_rules[o->groups[t->group].recipe.rule].norms : 0);
+}
+
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
@@ -218,13 +223,13 @@ static int update_all(halfstep_optimizer *o, double clip, int micro, void *const
         int sums = 0;
         for (end = first; end < o->n_tensors && (end == first || !o->sums || elements < BATCH_ELEMENTS); end++) {
             elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
-            sums += o->updates[end].skip ? 0 : o->tensors[end].sums;
+            sums |= !o->updates[end].skip && needs_sums(o, &o->tensors[end], micro);
         }
         if (sums && !o->norms_are_made)
             hstep_sum_tensors(o, first, end - first, o->updates + first, weights ? weights + first : NULL, gradients + first,
                               sums_of(statistics, o, first));
         for (int i = first; sums && i < end; i++) {
-            if (!o->tensors[i].sums || o->updates[i].skip) continue;
+            if (o->updates[i].skip || !needs_sums(o, &o->tensors[i], micro)) continue;
             int error = prepare_again(o, i, clip, micro, sums_of(statistics, o, i), &o->updates[i]);
             if (error) return error;
         }
@@ -351,7 +356,7 @@ static int check_accumulates(const halfstep_optimizer *o, int tensor)
     if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
                           "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step", t->name);
-    if (t->sums > rule->norms && !is_whole(t))
+    if (needs_sums(o, t, 1) && !is_whole(t))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
                           "tensor '%s' is a part of one, and a scale of its states a sum over all",
                           t->name);
@@ -393,7 +398,7 @@ static int step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, cons
     double norm = own ? norm_of(o, squares) : o->round_norm, clip = micro ? 1.0 : clip_factor(o, norm);
     struct hstep_update update;
     if ((error = hstep_prepare_update(o, tensor, clip, micro, NULL, NULL, &update))) return error;
-    if (t->sums) {
+    if (needs_sums(o, t, micro)) {
         int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
         hstep_sum_tensors(o, tensor, 1, &update, micro ? NULL : &weight, &gradient, limbs);
         if ((error = prepare_again(o, tensor, clip, micro, limbs, &update))) return error;
@@ -411,9 +416,10 @@ int64_t halfstep_norms_offset(const halfstep_optimizer *o) { return o ? HSTEP_ST
 
 int64_t halfstep_statistics_count(const halfstep_optimizer *o)
 {
-    int64_t sums = 0;
-    for (int i = 0; o && i < o->n_tensors; i++) sums += count_sums(o, &o->tensors[i]);
-    return o ? halfstep_norms_offset(o) + sums * HSTEP_EXACT_LIMBS : 0;
+    if (!o) return 0;
+    int64_t sums = o->settled ? o->sums : 0;
+    for (int i = 0; !o->settled && i < o->n_tensors; i++) sums += count_sums(o, &o->tensors[i]);
+    return halfstep_norms_offset(o) + sums * HSTEP_EXACT_LIMBS;
 }
 
 int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
@@ -459,16 +465,10 @@ int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const
     return halfstep_step_finish(o, weights, gradients, statistics);
 }
 
-static int check_index(const halfstep_optimizer *o, int32_t tensor)
-{
-    if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
-    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
-}
-
 static int step_one(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient, int micro)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    int result = check_index(o, tensor);
+    int result = hstep_check_tensor(o, tensor);
     if (result) return result;
     struct hstep_fp fp = hstep_fp_enter();
     result = step_tensor(o, tensor, weight, gradient, micro);

@@ -48,16 +48,11 @@ static int decay_of(const halfstep_optimizer *o, const struct hstep_tensor *t, d
     return HALFSTEP_OK;
 }
 
-static int find_scales(const struct hstep_tensor *t, const halfstep_optimizer *o, const double *norms,
-                       struct hstep_update *u)
+/* The role of the state in a slot; 0 for the weight and the gradient. */
+static int state_role(const halfstep_optimizer *o, const struct hstep_tensor *t, int slot)
 {
-    int sum = hstep_rules[o->groups[t->group].recipe.rule].norms;
-    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
-        int format = t->slot[s].format;
-        if (format < 0 || !o->kernels->format[format].tensor_scale) continue;
-        u->scale[s] = o->kernels->format[format].tensor_scale(norms[sum++], (double)t->rows * (double)t->row_length);
-    }
-    return sum;
+    if (slot < HALFSTEP_SLOT_STATE) return 0;
+    return hstep_rules[o->groups[t->group].recipe.rule].state[slot - HALFSTEP_SLOT_STATE].role;
 }
 
 int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, int micro, const double *norms,
@@ -97,12 +92,14 @@ int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, in
         memcpy(u->k, same->k, sizeof u->k);
     else
         hstep_prepare_rule(g, &p, u->k);
-    if (norms) find_scales(t, o, norms, u);
+    int sum = rule->norms;
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         if (slot->format < 0) continue;
         const struct hstep_format *f = &hstep_formats[slot->format];
-        if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].role == HALFSTEP_ROLE_WEIGHT) {
+        if (norms && o->kernels->format[slot->format].tensor_scale)
+            u->scale[s] = o->kernels->format[slot->format].tensor_scale(norms[sum++], elements);
+        if (state_role(o, t, s) == HALFSTEP_ROLE_WEIGHT) {
             if (!t->full_steps) u->first |= 1u << s;
             if ((same ? same->copy : (uint32_t)p.copy) && !u->copy) u->copy = 1u << s;
         }
@@ -138,10 +135,28 @@ void hstep_fill_words(const halfstep_optimizer *o, const struct hstep_key *strea
     }
 }
 
-struct hstep_work hstep_work_start(const halfstep_optimizer *o, int tensor, const struct hstep_update *u, void *weight,
-                                   const void *gradient, enum hstep_pass pass)
+void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task)
 {
+    const struct hstep_tensor *t = &b->o->tensors[b->first], *last = t + n - 1;
+    hstep_run(b->o, task, (void *)(uintptr_t)b, last->first_chunk + last->chunks - t->first_chunk);
+}
+
+const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i)
+{
+    return &b->o->chunks[b->o->tensors[b->first].first_chunk + i];
+}
+
+const struct hstep_update *hstep_batch_update(const struct hstep_batch *b, int tensor)
+{
+    return &b->updates[tensor - b->first];
+}
+
+struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
+{
+    const halfstep_optimizer *o = b->o;
     const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_update *u = hstep_batch_update(b, tensor);
+    enum hstep_pass pass = b->pass;
     struct hstep_work w = {.o = o, .t = t, .u = u, .pass = pass};
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         w.format[s] = t->slot[s].format;
@@ -149,16 +164,13 @@ struct hstep_work hstep_work_start(const halfstep_optimizer *o, int tensor, cons
         w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
         if (u->stochastic >> s & 1) w.stream[s] = hstep_key_stream(o->seed, t->id, t->writes, (uint32_t)s);
         /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
-        int state = s >= HALFSTEP_SLOT_STATE;
-        int copy = state && hstep_rules[o->groups[t->group].recipe.rule].state[s - HALFSTEP_SLOT_STATE].role ==
-                                HALFSTEP_ROLE_WEIGHT;
         if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
             (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
-            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || copy)))
+            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || state_role(o, t, s) == HALFSTEP_ROLE_WEIGHT)))
             w.format[s] = HSTEP_FORMAT_NONE;
     }
-    w.code[HALFSTEP_SLOT_WEIGHT] = weight;
-    w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)gradient;
+    w.code[HALFSTEP_SLOT_WEIGHT] = b->weights ? b->weights[tensor - b->first] : NULL;
+    w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)b->gradients[tensor - b->first];
     w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_NONE;
     if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
         w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
@@ -192,16 +204,11 @@ static void move_parts(const struct hstep_work *w, const struct hstep_part *part
     for (int i = 0; i < n; i++) {
         int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].element, count = part[i].count;
         char *mine = code + at * f->code_bits / 8, *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
-        memcpy(out ? theirs : mine, out ? mine : theirs, (size_t)((count * f->code_bits + 7) / 8));
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
         if (!w->extra[s]) continue;
-        size_t bytes = (size_t)(count * f->extra_bits / 8);
-        mine = extra + at * f->extra_bits / 8;
-        if (f->block) {
-            bytes = (size_t)((count + f->block - 1) / f->block * f->scale_bits / 8);
-            mine = f->geometry == HALFSTEP_GEOMETRY_TENSOR ? extra : extra + at / f->block * f->scale_bits / 8;
-        }
+        mine = extra + (f->block ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
         theirs = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
-        memcpy(out ? theirs : mine, out ? mine : theirs, bytes);
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_extra_bytes(w->format[s], 1, count));
     }
 }
 
@@ -232,11 +239,6 @@ static void scatter(const struct hstep_work *w, const struct hstep_part *part, i
 }
 
 /* ---- Tiles ---- */
-
-static int role_of(const struct hstep_work *w, int state)
-{
-    return hstep_rules[w->o->groups[w->t->group].recipe.rule].state[state].role;
-}
 
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n)
 {
@@ -288,14 +290,15 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     if (w->pass == HSTEP_PASS_CHANGE) {
         kernels->format[HSTEP_FORMAT_f32].decode[0](tile.gradient, places->code[HSTEP_SLOT_WORK], NULL, n);
         kernels->matrix[rule].change(u->k, tile.weight, tile.gradient, tile.change, n);
-        if (!u->still)
-            kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0], n);
+        kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0], n);
         return;
     }
     float old[HALFSTEP_MAX_STATES][HSTEP_TILE] HSTEP_ALIGNED;
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
-        if (w->format[HALFSTEP_SLOT_STATE + i] >= 0 && role_of(w, i) == HALFSTEP_ROLE_WEIGHT)
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+        int s = HALFSTEP_SLOT_STATE + i;
+        if (w->format[s] >= 0 && state_role(w->o, w->t, s) == HALFSTEP_ROLE_WEIGHT)
             memcpy(old[i], tile.states[i], (size_t)n * 4);
+    }
     if (w->pass == HSTEP_PASS_DIRECTION) {
         kernels->matrix[rule].direction[u->mode & RULE_CLAMP](u->k, tile.gradient, tile.change, tile.state, n);
         kernels->format[HSTEP_FORMAT_f32].encode[0](tile.change, places->code[HSTEP_SLOT_WORK], NULL, words[0], n, 0);
@@ -309,7 +312,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         int s = HALFSTEP_SLOT_STATE + i;
         if (w->format[s] < 0) continue;
-        if (role_of(w, i) != HALFSTEP_ROLE_WEIGHT) {
+        if (state_role(w->o, w->t, s) != HALFSTEP_ROLE_WEIGHT) {
             encode_state(w, places, s, tile.states[i], words[s], n);
         } else if (!u->still) {
             kernels->format[w->format[s]].apply(old[i], tile.states[i], places->code[s], places->extra[s], words[s], n);
@@ -437,31 +440,19 @@ static void update_rows(struct hstep_work *w, struct staging *st, int64_t elemen
     }
 }
 
-struct update {
-    const halfstep_optimizer *o;
-    const struct hstep_update *updates; /* of the tensors from `first_tensor` on, as are the following */
-    void *const *weights;               /* NULL in micro-steps */
-    const void *const *gradients;
-    int first_tensor;
-    int64_t first_chunk;
-    enum hstep_pass pass;
-};
-
 static void update_task(void *argument, int64_t i)
 {
-    const struct update *a = argument;
-    const struct hstep_chunk *c = &a->o->chunks[a->first_chunk + i];
-    const struct hstep_tensor *t = &a->o->tensors[c->tensor];
-    int at = c->tensor - a->first_tensor;
-    if (a->updates[at].skip || (t->matrix && a->pass == HSTEP_PASS_UPDATE)) return;
+    const struct hstep_batch *b = argument;
+    const struct hstep_chunk *c = hstep_batch_chunk(b, i);
+    const struct hstep_tensor *t = &b->o->tensors[c->tensor];
+    if (hstep_batch_update(b, c->tensor)->skip || (t->matrix && b->pass == HSTEP_PASS_UPDATE)) return;
     struct hstep_fp fp = hstep_fp_enter();
-    struct hstep_work w = hstep_work_start(a->o, c->tensor, &a->updates[at], a->weights ? a->weights[at] : NULL,
-                                           a->gradients[at], a->pass);
+    struct hstep_work w = hstep_work_start(b, c->tensor);
     struct staging st = {0};
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         int64_t element = run * t->run_length + c->offset;
         uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
-        if (w.u->centralize != 0.0)
+        if (w.u->centralize != 0.0 && w.format[HALFSTEP_SLOT_GRADIENT] >= 0)
             update_rows(&w, &st, element, index, c->length);
         else
             update_stretch(&w, &st, element, index, c->length);
@@ -473,9 +464,8 @@ static void update_task(void *argument, int64_t i)
 static void run_pass(const halfstep_optimizer *o, int first, int n, const struct hstep_update *updates,
                      void *const *weights, const void *const *gradients, enum hstep_pass pass)
 {
-    struct update a = {o, updates, weights, gradients, first, o->tensors[first].first_chunk, pass};
-    int64_t end = o->tensors[first + n - 1].first_chunk + o->tensors[first + n - 1].chunks;
-    hstep_run(o, update_task, &a, end - a.first_chunk);
+    struct hstep_batch b = {o, first, updates, weights, gradients, pass, NULL};
+    hstep_run_batch(&b, n, update_task);
 }
 
 /* Three batches: the direction into the workspace, its transformation, the change of the weight. */
@@ -487,7 +477,7 @@ static void update_matrix(halfstep_optimizer *o, int tensor, const struct hstep_
     /* Only calls of halfstep_step_tensor() on other threads can meet here. */
     while (atomic_flag_test_and_set(&o->workspace_lock)) hstep_yield();
     run_pass(o, tensor, 1, u, weight, gradient, HSTEP_PASS_DIRECTION);
-    if (!u->micro) {
+    if (!u->micro && !u->still) {
         struct hstep_fp fp = hstep_fp_enter();
         hstep_newton_schulz(o, o->workspace, t->rows, t->row_length, &u->k[MUON_A], (int)u->k[MUON_STEPS], u->k[MUON_EPS],
                             o->workspace + t->rows * t->row_length);
@@ -515,8 +505,7 @@ void hstep_count_update(struct hstep_tensor *t, const struct hstep_update *u)
     t->writes++;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
         if (t->slot[s].format >= 0 && t->slot[s].extra_bytes &&
-            hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR &&
-            hstep_formats[t->slot[s].format].block)
+            hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             memcpy(t->slot[s].extra, &u->scale[s], 4);
     if (u->micro) return;
     t->full_steps++;

@@ -48,8 +48,22 @@ struct hstep_part {
     int lead, count;
 };
 
-struct hstep_work hstep_work_start(const halfstep_optimizer *o, int tensor, const struct hstep_update *u, void *weight,
-                                   const void *gradient, enum hstep_pass pass);
+/* What all tasks of one pass over tensors from `first` on share; updates, weights and gradients count from there. */
+struct hstep_batch {
+    const halfstep_optimizer *o;
+    int first;
+    const struct hstep_update *updates;
+    void *const *weights; /* NULL in micro-steps */
+    const void *const *gradients;
+    enum hstep_pass pass;
+    int64_t *limbs; /* HSTEP_PASS_SUMS: of all sums from the first of tensor `first` on */
+};
+
+/* The task, with the batch as its argument, for every chunk of n tensors. */
+void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task);
+const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i);
+const struct hstep_update *hstep_batch_update(const struct hstep_batch *b, int tensor);
+struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);
 /* How far into its unit an element lies. */
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
 /* Places in the slots themselves, for whole units. */

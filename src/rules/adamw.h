@@ -43,7 +43,8 @@ static inline void adamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_BOUND] = adamw_bound(beta1, beta2, p->t);
 }
 
-V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+/* m and v in s[0] and s[1]; returns the root of v. */
+V_OP vf adamw_moments(const vf *k, vf g, vf *s, const int mode)
 {
     vf m = v_add(v_mul(k[ADAMW_BETA1], s[0]), v_mul(k[ADAMW_NEW1], g));
     vf v = v_add(v_mul(k[ADAMW_BETA2], s[1]), v_mul(v_mul(k[ADAMW_NEW2], g), g));
@@ -51,11 +52,17 @@ V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     if (mode & RULE_CLAMP) m = adamw_clamp(m, v_mul(k[ADAMW_BOUND], root));
     s[0] = m;
     s[1] = v;
+    return root;
+}
+
+V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root = adamw_moments(k, g, s, mode);
     if (mode & RULE_OPTION) {
-        s[2] = v_max(s[2], v);
+        s[2] = v_max(s[2], s[1]);
         root = v_sqrt(s[2]);
     }
-    vf update = v_div0(m, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
+    vf update = v_div0(s[0], v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
 }
 

@@ -44,13 +44,8 @@ static inline void lamb_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf lamb_update(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    vf m = v_add(v_mul(k[ADAMW_BETA1], s[0]), v_mul(k[ADAMW_NEW1], g));
-    vf v = v_add(v_mul(k[ADAMW_BETA2], s[1]), v_mul(v_mul(k[ADAMW_NEW2], g), g));
-    vf root = v_sqrt(v);
-    if (mode & RULE_CLAMP) m = adamw_clamp(m, v_mul(k[ADAMW_BOUND], root));
-    s[0] = m;
-    s[1] = v;
-    vf update = v_div0(v_mul(k[LAMB_MEAN], m), v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
+    vf root = adamw_moments(k, g, s, mode);
+    vf update = v_div0(v_mul(k[LAMB_MEAN], s[0]), v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
     return v_add(update, v_mul(k[LAMB_DECAY], w));
 }
 

@@ -34,8 +34,17 @@ static void print_bytes_line(const char *what, uint64_t bytes, double params)
     printf("  %-10s %8.3f bytes/param  %10.2f MiB\n", what, (double)bytes / params, (double)bytes / 0x1p20);
 }
 
+void print_run(const struct run_result *r)
+{
+    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
+           (unsigned long long)r->seed, (long long)r->params);
+}
+
 void print_held(const struct run_result *r)
 {
+    if (r->skipped_steps)
+        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
+               r->tensors_skip ? "tensor updates" : "steps");
     double n = r->params > 0 ? (double)r->params : 1;
     printf("held:\n");
     print_bytes_line("weights", r->weight_bytes, n);
@@ -47,10 +56,15 @@ void print_held(const struct run_result *r)
     printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed, (unsigned long long)r->state_hash);
 }
 
+void complain(const char *name, int status, const char *error)
+{
+    if (status == 2) usage_error(name, "%s", error);
+    else failure(name, "%s", error);
+}
+
 static void print_result(const struct run_result *r)
 {
-    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
-           (unsigned long long)r->seed, (long long)r->params);
+    print_run(r);
     if (r->accumulator[0])
         printf("steps of %lld micro-steps, gradients added up in %s%s\n", (long long)r->micro_steps,
                strcmp(r->accumulator, "states") == 0 ? "the " : "", r->accumulator);
@@ -58,9 +72,6 @@ static void print_result(const struct run_result *r)
     if (r->steps > r->first_step)
         printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
                100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
-    if (r->skipped_steps)
-        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
-               r->tensors_skip ? "tensor updates" : "steps");
     print_held(r);
     if (r->checkpoint[0]) printf("saved in %s\n", r->checkpoint);
     if (r->sample) {
@@ -80,8 +91,7 @@ static int train(const struct run_config *config, const struct output *output)
     interrupt_install();
     progress_open(&progress, stderr, config->quiet);
     int status = train_run(config, &data, &progress, &result, error, sizeof error);
-    if (status == 2) usage_error(command.name, "%s", error);
-    else if (status != 0) failure(command.name, "%s", error);
+    if (status != 0) complain(command.name, status, error);
     else if (output->json) status = print_json(run_result_json(&result));
     else print_result(&result);
     run_result_free(&result);
@@ -105,8 +115,7 @@ static int train_lm(int argc, char **argv)
     int status = args_parse(&args, &command, groups, 3, argc, argv);
     if (status != ARGS_RUN) return status;
     status = run_config_complete(&args, groups, 3, &config, error, sizeof error);
-    if (status == 2) usage_error(command.name, "%s", error);
-    else if (status != 0) failure(command.name, "%s", error);
+    if (status != 0) complain(command.name, status, error);
     else status = train(&config, &output);
     args_free(&args);
     return status;

@@ -31,8 +31,7 @@ static const struct command command = {
 static void print_result(const struct mnist_result *result)
 {
     const struct run_result *r = &result->run;
-    printf("recipe %s, %s gradients, %s products, seed %llu, %lld parameters\n", r->recipe, r->gradients, r->compute,
-           (unsigned long long)r->seed, (long long)r->params);
+    print_run(r);
     for (size_t i = 1; i < r->history.n_validations; i++)
         printf("  epoch %-4zu training loss %.4f, test loss %.4f, test accuracy %.2f %%\n", i, r->history.point[i - 1].train_loss,
                r->history.validation[i].loss, 100 * result->accuracy[i]);
@@ -41,9 +40,6 @@ static void print_result(const struct mnist_result *result)
     if (isfinite(result->images_per_s))
         printf("%.0f images/s, %.1f s in all, %.1f %% of it in the optimizer; %s, %d threads\n", result->images_per_s, r->seconds,
                100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
-    if (r->skipped_steps)
-        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
-               r->tensors_skip ? "tensor updates" : "steps");
     print_held(r);
 }
 
@@ -57,8 +53,7 @@ static int train(const struct run_config *config, const struct output *output)
     interrupt_install();
     progress_open(&progress, stderr, config->quiet);
     int status = mnist_run(config, &data, &progress, &result, error, sizeof error);
-    if (status == 2) usage_error(command.name, "%s", error);
-    else if (status != 0) failure(command.name, "%s", error);
+    if (status != 0) complain(command.name, status, error);
     else if (output->json) status = print_json(mnist_result_json(&result));
     else print_result(&result);
     mnist_result_free(&result);

@@ -142,8 +142,11 @@ void run_result_free(struct run_result *result);
 json_t *json_double(double value);
 /* Prints and releases the object. 0, or 1. */
 int print_json(json_t *object);
-/* The lines "held: ..." for people, of weights, gradients and states. */
+/* For people: the first line of a result; and its last, what was skipped, held and changed. */
+void print_run(const struct run_result *result);
 void print_held(const struct run_result *result);
+/* One line about a run that ended with a status: 2 is bad usage. */
+void complain(const char *command, int status, const char *error);
 /* Bytes as a JSON string: what is not UTF-8 becomes U+FFFD. */
 json_t *json_bytes(const uint8_t *bytes, size_t n);
 /* Bytes as text for people: as they are into a file, with everything unprintable escaped on a terminal. */
