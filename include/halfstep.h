@@ -112,6 +112,7 @@ typedef struct halfstep_rule_info {
     int32_t raw_gradient;   /* 1: the gradient slot holds a weight, in any weight format (ema) */
     int32_t accumulates;    /* 1: micro-steps keep the gradient in a state (halfstep_accumulate_states) */
     int32_t average;        /* 1: the weights to evaluate are not those being trained: halfstep_read_average() */
+    const char *label;      /* the name as an identifier, e.g. "AdamW", for the classes of a binding */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -134,7 +135,7 @@ typedef struct halfstep_format_info {
 typedef struct halfstep_hyper_info {
     uint32_t struct_size;
     const char *name;
-    const char *title;
+    const char *title;      /* of a switch, which is 0 or 1, it begins with "0:" or "1:" and what that value does */
     double initial;
     double minimum;         /* inclusive */
     double maximum;         /* inclusive unless exclusive_maximum */
@@ -201,6 +202,8 @@ typedef struct halfstep_options {
 
 /* options may be NULL. *optimizer is NULL after an error. */
 HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer);
+/* Changes options.threads from the next step on. Errors: RANGE. */
+HALFSTEP_API int halfstep_set_threads(halfstep_optimizer *optimizer, int32_t threads);
 /* Frees everything the library allocated for it; NULL is fine. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
 /* A sentence about the last error or refused step on this handle, "" if there was none. Valid until the next call. */
@@ -270,6 +273,8 @@ typedef struct halfstep_tensor {
  * elements is fine. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
+/* The hash that id 0 stands for; 0 for NULL. */
+HALFSTEP_API uint64_t halfstep_name_id(const char *name);
 /* Row by name, or -1. */
 HALFSTEP_API int32_t halfstep_tensor_find(const halfstep_optimizer *optimizer, const char *name);
 
@@ -397,6 +402,9 @@ typedef struct halfstep_counters {
 HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
 /* id may be 0 to keep the tensor's own. */
 HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor, const halfstep_counters *counters);
+/* Keeps *step equal to state_steps, as a float: written now and whenever the count changes, for hosts that show a count
+ * for each tensor. The library never reads it. NULL ends it; otherwise it must live as long as the handle. */
+HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
 /* What a rule keeps for a tensor as a double, by the names of its rule_info: state of the rule (adamw-delayed's
  * accumulated_decay), or what its last update was (lamb's weight_norm, update_norm and trust_ratio). Belongs in a checkpoint.
  * Errors: NAME; RANGE for a value that is not finite. */

@@ -118,6 +118,14 @@ int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimi
     return HALFSTEP_OK;
 }
 
+int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (threads < 0 || threads > 1024) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
+    o->threads = threads;
+    return HALFSTEP_OK;
+}
+
 void halfstep_destroy(halfstep_optimizer *o)
 {
     if (!o) return;
@@ -518,6 +526,8 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t
     return HALFSTEP_OK;
 }
 
+uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name) : 0; }
+
 int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
 
 int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
@@ -583,8 +593,20 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
     struct hstep_tensor *t = &o->tensors[tensor];
     if (c->id) t->id = c->id;
     t->state_steps = c->state_steps;
+    if (t->step) *t->step = (float)t->state_steps;
     t->full_steps = c->full_steps;
     t->writes = c->writes;
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    t->step = step;
+    if (step) *step = (float)t->state_steps;
     return HALFSTEP_OK;
 }
 

@@ -369,7 +369,7 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
     {                                                                                                               \
         rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                       \
     }
-#define RULE(id, name, fn, title, lr, wd, decay, states, ...)                                                       \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...)                                                       \
     RULE_FUNCTION(id, fn, states, 0) RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2)              \
     RULE_FUNCTION(id, fn, states, 3)
 #include "rules/rules.def"
@@ -384,7 +384,7 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
     {                                                                                                               \
         norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                              \
     }
-#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
 #include "rules/rules.def"
 #undef RULE
 #undef NO_NORMS
@@ -406,7 +406,7 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
     {                                                                                                               \
         change_tile(fn##_change, k, w, u, d, n);                                                                    \
     }
-#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id, fn)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id, fn)
 #include "rules/rules.def"
 #undef RULE
 #undef ELEMENTWISE
@@ -778,7 +778,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define NO_NORMS(id)
 #define NORMS_1(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
 #define NORMS_2(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
-#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
 #include "rules/rules.def"
 #undef RULE
     },
@@ -786,7 +786,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define ELEMENTWISE(id)
 #define RAW_GRADIENT(id)
 #define MATRIX(id) [HSTEP_RULE_ROW_##id] = {{direction_##id##_0, direction_##id##_1}, change_##id},
-#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id)
 #include "rules/rules.def"
 #undef RULE
     },

@@ -30,6 +30,7 @@ struct hstep_tensor {
     struct hstep_slot slot[HSTEP_SLOTS];
     const struct hstep_fused_row *fused; /* the row of fused.def that fits, or NULL */
     uint64_t state_steps, full_steps, writes;
+    float *step; /* the host's copy of state_steps, or NULL */
     double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
     /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one. Their

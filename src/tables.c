@@ -39,8 +39,8 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define ELEMENTWISE HSTEP_ELEMENTWISE
 #define RAW_GRADIENT HSTEP_RAW_GRADIENT
 #define MATRIX HSTEP_MATRIX
-#define RULE(id, name, fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
-    {id, name, #fn, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+    {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
 #include "rules/rules.def"
 #undef RULE
 #undef MATRIX
@@ -373,6 +373,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *info)
     info->id = rule->id;
     info->name = rule->name;
     info->title = rule->title;
+    info->label = rule->label;
     info->decay = rule->decay;
     info->states = hstep_rule_states(row);
     for (int i = 0; i < info->states; i++) {

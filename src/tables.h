@@ -49,7 +49,7 @@ enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX };
 
 struct hstep_rule {
     int id;
-    const char *name, *kernel, *title; /* kernel: the function prefix */
+    const char *name, *kernel, *label, *title; /* kernel: the function prefix */
     double lr, weight_decay; /* initial values */
     const char *decay;
     struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */

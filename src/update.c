@@ -502,6 +502,7 @@ void hstep_update_tensors(halfstep_optimizer *o, int first, int n, const struct 
 void hstep_count_update(struct hstep_tensor *t, const struct hstep_update *u)
 {
     t->state_steps++;
+    if (t->step) *t->step = (float)t->state_steps;
     t->writes++;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
         if (t->slot[s].format >= 0 && t->slot[s].extra_bytes &&

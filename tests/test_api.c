@@ -78,6 +78,42 @@ static void test_tables(void)
         CHECK(!halfstep_isa_name(-1) && !halfstep_isa_name(halfstep_isa_count()), "instruction sets go on past their end");
         EXPECT(halfstep_set_isa("nonsense"), HALFSTEP_ERROR_NAME);
     }
+    TEST("labels are identifiers, no two alike, and the titles of switches say so") {
+        for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+            halfstep_rule_info rule = {.struct_size = sizeof rule}, other = rule;
+            MUST(halfstep_get_rule_info(row, &rule));
+            CHECK(rule.label && *rule.label >= 'A' && *rule.label <= 'Z' &&
+                  strspn(rule.label, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789") == strlen(rule.label),
+                  "%s: the label '%s' names no class", rule.name, rule.label ? rule.label : "(null)");
+            for (int32_t i = 0; i < row; i++) {
+                MUST(halfstep_get_rule_info(i, &other));
+                CHECK(strcmp(rule.label, other.label), "%s and %s have one label, %s", rule.name, other.name, rule.label);
+            }
+            for (int32_t i = 0; i < rule.hypers; i++) {
+                halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+                MUST(halfstep_get_hyper_info(row, i, &hyper));
+                if (strncmp(hyper.title, "0:", 2) && strncmp(hyper.title, "1:", 2)) continue;
+                CHECK(hyper.minimum == 0 && hyper.maximum == 1 && !hyper.exclusive_maximum &&
+                      (hyper.initial == 0 || hyper.initial == 1),
+                      "%s: '%s' of %s is no switch", rule.name, hyper.title, hyper.name);
+            }
+        }
+    }
+    TEST("names have the ids that tensors get") {
+        halfstep_optimizer *o;
+        int32_t g, t;
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "adamw", &g));
+        halfstep_tensor d = matrix("layer.weight", 2, 2);
+        MUST(halfstep_add_tensor(o, &d, &t));
+        MUST(halfstep_get_counters(o, t, &c));
+        CHECK(halfstep_name_id("layer.weight") == c.id && c.id, "id %016llx", (unsigned long long)c.id);
+        /* Files keep ids: the hash may never change. */
+        CHECK(c.id == 0x3e70bd8e9d8d95ba, "id %016llx of a name changed", (unsigned long long)c.id);
+        CHECK(halfstep_name_id("layer.bias") != c.id && halfstep_name_id("") && !halfstep_name_id(NULL), "ids of other names");
+        halfstep_destroy(o);
+    }
     TEST("recipes") {
         char text[64];
         static const struct {
@@ -146,6 +182,13 @@ static void test_building(void)
         options.struct_size = 4;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_create(NULL, NULL), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_set_threads(NULL, 1), HALFSTEP_ERROR_ARGUMENT);
+        MUST(halfstep_create(NULL, &o));
+        EXPECT_NAMED(o, halfstep_set_threads(o, 1025), HALFSTEP_ERROR_RANGE, "1025");
+        EXPECT(halfstep_set_threads(o, -1), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_set_threads(o, 1024), HALFSTEP_OK);
+        EXPECT(halfstep_set_threads(o, 0), HALFSTEP_OK);
+        halfstep_destroy(o);
         halfstep_destroy(NULL);
     }
     TEST("hyper-parameters and choices are checked, and a failed call changes nothing") {
@@ -649,6 +692,50 @@ static void test_equalities(void)
 {
     TEST("counters, states and weights are all that a resumed run needs, under every recipe") { every_recipe(resume_recipe); }
     TEST("whole, in halves, tensor by tensor, one handle per tensor: the same bits, under every recipe") { every_recipe(split_recipe); }
+    TEST("a bound step follows the count of updates") {
+        struct run a;
+        run_open(&a, "adamw/bf16-sr", 0, RUN_TENSORS, 0, NULL);
+        float step[RUN_TENSORS];
+        for (int i = 0; i < RUN_TENSORS; i++) {
+            step[i] = -1;
+            EXPECT(halfstep_bind_step(a.o, i, step + i), HALFSTEP_OK);
+            CHECK(step[i] == 0, "tensor %d: %g when bound", i, (double)step[i]);
+        }
+        run_steps(&a, 0, 2);
+        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 2, "tensor %d: %g after two steps", i, (double)step[i]);
+
+        /* Refused and left out: no update, no count. */
+        run_gradients(&a, 2);
+        uint16_t *first = a.gradient[1], kept = *first;
+        *first = 0x7F80;
+        EXPECT(halfstep_step(a.o, a.weight, (const void *const *)a.gradient), HALFSTEP_NONFINITE);
+        *first = kept;
+        void *absent = a.gradient[2];
+        a.gradient[2] = NULL;
+        EXPECT(halfstep_step(a.o, a.weight, (const void *const *)a.gradient), HALFSTEP_OK);
+        a.gradient[2] = absent;
+        for (int i = 0; i < RUN_TENSORS; i++)
+            CHECK(step[i] == (i == 2 ? 2 : 3), "tensor %d: %g after a refused and a partial step", i, (double)step[i]);
+
+        EXPECT(halfstep_step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
+        EXPECT(halfstep_end_round(a.o), HALFSTEP_OK);
+        EXPECT(halfstep_accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
+
+        halfstep_counters c = {.struct_size = sizeof c, .state_steps = 1000};
+        EXPECT(halfstep_set_counters(a.o, 0, &c), HALFSTEP_OK);
+        CHECK(step[0] == 1000, "%g after the counters were set", (double)step[0]);
+        EXPECT(halfstep_bind_step(a.o, 1, NULL), HALFSTEP_OK);
+        run_steps(&a, 3, 4);
+        CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", (double)step[0], (double)step[1], (double)step[2]);
+        float late = 0;
+        EXPECT(halfstep_bind_step(a.o, 1, &late), HALFSTEP_OK);
+        CHECK(late == 5, "%g when bound late", (double)late);
+
+        EXPECT(halfstep_bind_step(a.o, RUN_TENSORS, step), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_bind_step(NULL, 0, step), HALFSTEP_ERROR_ARGUMENT);
+        run_close(&a);
+    }
     TEST("clipping: halves agree with the whole, and the norm is told") {
         struct run a, b;
         halfstep_options options = {.struct_size = sizeof options, .threads = 1};
@@ -755,6 +842,20 @@ static void test_threads(void)
     struct run reference;
     run_open(&reference, recipe, 0, RUN_TENSORS, 0, &options);
     run_steps(&reference, 0, 30);
+    TEST("the number of threads may change between steps") {
+        struct run a, b;
+        halfstep_options options = {.struct_size = sizeof options, .threads = 1};
+        run_open(&a, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        run_open(&b, "adamw/bf16-sr/int8", 0, RUN_TENSORS, 0, &options);
+        run_steps(&a, 0, 3);
+        for (int step = 0; step < 3; step++) {
+            MUST(halfstep_set_threads(b.o, 3 - step));
+            run_steps(&b, step, step + 1);
+        }
+        compare_runs(&a, &b, "3, 2 and 1 threads");
+        run_close(&a);
+        run_close(&b);
+    }
     TEST("two handles step at once") {
         struct run r[2];
         pthread_t thread[2];

@@ -14,8 +14,8 @@ V_OP void bf16_ecc16_decode(const char *code, const char *extra, int64_t i, vf *
     vi we, wo, ce, co;
     vp_load_hi16(code + 2 * i, &we, &wo);
     vp_load_s16(extra + 2 * i, &ce, &co);
-    *e = v_from_bits(vi_add(we, ce));
-    *o = v_from_bits(vi_add(wo, co));
+    *e = v_from_bits(hstep_bf16_ecc(we, ce));
+    *o = v_from_bits(hstep_bf16_ecc(wo, co));
 }
 
 V_OP vi hstep_ecc16_quiet(vi u)

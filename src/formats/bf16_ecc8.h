@@ -15,8 +15,8 @@ V_OP void bf16_ecc8_decode(const char *code, const char *extra, int64_t i, vf *e
     vi we, wo, ce, co;
     vp_load_hi16(code + 2 * i, &we, &wo);
     vp_load_s8(extra + i, &ce, &co);
-    *e = v_from_bits(vi_add(we, vi_shl(ce, 8)));
-    *o = v_from_bits(vi_add(wo, vi_shl(co, 8)));
+    *e = v_from_bits(hstep_bf16_ecc(we, vi_shl(ce, 8)));
+    *o = v_from_bits(hstep_bf16_ecc(wo, vi_shl(co, 8)));
 }
 
 V_OP vi hstep_ecc8_special(vi u, vi rounded)

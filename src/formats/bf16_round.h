@@ -63,4 +63,12 @@ V_OP void hstep_bf16_stochastic(vf e, vf o, vi words, vi *re, vi *ro)
     *ro = vi_add(uo, add_o);
 }
 
+/* A weight and its error code as one pattern. A code below zero beside a weight of +-0 comes from no number: it is left where a
+ * program has zeroed the weight (a mask, an initialization), and the sum would be a NaN. It counts as 0. */
+V_OP vi hstep_bf16_ecc(vi weight, vi code)
+{
+    vi magnitude = vi_and(weight, vi_set(0x7fffffff));
+    return vi_add(weight, vi_max(code, vi_sub(vi_set(0), magnitude)));
+}
+
 #endif
