@@ -92,11 +92,14 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     halfstep_test_properties(${name} TIMEOUT 900 COST 100)
   endforeach()
 
+  # One environment and one installed wheel serve them all, so these are made first of everything.
+  add_test(NAME python_package COMMAND bash ${tests}/python_package.sh WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  halfstep_test_properties(python_package TIMEOUT 1200 COST 3000 FIXTURES_SETUP python)
   file(GLOB python_tests CONFIGURE_DEPENDS tests/python/test_*.py)
   foreach(script IN LISTS python_tests)
     get_filename_component(name ${script} NAME_WE)
     add_test(NAME python_${name} COMMAND bash ${tests}/run_python.sh ${script} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    halfstep_test_properties(python_${name} TIMEOUT 900 COST 200)
+    halfstep_test_properties(python_${name} TIMEOUT 900 COST 300 FIXTURES_REQUIRED python)
   endforeach()
 
   # The same programs from other compilers, with sanitizers, and for the other processor: each a build of its own inside

@@ -47,6 +47,8 @@ if [ "${1:-build}" = test ]; then
     want python3 program python3
     # Debian keeps pip's part of venv in a package of its own.
     want python3-venv python3 -c 'import ensurepip, venv'
+    # DeepSpeed and torch.compile make extensions of their own.
+    want python3-dev python3 -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
     if [ "$(uname -m)" = x86_64 ]; then
         want gcc-aarch64-linux-gnu program aarch64-linux-gnu-gcc
         want libc6-dev-arm64-cross test -e /usr/aarch64-linux-gnu/include/stdio.h

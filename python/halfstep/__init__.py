@@ -1,0 +1,23 @@
+"""halfstep: optimizers whose weights and states are stored in 16, 8 or 4 bits and computed in fp32.
+
+    import halfstep
+    opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, states="int8")
+    opt = halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(), lr=1e-4)
+
+The classes are ordinary `torch.optim.Optimizer`s over the C library inside this package. docs/python.md is the manual.
+"""
+from . import _abi
+from .accumulate import GradientAccumulator
+from .ema import EMA
+from .optimizer import Optimizer, name_parameters
+from .plan import plan
+from .rules import classes as _classes, optimizer
+
+__version__ = _abi.version()
+HalfstepError = _abi.HalfstepError
+
+globals().update(_classes)
+#: torch spells it so
+RMSprop = _classes["RMSProp"]
+
+__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "HalfstepError", "RMSprop", *_classes]

@@ -1,0 +1,46 @@
+"""The step as one operator of torch.library, in pure Python, so that torch.compile(optimizer.step, fullgraph=True) can trace it.
+
+The operator gets the parameters and gradients and says that it changes the parameters; it has to change those it is given,
+which may be copies that the compiler made. The optimizer is found by a number, and its parameters by their places. States are
+no inputs of the graph: they are reached, as ever, through the optimizer.
+"""
+import weakref
+
+import torch
+
+_optimizers = weakref.WeakValueDictionary()
+
+
+def register(optimizer):
+    """The number by which the operator finds an optimizer."""
+    _optimizers[optimizer._number] = optimizer
+
+
+if hasattr(torch.library, "custom_op"):
+    from typing import List
+
+    @torch.library.custom_op("halfstep::step", mutates_args=("params",))
+    def _step_op(params: List[torch.Tensor], grads: List[torch.Tensor], places: List[int], number: int) -> None:
+        optimizer = _optimizers.get(number)
+        if optimizer is None:
+            raise RuntimeError("halfstep: the optimizer of this compiled step does not exist any more")
+        flat = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))})
+
+    @_step_op.register_fake
+    def _(params, grads, places, number):
+        return None
+
+
+def step(optimizer):
+    """What Optimizer.step() does with compile=True."""
+    if not hasattr(torch.library, "custom_op"):
+        raise RuntimeError("halfstep: compile=True needs torch 2.4 or later")
+    params, grads, places = [], [], []
+    for i, p in enumerate([p for group in optimizer.param_groups for p in group["params"]]):
+        if p.grad is not None:
+            params.append(p)
+            grads.append(p.grad)
+            places.append(i)
+    if params:
+        torch.ops.halfstep.step(params, grads, places, optimizer._number)

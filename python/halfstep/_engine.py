@@ -1,0 +1,431 @@
+"""The C handle behind an optimizer: groups, tensors, memory, counters.
+
+States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It is a cache that can be
+thrown away at any time between steps (`Engine.save_counters` first) and built again from `state` and `param_groups`: that is
+how parameters that get their first gradient late, loaded states, copies and changed formats all work.
+"""
+import ctypes
+import struct
+import sys
+from ctypes import byref, c_double, c_int32, c_void_p
+from operator import is_
+
+import torch
+
+from . import _abi, _state
+from ._abi import check, lib
+
+WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
+
+#: safetensors' names of what is stored -> torch
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8,
+          "I16": torch.int16}
+#: what a weight or gradient may be -> its plain format
+PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+#: lists of a group that hold something of each parameter
+_NO_HYPERS = ("params", "param_names", "ids", "recipes")
+_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
+    torch.Tensor, torch.nn.Parameter)
+
+
+def rows_of(shape):
+    """Rows and row length of a tensor, as the library counts them: dimension 0, and the rest flattened."""
+    if not shape:
+        return 1, 1
+    length = 1
+    for size in shape[1:]:
+        length *= size
+    return shape[0], length
+
+
+def weight_format(asked, dtype, name):
+    """The format of one weight: what was asked for acts on BF16, float16 takes its namesake, float32 stays as it is."""
+    if dtype == torch.float32:
+        if asked is not None and asked not in _abi.formats:
+            raise ValueError(f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}")
+        return "f32"
+    if asked is None:
+        asked = "bf16-sr"
+    base, dash, how = asked.partition("-")
+    found = PLAIN[dtype] + dash + how
+    if base not in ("bf16", "f16") or found not in _abi.formats:
+        raise ValueError(f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
+                         f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}")
+    return found
+
+
+def overlaps(tensor):
+    """Whether two elements may share memory: sorted by stride, each dimension has to step over all smaller ones."""
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if size == 0:
+            return False
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def check_parameter(p, name):
+    """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module first")
+    if type(p) not in _ORDINARY and not (isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY):
+        raise TypeError(f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep does not know")
+    if p.layout != torch.strided:
+        raise TypeError(f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be stepped")
+    if p.dtype not in PLAIN:
+        raise TypeError(f"halfstep: parameter {name!r} is {p.dtype}; float32, bfloat16 and float16 can be stepped")
+    if overlaps(p):
+        raise ValueError(f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of shape "
+                         f"{tuple(p.shape)}, as expand() leaves them); pass it through .clone() first")
+
+
+def check_device(p, name):
+    if p.device.type != "cpu":
+        raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this build steps tensors in CPU memory")
+
+
+def create_handle(threads, seed):
+    handle = c_void_p()
+    options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
+    check(lib.halfstep_create(byref(options), byref(handle)))
+    return handle
+
+
+def add_group(handle, recipe, hypers, choices):
+    index = c_int32()
+    check(lib.halfstep_add_group(handle, recipe.encode(), byref(index)), handle)
+    for key, value in choices.items():
+        check(lib.halfstep_set_choice(handle, index.value, key.encode(), value.encode()), handle)
+    for key, value in hypers.items():
+        check(lib.halfstep_set_hyper(handle, index.value, key.encode(), value), handle)
+    return index.value
+
+
+def add_tensor(handle, group, name, identity, shape, gradient):
+    rows, length = rows_of(shape)
+    index = c_int32()
+    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity,
+                         ndim=len(shape), rows=rows, row_length=length, gradient=gradient.encode())
+    check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
+    return index.value
+
+
+class Stream:
+    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle."""
+
+    __slots__ = ("slot", "extra", "key", "dtype", "shape", "format", "role")
+
+    def __init__(self, slot, extra, key, dtype, shape, format, role):
+        self.slot, self.extra, self.key, self.dtype, self.shape = slot, extra, key, dtype, shape
+        self.format, self.role = format, role
+
+    def fits(self, tensor):
+        return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
+                and tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous())
+
+
+def streams_of(handle, index, rule, shape):
+    """What the library stores for a tensor, in the order of its slots."""
+    found, fell_back = [], False
+    rows, length = rows_of(shape)
+    count = rows * length
+    for slot in (WEIGHT, *range(STATE, STATE + len(rule.states))):
+        info = _abi.SlotInfo.new()
+        check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
+        if info.format < 0:
+            continue
+        fmt = _abi.format_rows[info.format]
+        fell_back |= bool(info.fell_back)
+        name = info.name.decode()
+        role = 0 if slot == WEIGHT else rule.states[slot - STATE].role
+        if slot != WEIGHT:
+            code = DTYPES[fmt.code_dtype]
+            code_bytes = int(info.code_bytes)
+            if code_bytes == count * code.itemsize:
+                code_shape = tuple(shape)
+            elif fmt.geometry == 0 and rows and code_bytes % rows == 0:
+                code_shape = (rows, code_bytes // rows)
+            else:
+                code_shape = (code_bytes,)
+            found.append(Stream(slot, False, name, code, code_shape, fmt.name, role))
+        if fmt.extra_bits or fmt.scale_bytes:
+            extra = DTYPES[fmt.extra_dtype]
+            n = int(info.extra_bytes) // extra.itemsize
+            if not fmt.block:
+                extra_shape = tuple(shape)
+            elif fmt.geometry == 0 and rows and info.blocks_per_row:
+                extra_shape = (rows, n // rows)
+            else:
+                extra_shape = (n,)
+            found.append(Stream(slot, True, f"{name}.{'scale' if fmt.block else 'extra'}", extra, extra_shape, fmt.name, role))
+    return found, fell_back
+
+
+class Member:
+    """One parameter in the handle."""
+
+    __slots__ = ("p", "group", "position", "name", "index", "gradient", "recipe", "streams", "bound", "step", "shape", "dtype",
+                 "strides", "dense", "address", "fell_back", "c_group")
+
+    def __init__(self, p, group, position, name):
+        self.p, self.group, self.position, self.name = p, group, position, name
+        self.shape, self.dtype, self.strides, self.dense = tuple(p.shape), p.dtype, p.stride(), p.is_contiguous()
+        self.address = p.data_ptr()
+        self.bound = ()
+
+
+class Plain:
+    """What `Optimizer._gather_plain` compares with, as lists over all members."""
+
+    def __init__(self, engine, states):
+        members = engine.members
+        formats = {name: dtype for dtype, name in PLAIN.items()}
+        self.params = engine.params
+        self.dtypes = [formats[m.gradient] for m in members]
+        self.weight_dtypes = [m.dtype for m in members]
+        self.shapes = [m.p.shape for m in members]
+        self.numels = [m.p.numel() for m in members]
+        self.weights = [m.address for m in members]
+        self.states = [states[m.p] for m in members]
+        self.tensors = [tensor for m in members for _, tensor, _ in m.bound]
+        self.addresses = [address for m in members for _, _, address in m.bound]
+        # For each key of a state: the states that have it, and what they had there.
+        streams = {"step": (self.states, [m.step for m in members])}
+        for m, state in zip(members, self.states):
+            for key, tensor, _ in m.bound:
+                held = streams.setdefault(key, ([], []))
+                held[0].append(state)
+                held[1].append(tensor)
+        self.streams = [(key, *held) for key, held in streams.items()]
+
+
+class Engine:
+    """A handle for some of an optimizer's parameters. `members` says which, in the order of the handle's tensors."""
+
+    def __init__(self, optimizer, wanted):
+        """wanted: (parameter, group index, position in the group, gradient format)."""
+        self.optimizer_state = optimizer.state
+        self.rule = _abi.rules[optimizer.rule]
+        self.threads = optimizer._threads_now()
+        self.handle = None
+        self.members = []
+        self.index_of = {}
+        self.groups = []  # (python group, c group, cached values, hypers)
+        groups = optimizer.param_groups
+        self.handle = create_handle(self.threads, optimizer.seed)
+        handle = self.handle
+        try:
+            self._set_optimizer_choices(optimizer)
+            c_groups = {}
+            for p, g, position, gradient in wanted:
+                group = groups[g]
+                name = optimizer._name_of(g, position)
+                weights, states = optimizer._recipe_parts(group, p)
+                weights = weight_format(weights, p.dtype, name)
+                recipe = "/".join(part for part in (self.rule.name, weights, states) if part)
+                key = (g, recipe)
+                if key not in c_groups:
+                    c_groups[key] = add_group(handle, recipe, optimizer._hypers(group), optimizer._choices(group))
+                m = Member(p, g, position, name)
+                m.gradient, m.c_group = gradient, c_groups[key]
+                m.recipe = _abi.recipe_full(recipe)
+                m.index = add_tensor(handle, m.c_group, name, group["ids"][position], m.shape, gradient)
+                self.index_of[p] = m.index
+                self.members.append(m)
+            for m in self.members:
+                m.streams, m.fell_back = streams_of(handle, m.index, self.rule, m.shape)
+            # From here on nothing can go wrong but memory: states come into being all together.
+            fresh = [(m, self._create_state(optimizer, m)) for m in self.members]
+            for m, made in fresh:
+                optimizer.state[m.p].update(made)
+                groups[m.group]["recipes"][m.position] = m.recipe
+            if not any(m.streams for m in self.members):
+                check(lib.halfstep_allocate_states(handle), handle)  # of no bytes: there is nothing to bind
+            for m in self.members:
+                self._bind(m, optimizer.state[m.p])
+                self._restore_counters(m, optimizer.state[m.p])
+            for (g, _), c in c_groups.items():
+                check(lib.halfstep_set_group_steps(handle, c, int(groups[g].get("group_steps", 0))), handle)
+            self.groups = [[g, c, None, {}] for (g, _), c in c_groups.items()]
+            first = groups[0]
+            check(lib.halfstep_set_skipped_steps(handle, int(first.get("skipped_steps", 0))), handle)
+            check(lib.halfstep_set_gradient_norm(handle, float(first.get("last_norm", 0.0))), handle)
+        except BaseException:
+            self.destroy()
+            raise
+        n = len(self.members)
+        self.weights = (c_void_p * n)()
+        self.gradients = (c_void_p * n)()
+        self.weights_are_plain = False  # whether `weights` holds what `plain` says
+        self.params = [m.p for m in self.members]
+        self.plain = Plain(self, optimizer.state) if n and all(m.dense and m.address for m in self.members) else None
+
+    # ---- Building ----
+
+    def _set_optimizer_choices(self, optimizer):
+        chosen = {"scan": optimizer.scan, "clip": optimizer.clip, "generator": optimizer.generator}
+        for key, value in chosen.items():
+            if value is not None:
+                check(lib.halfstep_set_choice(self.handle, -1, key.encode(), value.encode()), self.handle)
+        self.choices = chosen
+        self.clip_norm = self.gradient_scale = None
+
+    def _create_state(self, optimizer, m):
+        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them."""
+        state = optimizer.state[m.p] if m.p in optimizer.state else {}
+        group = optimizer.param_groups[m.group]
+        old = group["recipes"][m.position]
+        made = {}
+        has = any(s.key in state for s in m.streams)
+        step = state.get("step")
+        if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.device.type != "cpu" or step.numel() != 1:
+            # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
+            made["step"] = torch.tensor(_state.step_count(state, m.name, has), dtype=torch.float32)
+        if has and old in (m.recipe, None) and all(s.key in state and s.fits(state[s.key]) for s in m.streams):
+            return made
+        if has and (old is None or old != m.recipe):
+            made.update(_state.convert(optimizer, m, state, old))
+            return made
+        for s in m.streams:
+            if s.key in state:
+                if has and not s.fits(state[s.key]):
+                    moved = _state.adopt(state[s.key], s, m.name)
+                    if moved is not state[s.key]:
+                        made[s.key] = moved
+            elif s.role == _abi.ROLE_WEIGHT and not s.extra:
+                made[s.key] = m.p.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                made[s.key] = torch.zeros(s.shape, dtype=s.dtype)
+        return made
+
+    def _bind(self, m, state):
+        code = {}
+        for s in m.streams:
+            code.setdefault(s.slot, [None, None])[s.extra] = state[s.key].data_ptr()
+        for slot, (main, extra) in code.items():
+            check(lib.halfstep_bind_slot(self.handle, m.index, slot, main, extra), self.handle)
+        m.step = state["step"]
+        m.bound = tuple((s.key, state[s.key], state[s.key].data_ptr()) for s in m.streams)
+
+    def _restore_counters(self, m, state):
+        steps = int(_state.step_count(state, m.name))
+        exact = state.get("state_steps")
+        # float32 counts to 2^24; beyond, the number beside it knows better, as long as both mean the same.
+        if exact is not None and struct.unpack("f", struct.pack("f", exact))[0] == steps:
+            steps = int(exact)
+        counters = _abi.Counters.new(state_steps=steps,
+                                 full_steps=int(state.get("full_steps", steps)), writes=int(state.get("writes", steps)))
+        check(lib.halfstep_set_counters(self.handle, m.index, byref(counters)), self.handle)
+        check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()),
+              self.handle)
+        for scalar in self.rule.scalars:
+            if scalar in state:
+                check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), float(state[scalar])), self.handle)
+
+    # ---- Between steps ----
+
+    def save_counters(self, optimizer):
+        """Writes what the handle alone knows into `state` and `param_groups`."""
+        if not self.handle:
+            return
+        counters = _abi.Counters.new()
+        value = c_double()
+        for m in self.members:
+            state = optimizer.state.get(m.p)
+            if not state:
+                continue
+            check(lib.halfstep_get_counters(self.handle, m.index, byref(counters)), self.handle)
+            state["state_steps"], state["full_steps"] = int(counters.state_steps), int(counters.full_steps)
+            state["writes"] = int(counters.writes)
+            for scalar in self.rule.scalars:
+                check(lib.halfstep_get_scalar(self.handle, m.index, scalar.encode(), byref(value)), self.handle)
+                state[scalar] = value.value
+        steps = ctypes.c_uint64()
+        for g, c, _, _ in self.groups:
+            check(lib.halfstep_get_group_steps(self.handle, c, byref(steps)), self.handle)
+            optimizer.param_groups[g]["group_steps"] = int(steps.value)
+        first = optimizer.param_groups[0]
+        first["skipped_steps"] = int(lib.halfstep_skipped_steps(self.handle))
+        first["last_norm"] = float(lib.halfstep_gradient_norm(self.handle))
+
+    def destroy(self):
+        if self.handle:
+            lib.halfstep_destroy(self.handle)
+            self.handle = None
+
+    def __del__(self):
+        # At exit the library's functions may be gone already; the process gives back its memory itself.
+        if not sys.is_finalizing():
+            self.destroy()
+
+    def refresh(self, optimizer):
+        """Hyper-parameters as they are now. False where they change what exists, so that the handle has to be built anew."""
+        handle = self.handle
+        for entry in self.groups:
+            group = optimizer.param_groups[entry[0]]
+            values = [v for key, v in group.items() if key not in _NO_HYPERS]
+            cached = entry[2]
+            # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors and lists are read again.
+            if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
+                continue
+            hypers = optimizer._hypers(group)
+            choices = optimizer._choices(group)
+            before = entry[3]
+            for key, value in hypers.items():
+                if before.get(key) != value:
+                    code = lib.halfstep_set_hyper(handle, entry[1], key.encode(), value)
+                    if code == _abi.ERROR_ORDER:
+                        return False
+                    check(code, handle)
+            for key, value in choices.items():
+                if before.get("choice " + key) != value:
+                    check(lib.halfstep_set_choice(handle, entry[1], key.encode(), value.encode()), handle)
+            entry[3] = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
+            entry[2] = None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
+        if self.clip_norm != optimizer.clip_norm:
+            check(lib.halfstep_set_hyper(handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), handle)
+            self.clip_norm = optimizer.clip_norm
+        chosen = {"scan": optimizer.scan, "clip": optimizer.clip, "generator": optimizer.generator}
+        if chosen != self.choices:
+            self._set_optimizer_choices(optimizer)
+        threads = optimizer._threads_now()
+        if threads != self.threads:
+            check(lib.halfstep_set_threads(handle, threads), handle)
+            self.threads = threads
+        return True
+
+    def set_gradient_scale(self, scale):
+        if self.gradient_scale != scale:
+            check(lib.halfstep_set_hyper(self.handle, -1, b"gradient_scale", scale), self.handle)
+            self.gradient_scale = scale
+
+    def recheck_weight(self, m):
+        """The weight lies elsewhere than before. False where it is another tensor altogether."""
+        p = m.p
+        check_parameter(p, m.name)
+        check_device(p, m.name)
+        if tuple(p.shape) != m.shape or p.dtype != m.dtype:
+            raise ValueError(f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states were made and "
+                             f"is {p.dtype} of shape {tuple(p.shape)} now")
+        m.strides, m.dense, m.address = p.stride(), p.is_contiguous(), p.data_ptr()
+
+
+def check_gradient(p, grad, name):
+    """The format of a gradient; raises for what is none."""
+    if type(grad) not in _ORDINARY:
+        raise TypeError(f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that halfstep does "
+                        "not know")
+    if grad.layout != torch.strided:
+        raise TypeError(f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
+                        "(torch.nn.Embedding(sparse=False))")
+    if grad.dtype not in PLAIN:
+        raise TypeError(f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can be used")
+    if grad.device != p.device:
+        raise ValueError(f"halfstep: the gradient of {name!r} is on {grad.device}, the parameter on {p.device}")
+    if grad.shape != p.shape:
+        raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter {tuple(p.shape)}")
+    return PLAIN[grad.dtype]

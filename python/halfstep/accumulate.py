@@ -1,0 +1,315 @@
+"""Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling of BF16 sums."""
+import ctypes
+import itertools
+import weakref
+from ctypes import byref
+
+import torch
+
+from . import _abi
+from ._abi import check, lib
+from ._engine import DTYPES, PLAIN, add_group, add_tensor, check_device, check_gradient, check_parameter, create_handle
+
+#: what halfstep_accumulate() can add into
+FORMATS = ("f32", "bf16", "bf16-sr", "f16")
+
+_accumulators = itertools.count()
+
+
+def _named(parameters):
+    """(name or None, tensor) of a module, of `(name, tensor)` pairs, or of tensors."""
+    if isinstance(parameters, torch.nn.Module):
+        return list(parameters.named_parameters())
+    if isinstance(parameters, torch.Tensor):
+        raise TypeError("halfstep: GradientAccumulator wants a module or an iterable of parameters, not one tensor")
+    pairs = []
+    for item in parameters:
+        name, p = item if isinstance(item, tuple) else (None, item)
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"halfstep: GradientAccumulator can accumulate for tensors, not for a {type(p).__name__}")
+        pairs.append((name, p))
+    return pairs
+
+
+def _live(hook):
+    """Whether the handle of a hook still stands for one; its owner may have called remove()."""
+    return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
+
+
+def complain(names):
+    """Raises for parameters that no gradient came for, if there are any."""
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise RuntimeError(f"halfstep: no gradient was accumulated for {', '.join(map(repr, names[:4]))}{more}; "
+                           "missing=\"skip\" leaves such parameters without one")
+
+
+class _Hook:
+    """Called by autograd when a gradient is complete. The parameter holds this and this holds the accumulator, which refers
+    to its parameters weakly: hooks are out of sight of Python's cycle collector, so there must be no cycle through them."""
+
+    __slots__ = ("accumulator", "index")
+
+    def __init__(self, accumulator, index):
+        self.accumulator, self.index = accumulator, index
+
+    def __call__(self, p):
+        self.accumulator._take(self.index, p)
+
+
+class GradientAccumulator:
+    """Sums the gradients of several backward passes in buffers of their own format instead of `p.grad`.
+
+        accumulator = halfstep.GradientAccumulator(model).attach()
+        for batch in batches:
+            for micro in batch.chunk(64):
+                (loss(model, micro) / 64).backward()
+            accumulator.reassign()          # p.grad is the sum
+            optimizer.step()
+            optimizer.zero_grad()
+
+    As a context, `with accumulator:` attaches before the first backward pass and hands the gradients back at the end:
+
+        with accumulator:
+            for micro in batch.chunk(64):
+                (loss(model, micro) / 64).backward()
+        optimizer.step()
+
+    While it is attached, a hook on each parameter adds `p.grad` to the parameter's buffer as soon as autograd has finished
+    it, and sets it to None: beside the buffers only one gradient at a time exists in its own precision. With "bf16-sr" the
+    sum of each element is rounded stochastically, so the mean over the random bits is the exact sum; sums to nearest
+    ("bf16") lose every gradient below 1/512 of what is there already. It is a sum, never a mean.
+
+    parameters   a module, `(name, tensor)` pairs or tensors; those that do not require a gradient are left alone. Random
+                 bits are keyed by the names, so replicas with the same seed round alike
+    format       of the buffers: "bf16-sr", "bf16", "f16" or "f32"
+    seed         of the random bits: the same seed, names and gradients give the same bits
+    missing      "error": a parameter without a gradient, when the gradients are handed back, is an error; "skip": it keeps
+                 `grad` None
+    dtype        of the gradients handed back. None: what the parameter takes, so a float32 parameter gets a float32
+                 gradient, converted one by one while its buffer goes. torch.bfloat16 keeps the buffers for float32
+                 parameters too, which halfstep's optimizers can step with and torch's can not (needs a torch with
+                 `Tensor.grad_dtype`)
+    """
+
+    def __init__(self, parameters, format="bf16-sr", seed=0, *, missing="error", dtype=None):
+        if format not in FORMATS:
+            raise ValueError(f"halfstep: gradients cannot be accumulated in {format!r}; there are: {', '.join(FORMATS)}")
+        if missing not in ("error", "skip"):
+            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        if dtype is not None and dtype not in PLAIN:
+            raise ValueError(f"halfstep: gradients cannot be handed back as {dtype}")
+        number = next(_accumulators)
+        members = []
+        for i, (name, p) in enumerate(_named(parameters)):
+            if p.requires_grad:
+                members.append((name or getattr(p, "_halfstep_name", None) or f"accumulator.{number}.{i}", p))
+        self._setup(members, format, int(seed), missing, dtype)
+
+    def _setup(self, members, format, seed, missing, dtype):
+        for name, p in members:
+            check_parameter(p, name)
+            check_device(p, name)
+            if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
+                raise ValueError(f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of {dtype}")
+        self.format, self.seed, self.missing, self.dtype = format, seed, missing, dtype
+        self._buffer_dtype = DTYPES[_abi.formats[format].code_dtype]
+        self._c_format = format.encode()
+        self._names = [name for name, _ in members]
+        self._shapes = [p.shape for _, p in members]
+        self._params = [weakref.ref(p) for _, p in members]
+        self._buffers = [None] * len(members)
+        self._hooks = [None] * len(members)
+        self._threads = torch.get_num_threads()
+        self._handle = create_handle(self._threads, seed)
+        # Nothing is ever stepped here: a rule without states gives each tensor its place, counter and random stream.
+        group = add_group(self._handle, "sgd/f32", {}, {})
+        self._indices = [add_tensor(self._handle, group, name, 0, tuple(p.shape), "f32") for name, p in members]
+
+    def __del__(self):
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle and lib is not None:
+            lib.halfstep_destroy(handle)
+
+    def __repr__(self):
+        state = "attached" if self.attached else "not attached"
+        return (f"GradientAccumulator({len(self._names)} parameters, format={self.format!r}, seed={self.seed}, "
+                f"missing={self.missing!r}; {state}, {self.memory()} bytes in buffers)")
+
+    # ---- Hooks ----
+
+    @property
+    def attached(self):
+        """Whether backward passes go to the buffers."""
+        return any(map(_live, self._hooks))
+
+    def attach(self):
+        """Puts the hooks on the parameters; nothing where they are already. Returns the accumulator."""
+        for i, ref in enumerate(self._params):
+            p = ref()
+            if p is not None and not _live(self._hooks[i]) and p.requires_grad:
+                self._hooks[i] = p.register_post_accumulate_grad_hook(_Hook(self, i))
+        return self
+
+    def detach(self):
+        """Takes the hooks off. What is in the buffers stays there for `reassign` or `clear`."""
+        for hook in self._hooks:
+            if hook is not None:
+                hook.remove()
+        self._hooks = [None] * len(self._hooks)
+
+    def __enter__(self):
+        self._entered = not self.attached
+        return self.attach()
+
+    def __exit__(self, kind, value, traceback):
+        if self._entered:
+            self.detach()
+        if kind is None:
+            self.reassign()
+        else:
+            self.clear()
+
+    # ---- Sums ----
+
+    @torch.no_grad()
+    def _take(self, i, p):
+        """Moves `p.grad` into buffer i."""
+        grad = p.grad
+        if grad is None:
+            return
+        name = self._names[i]
+        if grad.shape != self._shapes[i]:
+            raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
+                             f"{tuple(self._shapes[i])} when the accumulator was made")
+        gradient_format = check_gradient(p, grad, name)
+        buffer = self._buffers[i]
+        grad = grad.detach()
+        if buffer is None and grad.dtype == self._buffer_dtype:
+            # The first of a sum, exact as it is. A view stays where it is: a bucket that others write must not be a buffer.
+            alone = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+            self._buffers[i] = grad if alone else grad.clone(memory_format=torch.contiguous_format)
+            p.grad = None
+            return
+        grad = grad.contiguous()
+        if buffer is None:
+            buffer = torch.zeros(self._shapes[i], dtype=self._buffer_dtype)
+        if grad.numel():
+            threads = torch.get_num_threads()
+            if threads != self._threads:
+                check(lib.halfstep_set_threads(self._handle, threads), self._handle)
+                self._threads = threads
+            check(lib.halfstep_accumulate(self._handle, self._indices[i], buffer.data_ptr(), self._c_format, grad.data_ptr(),
+                                          gradient_format.encode(), 1.0), self._handle)
+        self._buffers[i] = buffer
+        p.grad = None
+
+    def _returned_dtype(self, p):
+        if self.dtype is not None:
+            return self.dtype
+        taken = getattr(p, "grad_dtype", p.dtype)
+        return self._buffer_dtype if taken is None else taken
+
+    @torch.no_grad()
+    def reassign(self, missing=None):
+        """Hands the sums back as `p.grad` and lets go of the buffers.
+
+        A gradient that was left in `p.grad` by a backward pass without hooks is added to the sum. missing: as in the
+        constructor, for this call; where it raises, nothing has changed.
+        """
+        missing = self.missing if missing is None else missing
+        if missing not in ("error", "skip"):
+            raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
+        everything = range(len(self._names))
+        if missing == "error":
+            complain(self._without(everything))
+        self._hand_back(everything)
+
+    def _without(self, indices):
+        """Names of those parameters that no gradient came for."""
+        found = []
+        for i in indices:
+            p = self._params[i]()
+            if p is not None and p.requires_grad and self._buffers[i] is None and p.grad is None:
+                found.append(self._names[i])
+        return found
+
+    def _hand_back(self, indices):
+        for i in indices:
+            p = self._params[i]()
+            if p is None:
+                self._buffers[i] = None
+                continue
+            if self._buffers[i] is None:
+                continue
+            if p.grad is not None:
+                self._take(i, p)
+            buffer, self._buffers[i] = self._buffers[i], None
+            dtype = self._returned_dtype(p)
+            if dtype != p.dtype and getattr(p, "grad_dtype", dtype) not in (None, dtype):
+                p.grad_dtype = None  # whatever autograd makes: the hook must see float32 as it is
+            p.grad = buffer.to(dtype)
+
+    def clear(self):
+        """Forgets the sums."""
+        self._buffers = [None] * len(self._buffers)
+
+    def memory(self):
+        """Bytes of the buffers there are now."""
+        return sum(b.numel() * b.element_size() for b in self._buffers if b is not None)
+
+    # ---- Saving and copies ----
+
+    def _writes(self):
+        counters = _abi.Counters.new()
+        found = []
+        for index in self._indices:
+            check(lib.halfstep_get_counters(self._handle, index, byref(counters)), self._handle)
+            found.append(int(counters.writes))
+        return found
+
+    def _set_writes(self, writes):
+        counters = _abi.Counters(struct_size=ctypes.sizeof(_abi.Counters))
+        for index, n in zip(self._indices, writes):
+            counters.writes = int(n)
+            check(lib.halfstep_set_counters(self._handle, index, byref(counters)), self._handle)
+
+    def state_dict(self):
+        """What has to be saved for a resumed run to draw the same random bits, with the sums if there are any."""
+        return {"format": self.format, "seed": self.seed, "writes": dict(zip(self._names, self._writes())),
+                "buffers": {name: b for name, b in zip(self._names, self._buffers) if b is not None}}
+
+    def load_state_dict(self, state_dict):
+        """Takes seed, counters and sums from `state_dict`; parameters that it does not know keep theirs."""
+        if state_dict["format"] != self.format:
+            raise ValueError(f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was made for "
+                             f"{self.format!r}")
+        buffers = list(self._buffers)
+        for i, name in enumerate(self._names):
+            if name in state_dict["buffers"]:
+                saved = state_dict["buffers"][name]
+                if saved.shape != self._shapes[i] or saved.dtype != self._buffer_dtype:
+                    raise ValueError(f"halfstep: the saved sum of {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; "
+                                     f"{self._buffer_dtype} of shape {tuple(self._shapes[i])} is needed")
+                buffers[i] = saved.detach().to("cpu", copy=True).contiguous()
+            else:
+                buffers[i] = None
+        seed = int(state_dict["seed"])
+        check(lib.halfstep_set_seed(self._handle, seed & (2**64 - 1)), self._handle)
+        self.seed = seed
+        self._set_writes([state_dict["writes"].get(name, old) for name, old in zip(self._names, self._writes())])
+        self._buffers = buffers
+
+    def __getstate__(self):
+        alive = [(name, ref(), n, b) for name, ref, n, b in zip(self._names, self._params, self._writes(), self._buffers)]
+        return {"members": [m for m in alive if m[1] is not None], "format": self.format, "seed": self.seed,
+                "missing": self.missing, "dtype": self.dtype, "attached": self.attached}
+
+    def __setstate__(self, state):
+        members = state["members"]
+        named = [(name, p) for name, p, _, _ in members]
+        self._setup(named, state["format"], state["seed"], state["missing"], state["dtype"])
+        self._set_writes([n for _, _, n, _ in members])
+        self._buffers = [b for _, _, _, b in members]
+        if state["attached"]:
+            self.attach()

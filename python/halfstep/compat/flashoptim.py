@@ -1,0 +1,569 @@
+"""FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW, cast_model`.
+
+Every public name and argument of flashoptim 0.1.4; no CUDA device and no Triton are needed. What its options mean here:
+
+master_weight_bits    24: `bf16-ecc8`, 32: `bf16-ecc16` (`f16-ecc8`, `f16-ecc16`): error codes beside 16-bit parameters,
+                      in halfstep's own encoding, 24 bits rounded stochastically, 32 bits without loss. None: plain BF16,
+                      rounded to nearest as there, with the same warning: small updates vanish. A group with
+                      `"weights": "bf16-sr"` needs no codes and loses nothing on average
+quantize              True: `int8` states; vectors and rows below 32 elements keep plain ones. False: float32, which is what
+                      FlashOptim's manual says (its code keeps the parameter's dtype)
+compress_state_dict   True: state_dict() holds the 8-bit codes and scales; False: float32 states that torch's optimizers load
+check_numerics        NumericsError where lr is too small, by the threshold that was meant: FlashOptim has a sign wrong and
+                      asks for steps 4.16 times as large. Only master_weight_bits=None can lose updates here
+fused                 without effect; every step is one call
+
+`initial_lr`, which decouple_lr divides by, is each group's own first lr. The momentum of SGD begins with (1 - dampening)
+times the gradient, as there. FlashOptim's 8-bit states and error bits are encoded otherwise: its checkpoints are read from
+compress_state_dict=False, and weights through get/set_fp32_model_state_dict().
+"""
+import math
+import os
+import warnings
+import weakref
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from .. import _abi, _state
+from ..optimizer import Optimizer
+from .optimi import constructors, start_from_zeros
+
+__all__ = ["FlashAdam", "FlashAdamW", "FlashLion", "FlashOptimizer", "FlashSGD", "FlashSGDW", "GradientReleaseHandle",
+           "NumericsError", "cast_model", "compute_ecc_bits", "enable_gradient_release", "reconstruct_fp32_param"]
+
+_Bits = Optional[Literal[24, 32]]
+#: master_weight_bits -> bytes of a weight with its code
+_WIDTHS = {None: 0, 24: 3, 32: 4}
+_WEIGHTS = {0: "bf16", 3: "bf16-ecc8", 4: "bf16-ecc16"}
+_EXPONENTS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8}
+
+
+class NumericsError(RuntimeError):
+    """The learning rate is too small to move the largest weight of a tensor, as it is stored."""
+
+
+class FlashOptimizer(Optimizer):
+    """What FlashOptim's classes have in common.
+
+    Args:
+        params: parameters or groups; a group may set `quantize`, and halfstep's own `weights` and `states`.
+        lr: learning rate.
+        quantize, compress_state_dict, master_weight_bits, check_numerics, fused: see the module.
+        defaults: further options of the groups, from subclasses.
+    """
+
+    _decoupled = False
+    _decouple_lr = False
+    #: the smallest update that counts on, in units of lr
+    _least_update = 1.0
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, quantize: bool = True, compress_state_dict: bool = True,
+                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True,
+                 defaults: Optional[Dict[str, Any]] = None):
+        if self.rule is None:
+            raise TypeError("FlashOptimizer is the base of FlashAdam and the others, not an optimizer")
+        if master_weight_bits not in _WIDTHS:
+            raise ValueError(f"master_weight_bits={master_weight_bits} is none of None, 24, 32")
+        self._fused, self._compress_state_dict, self._check_numerics = fused, compress_state_dict, check_numerics
+        # id(parameter) -> its largest magnitude, when it was last looked at
+        self._largest: Dict[int, float] = {}
+        super().__init__(params, {**(defaults or {}), "lr": lr, "master_bytewidth": _WIDTHS[master_weight_bits],
+                                  "quantize": quantize})
+        dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
+        if master_weight_bits is not None and dtypes == {torch.float32} \
+                and not os.environ.get("FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS"):
+            raise ValueError(f"master_weight_bits={master_weight_bits} has no effect on float32 parameters, which already "
+                             "have 32 bits; pass master_weight_bits=None")
+        if master_weight_bits is None and dtypes - {torch.float32}:
+            warnings.warn("master_weight_bits=None rounds 16-bit parameters to nearest, where small updates vanish; "
+                          "master_weight_bits=24 keeps them", UserWarning, stacklevel=constructors(self, FlashOptimizer))
+
+    # ---- What the options mean to the library ----
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """As torch's. `initial_lr` is the group's own lr where it is not given."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("initial_lr", float(group["lr"]))
+
+    def _hypers(self, group):
+        found = super()._hypers(group)
+        found["reference_lr"] = float(group.get("initial_lr", group["lr"])) if self._decouple_lr else 0.0
+        return found
+
+    def _choices(self, group):
+        mode = "l2" if not self._decoupled else "fully-decoupled" if self._decouple_lr else "decoupled"
+        return {**super()._choices(group), "decay": mode}
+
+    def _recipe_parts(self, group, p):
+        weights, states = group.get("weights"), group.get("states")
+        return (_WEIGHTS[int(group["master_bytewidth"])] if weights is None else weights,
+                ("int8" if group["quantize"] else "f32") if states is None else states)
+
+    # ---- Steps ----
+
+    def step(self, closure: Optional[Callable] = None):
+        """One update of every parameter that has a gradient. While gradients are released there is nothing left to do, which
+        a warning says; the closure runs all the same."""
+        if self._gradient_release:
+            warnings.warn("optimizer.step() has nothing to do while enable_gradient_release() is active: the hooks step",
+                          UserWarning, stacklevel=2)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._check_numerics:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._check_lr(p, group)
+        super().step()
+        return loss
+
+    def step_param(self, p: Tensor, group: Optional[Dict[str, Any]] = None) -> None:
+        """One update of one parameter from its gradient, if it has one."""
+        if p.grad is None or not p.requires_grad:
+            return
+        if self._check_numerics:
+            self._check_lr(p, self._group_of(p) if group is None else group)
+        super().step_param(p, group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; a warning tells while gradients are released."""
+        if self._gradient_release:
+            warnings.warn("optimizer.zero_grad() has nothing to do while enable_gradient_release() is active: the hooks "
+                          "free the gradients", UserWarning, stacklevel=2)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def _group_of(self, p):
+        for group in self.param_groups:
+            if any(p is other for other in group["params"]):
+                return group
+        raise ValueError("halfstep: a parameter that this optimizer does not have")
+
+    @property
+    def _gradient_release(self) -> bool:
+        return bool(self._release_handles)
+
+    def prepare_gradient_release(self):
+        """Hooks on all parameters of this optimizer; `enable_gradient_release` takes a model's."""
+        if not self.gradient_release:
+            super().prepare_gradient_release()
+        elif not self._release_handles:
+            self.gradient_release = False  # a copy: the hooks stay with the original
+
+    # ---- check_numerics ----
+
+    @torch.no_grad()
+    def _measure(self, p):
+        self._largest[id(p)] = float(p.detach().abs().max()) if p.numel() else 0.0
+
+    def recompute_param_stats(self) -> None:
+        """Measures the largest magnitude of every parameter, which `check_numerics` goes by. By itself it does so before the
+        first step of a parameter and after loading only."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._measure(p)
+
+    def _check_lr(self, p, group):
+        """Raises NumericsError if a step of lr on the largest weight is below half of its last place, less a margin of 2 %.
+
+        FlashOptim adds log2(0.49) to the number of mantissa bits and subtracts the sum, so that it asks for 1 / 0.49 places
+        where it means 0.49.
+        """
+        if id(p) not in self._largest:
+            self._measure(p)
+        largest, lr = self._largest[id(p)], float(group["lr"])
+        if lr == 0.0 or largest == 0.0 or not math.isfinite(largest):
+            return
+        width = max(p.element_size(), int(group["master_bytewidth"]))
+        mantissa = 8 * width - 1 - _EXPONENTS[p.dtype]
+        # Subnormals have the last place of the smallest normal numbers.
+        exponent = max(math.frexp(largest)[1] - 1, 2 - 2 ** (_EXPONENTS[p.dtype] - 1))
+        needed = 0.49 * 2.0 ** (exponent - mantissa)
+        least = lr * self._least_update
+        if least < needed:
+            raise NumericsError(f"a learning rate of {lr:.3g} makes steps of about {least:.3g}, but {p.dtype} weights of up "
+                                f"to {largest:.3g} kept in {8 * width} bits need {needed:.3g} to change. Raise the learning "
+                                "rate or master_weight_bits, or set check_numerics=False")
+
+    # ---- State dicts ----
+
+    def state_dict(self):
+        """As halfstep's; with compress_state_dict=False states are decoded to float32, under torch's names."""
+        found = super().state_dict()
+        if self._compress_state_dict:
+            return found
+        names = [s.name for s in _abi.rules[self.rule].states]
+        for group, saved in zip(self.param_groups, found["param_groups"]):
+            saved["recipes"] = list(saved["recipes"])
+            for i, (p, index) in enumerate(zip(group["params"], saved["params"])):
+                old = found["state"].get(index)
+                if not old or saved["recipes"][i] is None:
+                    continue
+                new = {key: value for key, value in old.items() if not key.endswith(".scale")}
+                for name in names:
+                    if name in new:
+                        new[name] = self.read_state(p, name)
+                found["state"][index] = new
+                saved["recipes"][i] = _abi.recipe_full("/".join(saved["recipes"][i].split("/")[:2] + ["f32"]))
+        return found
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """Loads what state_dict() gave, compressed or not, and plain states of torch's optimizers and FlashOptim's."""
+        keys = {key for held in state_dict["state"].values() if isinstance(held, dict) for key in held}
+        if any(isinstance(key, str) and key.endswith("::quantized") for key in keys):
+            raise ValueError("halfstep: this state dict holds FlashOptim's 8-bit states, which are encoded otherwise; save "
+                             "it there with compress_state_dict=False")
+        if "error_bits" in keys:
+            warnings.warn("halfstep: FlashOptim's error bits are not read; bring its weights over by its "
+                          "get_fp32_model_state_dict() and our set_fp32_model_state_dict()", UserWarning, stacklevel=2)
+            state_dict = {**state_dict, "state": {i: {k: v for k, v in held.items() if k != "error_bits"}
+                                                  for i, held in state_dict["state"].items()}}
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        self._largest.clear()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._largest = {}  # keyed by what was copied
+
+    # ---- fp32 weights ----
+
+    def _coded(self):
+        """The parameters that have an error code or residual, by id."""
+        found = {}
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if _abi.formats[self._full_recipe(group, p, i).split("/")[1]].extra_bits:
+                    found[id(p)] = p
+        return found
+
+    def get_fp32_model_state_dict(self, model: nn.Module) -> Dict[str, Tensor]:
+        """The model's state dict in float32: parameters with their error codes, everything else widened. Copies."""
+        model = _unwrapped(model)
+        found = {name: value.detach().to(torch.float32, copy=True) for name, value in model.state_dict().items()}
+        coded = self._coded()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) in coded and name in found:
+                found[name] = self.read_weight(p)
+        return found
+
+    @torch.no_grad()
+    def set_fp32_model_state_dict(self, model: nn.Module, fp32_state_dict: Dict[str, Tensor]) -> None:
+        """The inverse of get_fp32_model_state_dict(): parameters take their dtype's part, error codes the rest. Buffers are
+        restored too (FlashOptim leaves them). Names that are missing in the dictionary stay as they are."""
+        model = _unwrapped(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        for name, value in fp32_state_dict.items():
+            if name not in parameters and name not in buffers:
+                continue
+            target = parameters.get(name, buffers.get(name))
+            if value.dtype != torch.float32:
+                raise ValueError(f"expected float32 values for '{name}', not {value.dtype}")
+            if value.shape != target.shape:
+                raise ValueError(f"'{name}' has shape {tuple(target.shape)}, not {tuple(value.shape)}")
+        coded = self._coded()
+        fresh = {p: p.grad for p in coded.values() if p not in self.state}
+        if fresh:
+            self._build(fresh)
+        for name, value in fp32_state_dict.items():
+            if name in parameters:
+                p = parameters[name]
+                if id(p) in coded:
+                    self.write_weight(p, value.to(p.device))
+                else:
+                    p.copy_(value)
+                self._largest.pop(id(p), None)
+            elif name in buffers:
+                buffers[name].copy_(value)
+
+
+def _unwrapped(model):
+    """The model inside DistributedDataParallel or DataParallel."""
+    wrapped = any(c.__module__.startswith("torch.nn.parallel") for c in type(model).__mro__)
+    return model.module if wrapped else model
+
+
+class FlashLion(FlashOptimizer):
+    """Lion (Chen et al. 2023), decoupled decay.
+
+    Args:
+        betas: interpolation of the update, decay rate of the momentum.
+        weight_decay: coefficient of the decay, w (1 - lr weight_decay).
+        decouple_lr: w (1 - lr / initial_lr weight_decay) instead.
+
+    The others are those of `FlashOptimizer`.
+    """
+
+    rule = "lion"
+    _decoupled = True
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.99),
+                 weight_decay: float = 0, decouple_lr: bool = False, quantize: bool = True, compress_state_dict: bool = True,
+                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
+        self._decouple_lr = decouple_lr
+        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
+                         {"betas": betas, "weight_decay": weight_decay})
+
+
+class FlashSGD(FlashOptimizer):
+    """SGD with momentum and L2 decay. The buffer starts from zeros, so that dampening acts on the first gradient too
+    (torch's first buffer is the gradient); with dampening `state[p]["step"]` is one more than the steps made.
+
+    Args:
+        momentum, dampening, nesterov: as in torch.
+        weight_decay: coefficient of the L2 term.
+
+    The others are those of `FlashOptimizer`.
+    """
+
+    rule = "sgd"
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, momentum: float = 0.0, dampening: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, quantize: bool = True, compress_state_dict: bool = True,
+                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
+        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
+                         {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov})
+
+    def _build(self, also=None):
+        for group in self.param_groups:
+            if group["dampening"] and group["momentum"]:
+                start_from_zeros(self, group["params"], also)
+        return super()._build(also)
+
+
+class FlashSGDW(FlashSGD):
+    """`FlashSGD` with decoupled decay, w (1 - lr weight_decay); `decouple_lr`: w (1 - lr / initial_lr weight_decay)."""
+
+    _decoupled = True
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, momentum: float = 0.0, dampening: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, decouple_lr: bool = False, quantize: bool = True,
+                 compress_state_dict: bool = True, master_weight_bits: _Bits = 24, check_numerics: bool = False,
+                 fused: bool = True):
+        self._decouple_lr = decouple_lr
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, quantize, compress_state_dict,
+                         master_weight_bits, check_numerics, fused)
+
+
+class FlashAdam(FlashOptimizer):
+    """Adam with L2 decay.
+
+    Args:
+        betas: decay rates of the moments.
+        eps: added to the root of the debiased second moment.
+        weight_decay: coefficient of the L2 term.
+
+    The others are those of `FlashOptimizer`.
+    """
+
+    rule = "adam"
+    _least_update = 0.1  # no bound of Adam's, but what FlashOptim counts on
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, quantize: bool = True, compress_state_dict: bool = True,
+                 master_weight_bits: _Bits = 24, check_numerics: bool = False, fused: bool = True):
+        super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
+                         {"betas": betas, "weight_decay": weight_decay, "eps": eps})
+
+
+class FlashAdamW(FlashAdam):
+    """AdamW: decay by w (1 - lr weight_decay), or w (1 - lr / initial_lr weight_decay) with `decouple_lr`."""
+
+    rule = "adamw"
+    _decoupled = True
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, decouple_lr: bool = False, quantize: bool = True,
+                 compress_state_dict: bool = True, master_weight_bits: _Bits = 24, check_numerics: bool = False,
+                 fused: bool = True):
+        self._decouple_lr = decouple_lr
+        super().__init__(params, lr, betas, eps, weight_decay, quantize, compress_state_dict, master_weight_bits,
+                         check_numerics, fused)
+
+
+# ---- Gradient release ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GradientReleaseHandle:
+    """What `enable_gradient_release` gives: `remove()` ends the release, `active` tells whether it lasts."""
+
+    _hooks: list
+    _optimizer: FlashOptimizer
+
+    def remove(self) -> None:
+        """Takes the hooks away: ordinary steps again."""
+        optimizer, mine = self._optimizer, {id(h) for h in self._hooks}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not mine:
+            return
+        optimizer._release_handles = [h for h in optimizer._release_handles if id(h) not in mine]
+        if not optimizer._release_handles:
+            optimizer.remove_gradient_release()
+
+    @property
+    def active(self) -> bool:
+        """Whether the hooks are there."""
+        return bool(self._hooks)
+
+
+def enable_gradient_release(model: nn.Module, optimizer: FlashOptimizer, *, grad_scaler: Optional[Any] = None,
+                            pre_step: Optional[Callable[[Tensor, Dict[str, Any]], bool]] = None) -> GradientReleaseHandle:
+    """Steps every parameter of `model` that the optimizer has in the backward pass, and frees its gradient.
+
+    Args:
+        model: no DistributedDataParallel and no FullyShardedDataParallel (FSDP1), which write gradients after the hooks.
+        optimizer: step() and zero_grad() may be called as ever, and have nothing to do.
+        grad_scaler: not None is refused: gradients are gone before a scaler could look at all of them.
+        pre_step: called with the parameter and its group; False leaves the parameter alone. Its gradient is dropped all the
+            same.
+    """
+    if grad_scaler is not None:
+        raise NotImplementedError("gradients that are released cannot be unscaled together, so grad_scaler must be None")
+    wrapper = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("torch.")
+                    and c.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")), None)
+    if wrapper is not None:
+        raise TypeError(f"enable_gradient_release() cannot work on a {wrapper} model: it writes gradients after the hooks")
+    # Loading replaces the groups, not their order.
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    this = weakref.ref(optimizer)
+
+    def hook(p):
+        held = this()
+        if held is None or p.grad is None:
+            return
+        group = held.param_groups[group_of[id(p)]]
+        if pre_step is None or pre_step(p, group):
+            held.step_param(p, group)
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad and id(p) in group_of]
+    optimizer._release_handles += hooks
+    optimizer.gradient_release = bool(optimizer._release_handles)
+    return GradientReleaseHandle(hooks, optimizer)
+
+
+# ---- Casting ------------------------------------------------------------------------------------------------------------
+
+_RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+            nn.InstanceNorm3d)
+
+
+def _widen(value, dtype):
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_widen(v, dtype) for v in value)
+    return value
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, selective: bool = True,
+               full_precision_layers: Optional[List[Union[str, nn.Module]]] = None,
+               full_precision_recast_layers: Optional[List[Union[str, nn.Module]]] = None) -> None:
+    """Casts the floating-point parameters and buffers of a model in place. Tied tensors stay tied.
+
+    Args:
+        dtype: what they become.
+        selective: leave out normalization with running statistics (batch and instance norm).
+        full_precision_layers: modules, or patterns of their full dotted names (fnmatch), that stay as they are; their inputs
+            are cast to float32, their outputs stay float32.
+        full_precision_recast_layers: the same, with outputs cast to `dtype`.
+    """
+    kept, recast = list(full_precision_layers or ()), list(full_precision_recast_layers or ())
+
+    def matches(name, module, wanted):
+        return any(module is w if isinstance(w, nn.Module) else fnmatch(name, w) for w in wanted)
+
+    wide, hooked = set(), []
+    for name, module in model.named_modules():
+        again = matches(name, module, recast)
+        if again or matches(name, module, kept):
+            hooked.append((module, again))
+            # A tensor that such a layer shares with others stays wide for both.
+            wide.update(id(t) for t in (*module.parameters(), *module.buffers()))
+    casts: Dict[int, Tensor] = {}
+    for module in model.modules():
+        if not (selective and isinstance(module, _RUNNING)):
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            casts.update((id(t), t) for t in own if id(t) not in wide and t.is_floating_point())
+    # Different tensors over the same memory stay over the same memory: found while all of it is still there.
+    tied: Dict[Any, List[Tensor]] = {}
+    for t in casts.values():
+        tied.setdefault((t.data_ptr() or id(t), t.shape, t.stride(), t.dtype), []).append(t)
+    for tensors in tied.values():
+        data = tensors[0].data.to(dtype)
+        for t in tensors:
+            t.data = data
+    for module, again in hooked:
+        if getattr(module, "_halfstep_widens", False):
+            continue
+        module._halfstep_widens = True
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (_widen(args, torch.float32), {k: _widen(v, torch.float32) for k, v in kwargs.items()}),
+            with_kwargs=True)
+        if again:
+            module.register_forward_hook(lambda _, args, output: _widen(output, dtype))
+
+
+# ---- Error codes --------------------------------------------------------------------------------------------------------
+
+
+def _codec(dtype, code):
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"only bfloat16 and float16 parameters have error codes, not {dtype}")
+    return ("bf16" if dtype == torch.bfloat16 else "f16") + ("-ecc8" if code == torch.int8 else "-ecc16")
+
+
+@torch.no_grad()
+def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
+    """The float32 value of a 16-bit parameter and its error code in halfstep's encoding, `state[p]["weight.extra"]`: int8 of
+    master_weight_bits=24, int16 of 32. FlashOptim's own codes mean something else."""
+    if error_bits.dtype not in (torch.int8, torch.int16):
+        raise ValueError(f"error_bits must be int8 or int16, not {error_bits.dtype}")
+    if error_bits.shape != param.shape:
+        raise ValueError(f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}")
+    codec = _state._Codec("sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param")
+    try:
+        weight, codes = param.detach().contiguous(), error_bits.contiguous()
+        codec.bind({"weight.extra": codes})
+        return codec.read(0, weight.data_ptr())
+    finally:
+        codec.close()
+
+
+@torch.no_grad()
+def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth: int = 4) -> Tensor:
+    """The error codes (int8 for 3 bytes, int16 for 4) that bring `narrow_param`, which is `fp32_param` rounded, back to
+    `fp32_param`, as near as they can. The inverse of reconstruct_fp32_param()."""
+    if fp32_param.dtype != torch.float32:
+        raise ValueError(f"fp32_param must be float32, not {fp32_param.dtype}")
+    if fp32_param.shape != narrow_param.shape:
+        raise ValueError(f"fp32_param has shape {tuple(fp32_param.shape)}, narrow_param {tuple(narrow_param.shape)}")
+    if master_bytewidth not in (3, 4):
+        raise ValueError(f"master_bytewidth={master_bytewidth} is neither 3 nor 4")
+    code = torch.int8 if master_bytewidth == 3 else torch.int16
+    codec = _state._Codec("sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param")
+    try:
+        codes = torch.zeros(narrow_param.shape, dtype=code)
+        weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype)
+        codec.bind({"weight.extra": codes})
+        codec.write(0, fp32_param.detach(), weight.data_ptr())
+    finally:
+        codec.close()
+    # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code goes as far as it can.
+    mine = weight.view(torch.int16).to(torch.int32) & 0x7fff
+    given = narrow_param.detach().contiguous().view(torch.int16).to(torch.int32) & 0x7fff
+    limits = torch.iinfo(code)
+    codes[given < mine] = limits.max
+    codes[given > mine] = limits.min
+    return codes

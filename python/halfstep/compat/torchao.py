@@ -1,0 +1,234 @@
+"""The interface of `torchao.optim` (0.18.0): Adam and AdamW with states of 8 or 4 bits or fp8, `_AdamW` with BF16 stochastic
+rounding, and `CPUOffloadOptimizer`.
+
+    from halfstep.compat.torchao import AdamW8bit
+    optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
+
+States are halfstep's `int8`, `int4` and `fp8`, of the width that the class names, rather than torchao's maps (`dyn8` and
+`dyn4` here), because second moments that torchao stores as zero let updates grow ten thousandfold; `{"states": "dyn8"}` in a
+group has torchao's formats where its files matter. Also otherwise the same interface and not the same defects:
+
+* `bf16_stochastic_round` acts on BF16 parameters (`bf16-sr`, without it `bf16`, to nearest), in a model of mixed dtypes too;
+* `block_size` is accepted from the format's own on (32 elements of a row, `fp8` 128): its blocks are the finer ones. A
+  smaller one is refused, since it cannot be had;
+* states are quantized where a row has a whole block, whatever the number of elements; what stays unquantized, and all states
+  of `_AdamW`, is float32 beside float32 parameters and stochastically rounded BF16 beside others;
+* `lr` is kept as a float32 tensor, as torchao does, so `group["lr"].fill_(x)` works, and so does assigning a number;
+* nothing is compiled, and states saved by torchao can be loaded.
+"""
+import numbers
+
+import torch
+
+from .. import _abi
+from ..optimizer import Optimizer
+
+__all__ = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer"]
+
+
+class _LowBit(Optimizer):
+    """What the classes share. `weights` and `states` may be set by group."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay, amsgrad, states, block_size, bf16_stochastic_round):
+        if block_size is not None:
+            finest = _abi.formats[states].block
+            if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral) or block_size < 1:
+                raise ValueError(f"Invalid block_size: {block_size!r}, a positive whole number is needed")
+            if block_size < finest:
+                raise ValueError(f"Invalid block_size: {block_size}; {type(self).__name__} has blocks of {finest} elements, "
+                                 f"which serve every block_size from {finest} on")
+        self.block_size = float("inf") if block_size is None else block_size
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, weights="bf16-sr" if bf16_stochastic_round else "bf16", states=states)
+
+    @property
+    def is_adamw(self):
+        """Whether weight decay is decoupled."""
+        return self.rule == "adamw"
+
+    @property
+    def bf16_stochastic_round(self):
+        """Whether BF16 parameters are rounded stochastically. May be set; for single groups `weights` says it."""
+        return self.defaults["weights"] == "bf16-sr"
+
+    @bf16_stochastic_round.setter
+    def bf16_stochastic_round(self, value):
+        self.defaults["weights"] = "bf16-sr" if value else "bf16"
+        for group in self.param_groups:
+            group["weights"] = self.defaults["weights"]
+
+    def add_param_group(self, param_group):
+        """As torch's; lr becomes a tensor."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+
+    def _recipe_parts(self, group, p):
+        weights, states = group["weights"], group["states"]
+        if p.dtype == torch.float16 and weights == "bf16-sr":
+            weights = "bf16"  # the flag is about BF16
+        return weights, states
+
+    def load_state_dict(self, state_dict):
+        """As halfstep's; takes what torchao saved as well, decoding its quantized states."""
+        states = {key: {name: _decoded(value) for name, value in state.items()}
+                  for key, state in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": states})
+
+
+def _decoded(value):
+    """A quantized state of torchao, a tensor of a class of its own, as plain numbers."""
+    if type(value) is not torch.Tensor and isinstance(value, torch.Tensor) and hasattr(value, "dequantize"):
+        return value.dequantize().to(torch.float32)
+    return value
+
+
+class Adam8bit(_LowBit):
+    """Adam (weight decay as part of the gradient) with states of 8 bits."""
+
+    rule = "adam"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=256,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round)
+
+
+class Adam4bit(_LowBit):
+    """Adam (weight decay as part of the gradient) with states of 4 bits."""
+
+    rule = "adam"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=128,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round)
+
+
+class AdamFp8(_LowBit):
+    """Adam (weight decay as part of the gradient) with states in e4m3."""
+
+    rule = "adam"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, block_size=256,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round)
+
+
+class AdamW8bit(_LowBit):
+    """AdamW with states of 8 bits."""
+
+    rule = "adamw"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=256,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int8", block_size, bf16_stochastic_round)
+
+
+class AdamW4bit(_LowBit):
+    """AdamW with states of 4 bits."""
+
+    rule = "adamw"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=128,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "int4", block_size, bf16_stochastic_round)
+
+
+class AdamWFp8(_LowBit):
+    """AdamW with states in e4m3."""
+
+    rule = "adamw"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=256,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round)
+
+
+class _AdamW(_LowBit):
+    """AdamW with states that are not quantized. Parameters of torchao's quantized training are refused."""
+
+    rule = "adamw"
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *,
+                 bf16_stochastic_round=False) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, None, None, bf16_stochastic_round)
+
+
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states and steps are in CPU memory, over parameters that are there too.
+
+    `optimizer_class` gets all of them in one optimizer with the given groups, which this one speaks for: its `param_groups`,
+    `state`, schedulers, hooks and state_dict are that optimizer's. Parameters that do not require a gradient are left out,
+    as in torchao. What torchao's class adds for parameters on an accelerator, the copies to and fro, is not here yet:
+    those are refused. In CPU memory there is nothing to move, so `offload_gradients` and `minimal_size` change nothing.
+    """
+
+    def __init__(self, params, optimizer_class=torch.optim.AdamW, *, offload_gradients=False, minimal_size=4096,
+                 **kwargs) -> None:
+        if optimizer_class is torch.optim.AdamW:
+            kwargs.setdefault("fused", True)
+        groups = list(params)
+        if not groups:
+            raise ValueError("optimizer got an empty parameter list")
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        kept = []
+        for group in groups:
+            group = dict(group)
+            given = group["params"]
+            members = [given] if isinstance(given, torch.Tensor) else list(given)
+            group["params"] = []
+            for member in members:
+                p = member[1] if isinstance(member, tuple) else member
+                if p.device.type != "cpu":
+                    raise NotImplementedError(f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; "
+                                              "CPUOffloadOptimizer works on parameters in CPU memory only")
+                if p.requires_grad:
+                    group["params"].append(member)
+            if group["params"]:
+                kept.append(group)
+        if not kept:
+            raise ValueError("optimizer got no parameter that requires a gradient")
+        self.offload_gradients, self.minimal_size = offload_gradients, minimal_size
+        #: the optimizer that does the work
+        self.optimizer = optimizer_class(kept, **kwargs)
+
+    def __getattr__(self, name):
+        # Only for what is not found here: defaults, the dictionaries of hooks, and the worker's own methods and attributes.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self):
+        """Those of the optimizer that does the work."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        """That of the optimizer that does the work."""
+        return self.optimizer.state
+
+    def add_param_group(self, param_group):
+        self.optimizer.add_param_group(param_group)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+    def __repr__(self):
+        return f"{type(self).__name__} over {self.optimizer!r}"

@@ -1,0 +1,513 @@
+"""`EMA`: an average of a model's weights that moves by less than the last place of BF16."""
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import warnings
+from copy import deepcopy
+from ctypes import c_void_p
+
+import torch
+
+from . import _abi
+from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
+from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, check_parameter, create_handle, rows_of,
+                      weight_format)
+
+__all__ = ["EMA"]
+
+_no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+_increment_version = getattr(torch.autograd.graph, "increment_version", None)
+
+_BY_ID = {f.id: f.name for f in _abi.formats.values()}
+#: dtypes of a weight and of the residual or error code beside it -> the format that they are
+_WITH_EXTRA = {(DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name for f in _abi.formats.values()
+               if f.roles & _abi.ROLE_WEIGHT and f.extra_bits}
+# The address of what has no elements: any but NULL, which would mean that there is nothing to follow.
+_NOTHING = ctypes.create_string_buffer(64)
+
+
+def _extra_dtype(fmt):
+    """The dtype of what a format keeps beside each weight, or None."""
+    info = _abi.formats[fmt]
+    return DTYPES[info.extra_dtype] if info.extra_bits else None
+
+
+def _signed(number):
+    """An unsigned 64-bit number as the signed one of the same bits, which torch can store."""
+    return ctypes.c_int64(number).value
+
+
+def _address(tensor):
+    return tensor.data_ptr() or ctypes.addressof(_NOTHING)
+
+
+def _dense(tensor):
+    """The tensor itself where it lies in memory row by row, else a copy that does."""
+    if tensor.is_cpu and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().to("cpu").contiguous()
+
+
+class _Handle:
+    """The C handle of an EMA with what it was built for. It belongs to one process and one object, so copies are empty."""
+
+    def __init__(self):
+        self.handle = None
+
+    def __deepcopy__(self, memo):
+        return _Handle()
+
+    def __reduce__(self):
+        return _Handle, ()
+
+    def destroy(self):
+        if self.handle:
+            lib.halfstep_destroy(self.handle)
+            self.handle = None
+
+    def __del__(self):
+        # At exit the library's functions may be gone already.
+        if not sys.is_finalizing():
+            self.destroy()
+
+    def build(self, members, live, random, generator, threads):
+        """members: (name, id, format, shape); live: the formats of what they follow."""
+        self.destroy()
+        self.handle = create_handle(threads, random)
+        handle = self.handle
+        check(lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", generator.encode()), handle)
+        groups, unbound = {}, None
+        for fmt in {m[2] for m in members}:
+            groups[fmt] = add_group(handle, "ema/" + fmt, {}, {})
+        for (name, identity, fmt, shape), followed in zip(members, live):
+            index = add_tensor(handle, groups[fmt], name, identity & (2**64 - 1), shape, followed)
+            if _extra_dtype(fmt) is None:  # nothing to bind, but to say so
+                unbound = index
+        if unbound is not None:
+            check(lib.halfstep_bind_slot(handle, unbound, SLOT_WEIGHT, None, None), handle)
+        n = max(len(members), 1)
+        self.weights, self.gradients = (c_void_p * n)(), (c_void_p * n)()
+        self.extras = [None] * len(members)
+        self.followed = [None] * len(members)
+        self.hypers = {}
+        self.threads = threads
+        self.steps = None
+
+    def hyper(self, name, value):
+        if self.hypers.get(name) != value:
+            check(lib.halfstep_set_hyper(self.handle, _abi.ALL_GROUPS, name, value), self.handle)
+            self.hypers[name] = value
+
+    def bind(self, index, slot, bound, tensor):
+        """Tells the library where residuals or error codes lie, if that is not where they were."""
+        address = _address(tensor)
+        if bound[index] != address:
+            check(lib.halfstep_bind_slot(self.handle, index, slot, None, address), self.handle)
+            bound[index] = address
+
+    def count(self, n, steps, writes):
+        """Puts the counters to what they should be, unless they are."""
+        if self.steps == (steps, writes):
+            return
+        counters = _abi.Counters.new(state_steps=steps, full_steps=steps, writes=writes)
+        for index in range(n):
+            check(lib.halfstep_set_counters(self.handle, index, ctypes.byref(counters)), self.handle)
+        self.steps = (steps, writes)
+
+
+def _codec(fmt, weight, extra, values=None):
+    """Decodes one stored tensor to fp32, or with `values` stores those in it, to nearest."""
+    if weight.numel() == 0:
+        return torch.empty(weight.shape, dtype=torch.float32)
+    handle = create_handle(1, 0)
+    try:
+        index = add_tensor(handle, add_group(handle, "ema/" + fmt, {}, {}), "average", 1, tuple(weight.shape), "f32")
+        if extra is not None:
+            check(lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle)
+        function = lib.halfstep_read_slot if values is None else lib.halfstep_write_slot
+        out = torch.empty(weight.shape, dtype=torch.float32) if values is None else values
+        rows, _ = rows_of(tuple(weight.shape))
+        check(function(handle, index, SLOT_WEIGHT, weight.data_ptr(), 0, rows, out.data_ptr()), handle)
+        return out
+    finally:
+        lib.halfstep_destroy(handle)
+
+
+def _decode(fmt, weight, extra):
+    return _codec(fmt, weight.detach().cpu().contiguous(), None if extra is None else extra.cpu().contiguous())
+
+
+def _encode(fmt, values):
+    """(weight, residual or error code or None) of fp32 values."""
+    values = values.contiguous()
+    weight = torch.empty(values.shape, dtype=DTYPES[_abi.formats[fmt].code_dtype])
+    dtype = _extra_dtype(fmt)
+    extra = None if dtype is None else torch.zeros(values.shape, dtype=dtype)
+    _codec(fmt, weight, extra, values)
+    return weight, extra
+
+
+def _plant(root, name, tensor):
+    """Registers a buffer under a dotted name, as a tree of modules, so that it moves, copies and saves as all buffers do."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, torch.nn.Module())
+        root = root._modules[part]
+    root.register_buffer(leaf, tensor)
+
+
+def _find(root, name):
+    *path, leaf = name.split(".")
+    for part in path:
+        root = root._modules.get(part)
+        if root is None:
+            return None
+    return root._buffers.get(leaf)
+
+
+class _Extras(torch.nn.Module):
+    """The root of that tree."""
+
+    def __repr__(self):
+        return f"{len(list(self.buffers()))} tensors"
+
+
+class EMA(torch.nn.Module):
+    """An exponential moving average of a model, with the interface of `torch.optim.swa_utils.AveragedModel`.
+
+        ema = EMA(model, decay=0.9999)
+        ...
+        optimizer.step()
+        ema.update_parameters(model, optimizer)
+        ...
+        ema(inputs)     # or ema.module, with the averaged weights
+
+    The model is copied at once; the first update takes its weights over, later ones do
+    average += (1 - decay) * (weight - average), in fp32. Rounded to BF16 such a change nearly always vanishes; here averages
+    are rounded stochastically or keep a residual.
+
+    decay       of the average, 0 to 1; may be changed between updates (`ema.decay = 0.9999`) and, as in AveragedModel, is
+                not part of the state
+    weights     how averages of BF16 parameters are stored: "bf16-sr" in 2 bytes, "bf16-ecc8" in 3, "bf16-kahan" or
+                "bf16-ecc16" in 4; float16 ones take the namesake, float32 ones stay as they are. "f32" makes all averages
+                float32, and `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
+                EMA(deepcopy(model).bfloat16()), then update_parameters(model)
+    device      of the copy, as in AveragedModel; averaging needs it in CPU memory
+    use_buffers True: buffers are averaged like parameters; False: they are copied from the model at each update
+    debias      True: all weights seen so far count by their age alone, so that the first is no better than the others
+    seed, generator, threads    of the random bits and of the work, as in Optimizer
+
+    `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a weight that is NaN or infinite
+    is refused: nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds tensors only
+    and goes on bit for bit; that of an AveragedModel loads too.
+    """
+
+    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=0,
+                 generator=None, threads=0):
+        super().__init__()
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
+        stores = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
+        if weights not in stores:
+            raise ValueError(f"halfstep: weights={weights!r} stores no weights; formats that do: {', '.join(stores)}")
+        generator = _abi.choices("generator")[0] if generator is None else generator
+        if generator not in _abi.choices("generator"):
+            raise ValueError(f"halfstep: generator={generator!r} is none of {', '.join(_abi.choices('generator'))}")
+        self.decay, self.debias, self.use_buffers, self.threads = decay, debias, use_buffers, threads
+        self._handle = _Handle()
+        self._warned = False
+        self.module = deepcopy(model)
+        if device is not None:
+            self.module = self.module.to(device)
+        if weights == "f32":
+            self.module._apply(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
+        names, formats = [], []
+        self.extra = _Extras()
+        for name, tensor in self._averages():
+            check_parameter(tensor, name)
+            fmt = weight_format(weights, tensor.dtype, name)
+            names.append(name)
+            formats.append(_abi.formats[fmt].id)
+            if _extra_dtype(fmt) is not None:
+                _plant(self.extra, name, torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device))
+        # Not the optimizer's ids: an average must not round as the weight that it follows, or another average of it, does.
+        ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
+        self.register_buffer("formats", torch.tensor(formats, dtype=torch.long))
+        self.register_buffer("ids", torch.tensor(ids, dtype=torch.long))
+        random = [_signed(int(seed)), _signed(_abi.name_id(generator))]
+        self.register_buffer("random", torch.tensor(random, dtype=torch.long))
+        self.register_buffer("counters", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, *args, **kwargs):
+        """The averaged model's."""
+        return self.module(*args, **kwargs)
+
+    @property
+    def skipped_updates(self):
+        """Updates refused so far because a weight was not finite."""
+        return int(self.counters[1])
+
+    # ---- What is averaged ----
+
+    @staticmethod
+    def _averaged_in(module, use_buffers):
+        """(name, tensor) of all parameters and, if wanted, the buffers of real numbers."""
+        yield from module.named_parameters()
+        if use_buffers:
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point():
+                    yield name, buffer
+
+    def _averages(self):
+        return self._averaged_in(self.module, self.use_buffers)
+
+    def _generator(self):
+        wanted = int(self.random[1])
+        for name in _abi.choices("generator"):
+            if _signed(_abi.name_id(name)) == wanted:
+                return name
+        raise ValueError("halfstep: this EMA was saved with a generator of random bits that this library does not have")
+
+    def _members(self):
+        """(name, id, format, tensor) of each average."""
+        averages = list(self._averages())
+        formats, ids = self.formats.tolist(), self.ids.tolist()
+        if not len(averages) == len(formats) == len(ids):
+            raise RuntimeError(f"halfstep: the EMA was made for {len(formats)} tensors, its module has {len(averages)}")
+        return [(name, identity, _BY_ID[number], tensor)
+                for (name, tensor), identity, number in zip(averages, ids, formats)]
+
+    @staticmethod
+    def _check_average(name, fmt, tensor):
+        dtype = DTYPES[_abi.formats[fmt].code_dtype]
+        if tensor.dtype != dtype:
+            raise ValueError(f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now; an EMA "
+                             "cannot be cast, make a new one")
+        if not tensor.is_cpu:
+            raise ValueError(f"halfstep: the average of {name!r} is on {tensor.device}; this build averages in CPU memory")
+
+    @staticmethod
+    def _live(name, tensor, average, states_of_optimizers):
+        """(tensor in memory order, format, residual or error code or None) of what an average follows."""
+        if type(tensor) not in _ORDINARY or tensor.layout != torch.strided or tensor.dtype not in PLAIN:
+            check_parameter(tensor, name)
+        if tensor.shape != average.shape:
+            raise ValueError(f"halfstep: {name!r} has shape {tuple(tensor.shape)} in the model and {tuple(average.shape)} "
+                             "in the average")
+        extra = None
+        for states in states_of_optimizers:
+            state = states.get(tensor)
+            if state:
+                extra = state.get("weight.extra")
+                break
+        plain = _dense(tensor)
+        if extra is None:
+            return plain, PLAIN[tensor.dtype], None
+        fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
+        if fmt is None or extra.shape != tensor.shape:
+            raise ValueError(f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside {name!r}, "
+                             f"which is {tensor.dtype} of shape {tuple(tensor.shape)}")
+        return plain, fmt, _dense(extra)
+
+    # ---- Updates ----
+
+    @_no_dynamo
+    @torch.no_grad()
+    def update_parameters(self, model, optimizer=None):
+        """Moves the averages towards the weights of `model`, which match them in order.
+
+        optimizer: the halfstep optimizer (or several) that trains the model; where it keeps a residual or an error code
+        beside a weight, the average follows both parts. Without it, it follows the 16-bit weights.
+        """
+        members = self._members()
+        followed = list(self._averaged_in(model, self.use_buffers))
+        if len(followed) != len(members):
+            raise ValueError(f"halfstep: the model has {len(followed)} tensors to average, the EMA has {len(members)}")
+        optimizers = () if optimizer is None else (optimizer,) if hasattr(optimizer, "state") else tuple(optimizer)
+        for one in optimizers:
+            if not hasattr(one, "read_weight"):
+                raise TypeError(f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its weights are what "
+                                "they are in the model, so leave it out")
+        states = [one.state for one in optimizers]
+        lives = []
+        for (name, _, fmt, average), (_, tensor) in zip(members, followed):
+            self._check_average(name, fmt, average)
+            lives.append(self._live(name, tensor, average, states))
+        others = self._other_buffers(model)
+        for (name, _, _, _), (_, _, extra) in zip(members, lives):
+            # The library looks at the weights themselves.
+            if extra is not None and extra.is_floating_point() and not math.isfinite(extra.sum(dtype=torch.float32)):
+                self._refuse(name)
+                return
+        handle = self._ready(members, [live[1] for live in lives])
+        first = int(self.n_averaged) == 0
+        if first:
+            refused = self._take_over(members, lives)
+            if refused is not None:
+                self._refuse(refused)
+                return
+        back = []
+        for index, ((name, _, fmt, average), (live, _, extra)) in enumerate(zip(members, lives)):
+            if not average.is_contiguous():
+                back.append((average, average.contiguous()))
+                average = back[-1][1]
+            handle.weights[index], handle.gradients[index] = _address(average), _address(live)
+            if extra is not None:
+                handle.bind(index, SLOT_GRADIENT, handle.followed, extra)
+            if _extra_dtype(fmt) is not None:
+                handle.bind(index, SLOT_WEIGHT, handle.extras, _find(self.extra, name))
+        code = lib.halfstep_step(handle.handle, handle.weights, handle.gradients)
+        if code == _abi.NONFINITE:
+            self._refuse(lib.halfstep_nonfinite_tensor(handle.handle).decode())
+            return
+        check(code, handle.handle)
+        for average, dense in back:
+            average.copy_(dense)
+        if _increment_version is not None:
+            for member in members:  # older versions of torch take one tensor only
+                _increment_version(member[3])
+        self._follow_buffers(others, first)
+        self.n_averaged += 1
+        self.counters[0] += 1
+        handle.steps = (handle.steps[0] + 1, handle.steps[1] + 1)
+
+    def _ready(self, members, formats):
+        """The C handle for these averages and formats of what they follow, with all that may have changed since."""
+        held = self._handle
+        members = [(name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members]
+        key = members, formats, self.random.tolist()
+        threads = self.threads or torch.get_num_threads()
+        if held.handle is None or held.key != key:
+            held.build(members, formats, key[2][0], self._generator(), threads)
+            held.key = key
+        elif held.threads != threads:
+            check(lib.halfstep_set_threads(held.handle, threads), held.handle)
+            held.threads = threads
+        steps = int(self.n_averaged)
+        held.count(len(members), steps, int(self.counters[0]))
+        decay = float(self.decay)
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
+        # The rule's decay stays below 1; where nothing may move, its rate of learning is 0.
+        held.hyper(b"lr", 0.0 if decay == 1.0 and steps else 1.0)
+        held.hyper(b"beta", 0.0 if decay == 1.0 else decay)
+        held.hyper(b"debias", float(bool(self.debias)))
+        return held
+
+    def _take_over(self, members, lives):
+        """The first update copies: what is left for the rule to add are the residuals, as w - (w - g) would not be g.
+        Returns the name of a weight that is not finite, in which case nothing was copied."""
+        for (name, _, _, _), (live, _, _) in zip(members, lives):
+            if not bool(torch.isfinite(live).all()):
+                return name
+        for (name, _, _, average), (live, _, _) in zip(members, lives):
+            most = torch.finfo(average.dtype).max
+            # A finite weight stays finite in a narrower format.
+            average.detach().copy_(live.clamp(-most, most) if torch.finfo(live.dtype).max > most else live)
+            extra = _find(self.extra, name)
+            if extra is not None:
+                extra.zero_()
+        return None
+
+    def _refuse(self, name):
+        self.counters[1] += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"halfstep: the weight {name!r} is not finite; the update was refused and no average changed. "
+                          "ema.skipped_updates counts how often; this is said once", RuntimeWarning, stacklevel=6)
+
+    def _other_buffers(self, model):
+        """Pairs of (ours, the model's) buffers that the rule does not see."""
+        ours, theirs = list(self.module.named_buffers()), list(model.named_buffers())
+        if len(ours) != len(theirs):
+            raise ValueError(f"halfstep: the model has {len(theirs)} buffers, the EMA has {len(ours)}")
+        pairs = []
+        for (name, a), (_, b) in zip(ours, theirs):
+            if self.use_buffers and a.is_floating_point():
+                continue
+            if a.shape != b.shape:
+                raise ValueError(f"halfstep: the buffer {name!r} has shape {tuple(b.shape)} in the model and "
+                                 f"{tuple(a.shape)} in the average")
+            pairs.append((a, b))
+        return pairs
+
+    def _follow_buffers(self, pairs, first):
+        for ours, theirs in pairs:
+            theirs = theirs.detach().to(ours.device)
+            # As AveragedModel does with whole numbers.
+            ours.detach().copy_(theirs if first or not self.use_buffers else ours * self.decay + theirs * (1 - self.decay))
+
+    # ---- Reading and saving ----
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """The averages in fp32, residuals and error codes included, under the names of the model's own state_dict().
+
+        Buffers that are not averaged are copied as they are.
+        """
+        found = {}
+        for name, _, fmt, average in self._members():
+            self._check_average(name, fmt, average)
+            found[id(average)] = _decode(fmt, average, _find(self.extra, name))
+        out = {}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if id(value) in found:
+                out[key] = found[id(value)]
+            else:
+                out[key] = value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+        return out
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        self._convert(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _convert(self, state_dict, prefix):
+        """Brings the averages of a state to be loaded into the formats of this EMA: those of another EMA, or the plain
+        tensors of an AveragedModel. Everything else is left for the base class to judge."""
+        averages = list(self._averages())
+        saved = state_dict.get(prefix + "formats")
+        foreign = saved is None and prefix + "n_averaged" in state_dict
+        if saved is not None and saved.numel() != len(averages):
+            return
+        numbers = [None] * len(averages) if saved is None else saved.tolist()
+        keys, changed = {}, {}
+        # A shared weight is saved under each of its names.
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            keys.setdefault(id(value), []).append(f"{prefix}module.{name}")
+        for (name, average), own, number in zip(averages, self.formats.tolist(), numbers):
+            key, extra_key = f"{prefix}module.{name}", f"{prefix}extra.{name}"
+            value, extra = state_dict.get(key), state_dict.get(extra_key)
+            if not isinstance(value, torch.Tensor) or value.shape != average.shape:
+                continue
+            own, have = _BY_ID[own], _BY_ID.get(number) or PLAIN.get(value.dtype)
+            if have is None or DTYPES[_abi.formats[have].code_dtype] != value.dtype:
+                value, have, extra = value.float(), "f32", None
+            if _extra_dtype(have) is None:
+                extra = None
+            elif extra is None or extra.dtype != _extra_dtype(have) or extra.shape != value.shape:
+                continue
+            alike = value.dtype == average.dtype and _extra_dtype(have) == _extra_dtype(own)
+            if not alike:
+                changed[have] = own
+                value, extra = _encode(own, _decode(have, value, extra))
+                state_dict.update(dict.fromkeys(keys[id(average)], value))
+                if extra is not None:
+                    state_dict[extra_key] = extra
+                else:
+                    state_dict.pop(extra_key, None)
+        if foreign:
+            steps = state_dict[prefix + "n_averaged"]
+            state_dict[prefix + "counters"] = torch.tensor([int(steps), 0], dtype=torch.long)
+            state_dict[prefix + "ids"], state_dict[prefix + "random"] = self.ids, self.random
+        if foreign or saved is not None:
+            state_dict[prefix + "formats"] = self.formats
+        if changed:
+            pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
+            warnings.warn(f"halfstep: averages were saved as {pairs}", UserWarning, stacklevel=5)
+
+    def extra_repr(self):
+        return f"decay={self.decay}, formats={'+'.join(sorted({_BY_ID[i] for i in self.formats.tolist()})) or 'none'}"

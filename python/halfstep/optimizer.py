@@ -1,0 +1,856 @@
+"""`Optimizer`: what every class of this package does. The classes themselves are made in rules.py.
+
+This file is longer than 500 lines because it is one class: torch asks an optimizer to be one object, with its steps, release,
+inspection and saving; the C handle is in _engine.py, the reading of saved states in _state.py.
+"""
+import itertools
+import warnings
+import weakref
+from ctypes import byref, c_double, c_int32, c_uint64
+from operator import is_, itemgetter
+
+import torch
+
+from . import _abi, _state
+from ._abi import check, lib
+from ._engine import (PLAIN, STATE, WEIGHT, Engine, add_group, add_tensor, check_device, check_gradient, check_parameter,
+                      create_handle, streams_of, weight_format)
+
+_Tensor = torch.Tensor
+_no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+_increment_version = torch.autograd.graph.increment_version
+_optimizers = itertools.count()
+_BETAS = ("beta1", "beta2", "beta3")
+# Called through map(), which costs half of what a loop does.
+_get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
+_numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
+_PLAIN_TYPES = {_Tensor}
+# From this version on torch itself takes (name, tensor) pairs.
+_version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+_NAMED = _version >= (2, 6)
+_many_versions = _version >= (2, 5)
+#: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance
+_TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "grad_scale", "found_inf",
+              "_zero_grad_profile_name", "step", "_opt_called")
+
+
+def name_parameters(module, prefix=""):
+    """Gives the parameters of `module` their names, which key their random bits and stand in messages.
+
+    Call it before the optimizer's first step; again after parameters were replaced, as sharding does. Optimizers that are
+    given `(name, tensor)` pairs (`model.named_parameters()`) need no such call.
+    """
+    for name, p in module.named_parameters(prefix=prefix):
+        p._halfstep_name = name
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of all optimizers of halfstep: a `torch.optim.Optimizer` whose step is one call of the C library.
+
+    Options of every group, read at each step like `lr`:
+
+    weights         format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16"; float16 ones take
+                    the namesake ("f16-sr"), float32 ones stay as they are
+    states          format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                    None: the rule's default, f32 for float32 parameters and bf16-sr for others
+    decay           "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+    maximize, centralize, and the hyper-parameters of the rule
+
+    Options of the optimizer:
+
+    clip_norm       gradients are scaled so that their norm over all parameters is at most this; 0: not. `grad_norm` reads it
+    clip            in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's own
+    scan            "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its tensor is
+                    left alone; "known-finite": nobody looks
+    generator       "mixer" or "philox7", the source of random bits; None: the library's default
+    seed            of the random bits
+    threads         0: torch.get_num_threads() at each step
+    gradient_release, optimizer_accumulation    see prepare_gradient_release() and `optimizer_accumulation`
+    compile         True: step() can be traced by torch.compile(fullgraph=True)
+    foreach, fused, capturable    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler
+                    leave unscaling to the step
+    """
+
+    #: name in the library's table of rules
+    rule = None
+
+    # What pickles that lack them go on with.
+    clip_norm, clip, scan, generator, threads = 0.0, None, None, None, 0
+    compile = optimizer_accumulation = gradient_release = False
+
+    def __init__(self, params, defaults, *, weights=None, states=None, decay=None, reference_lr=0.0, clip_norm=0.0, clip=None,
+                 scan=None, generator=None, seed=0, threads=0, gradient_release=False, optimizer_accumulation=False,
+                 foreach=None, fused=None, capturable=False, differentiable=False, compile=False):
+        if differentiable:
+            raise ValueError(f"halfstep: {type(self).__name__} cannot be differentiated through: differentiable=True")
+        if fused and foreach:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        self._engine = None
+        self._flat, self._indices, self._empty = [], [], []
+        self._warned = set()
+        self._release_handles, self._released = [], set()
+        self._number = next(_optimizers)
+        self.clip_norm, self.clip, self.scan, self.generator = clip_norm, clip, scan, generator
+        self.threads = threads
+        self.compile = compile
+        if compile:
+            from . import _compile
+            _compile.register(self)
+        #: True: gradients go into the states and leave the weights alone; the last micro-batch of a step is made with False
+        self.optimizer_accumulation = optimizer_accumulation
+        self.gradient_release = False
+        defaults = {**defaults, "weights": weights, "states": states, "decay": decay, "reference_lr": reference_lr,
+                    "seed": int(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+        if fused:
+            self._step_supports_amp_scaling = True
+        if gradient_release:
+            self.prepare_gradient_release()
+
+    # ---- Options ----
+
+    def _hypers(self, group):
+        """The hyper-parameters of a group as the library names them."""
+        out = {}
+        betas = group.get("betas")
+        if betas is not None and not isinstance(betas, (tuple, list)):
+            raise TypeError(f"halfstep: betas={betas!r} is not a sequence of numbers")
+        wanted = sum(name in _abi.rules[self.rule].hypers for name in _BETAS)
+        if betas is not None and len(betas) != wanted:
+            raise ValueError(f"Invalid betas {tuple(betas)}: {self.rule} has {wanted}")
+        for name, hyper in _abi.rules[self.rule].hypers.items():
+            if hyper.per_optimizer:
+                continue
+            if name in _BETAS and betas is not None:
+                place = _BETAS.index(name)
+                if place < len(betas):
+                    out[name] = float(betas[place])
+            elif name in group:
+                if group[name] is None:
+                    raise TypeError(f"halfstep: the option {name!r} is None; it has to be a number")
+                out[name] = float(group[name])
+        return out
+
+    def _choices(self, group):
+        """The choices of a group: its decay mode, and its schedule where it has one."""
+        decay = group.get("decay")
+        if decay is None and group.get("decoupled_weight_decay"):
+            decay = "decoupled"
+        out = {"decay": decay or _abi.rules[self.rule].decay}
+        if group.get("schedule"):
+            out["schedule"] = group["schedule"]
+        return out
+
+    def _recipe_parts(self, group, p):
+        """The formats of one parameter's weight and states; None is the default."""
+        return group.get("weights"), group.get("states")
+
+    def _check_options(self, group):
+        """Raises ValueError, in torch's words, for what the library's bounds forbid."""
+        rule = _abi.rules[self.rule]
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        for name in ("weights", "states", "decay"):
+            if not isinstance(group.get(name), (str, type(None))):
+                raise TypeError(f"halfstep: {name}={group[name]!r} is not the name of one")
+        for name, value in self._hypers(group).items():
+            hyper = rule.hypers[name]
+            if hyper.minimum <= value and (value < hyper.maximum or (value == hyper.maximum and not hyper.exclusive_maximum)):
+                continue
+            if name == "lr":
+                raise ValueError(f"Invalid learning rate: {value}")
+            if name in _BETAS and "betas" in group:
+                raise ValueError(f"Invalid beta parameter at index {_BETAS.index(name)}: {value}")
+            raise ValueError(f"Invalid {'epsilon' if name.endswith('eps') else name} value: {value}")
+        if "dampening" in rule.hypers and group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        states = group.get("states")
+        # Formats are checked by the library, which says what is wrong with them.
+        _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)
+        for choice, value in self._choices(group).items():
+            if value not in _abi.choices(choice):
+                raise ValueError(f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}")
+        if isinstance(self.clip_norm, bool) or not isinstance(self.clip_norm, (int, float)):
+            raise TypeError(f"halfstep: clip_norm={self.clip_norm!r} is not a number")
+        if not 0.0 <= self.clip_norm < float("inf"):
+            raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 0 <= self.threads <= 1024:
+            raise ValueError(f"halfstep: threads={self.threads!r} is not a number from 0 to 1024")
+        for choice in ("clip", "scan", "generator"):
+            value = getattr(self, choice)
+            if value is not None and value not in _abi.choices(choice):
+                raise ValueError(f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}")
+
+    @_no_dynamo
+    def add_param_group(self, param_group):
+        """As torch's; parameters that no step could take are refused here."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        if not _NAMED:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else params if isinstance(params, set) else list(params)
+            if params and not isinstance(params, set) and all(isinstance(p, tuple) for p in params):
+                param_group["param_names"], params = [name for name, _ in params], [p for _, p in params]
+            param_group["params"] = params
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                name = names[i] if names else self._given_name(p) or f"{i} of group {len(self.param_groups) - 1}"
+                check_parameter(p, name)
+                weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for key in ("ids", "recipes"):
+            if key not in group or len(group[key]) != len(group["params"]):
+                group[key] = [None] * len(group["params"])
+        if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
+            group["reference_lr"] = float(group["lr"])
+        self._drop_engine()
+        if self.gradient_release:
+            self.prepare_gradient_release()
+
+    @property
+    def seed(self):
+        """Of the random bits; kept in `param_groups`."""
+        return self.param_groups[0].get("seed", 0)
+
+    def _threads_now(self):
+        return self.threads or torch.get_num_threads()
+
+    # ---- Names and identities ----
+
+    @staticmethod
+    def _given_name(p):
+        return getattr(p, "_halfstep_name", None)
+
+    def _name_of(self, group_index, position):
+        group = self.param_groups[group_index]
+        names = group.get("param_names")
+        if names and position < len(names):
+            return names[position]
+        return self._given_name(group["params"][position]) or f"{position} of group {group_index}"
+
+    def _resolve_ids(self):
+        """Fixes the ids of parameters that have none: hashes of their names, else of their places in this process."""
+        flat = 0
+        for group in self.param_groups:
+            names, ids = group.get("param_names"), group["ids"]
+            if len(ids) != len(group["params"]):
+                ids.extend([None] * (len(group["params"]) - len(ids)))
+                group["recipes"].extend([None] * (len(group["params"]) - len(group["recipes"])))
+            for i, p in enumerate(group["params"]):
+                if ids[i] is None:
+                    name = names[i] if names else self._given_name(p)
+                    ids[i] = _abi.name_id(name if name is not None else f"optimizer {self._number}, parameter {flat}")
+                flat += 1
+
+    # ---- The handle ----
+
+    def _drop_engine(self):
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            try:
+                engine.save_counters(self)
+            finally:
+                engine.destroy()
+
+    def _build(self, also=None):
+        """Builds the handle anew for every parameter that has states or a gradient, and for those of `also`, a dictionary of
+        gradients by parameter."""
+        also = also or {}
+        self._drop_engine()
+        self._resolve_ids()
+        flat, wanted, seen = [], [], set()
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                flat.append(p)
+                if id(p) in seen or p.numel() == 0:
+                    continue
+                seen.add(id(p))
+                grad = also.get(p, p.grad)
+                if grad is None and p not in self.state and p not in also and not (self.gradient_release and p.requires_grad):
+                    continue
+                name = self._name_of(g, i)
+                check_parameter(p, name)
+                check_device(p, name)
+                wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else check_gradient(p, grad, name)))
+        engine = Engine(self, wanted)
+        engine.formats = [(g.get("weights"), g.get("states")) for g in self.param_groups]
+        self._flat = flat
+        self._indices = [engine.index_of.get(p, -1) for p in flat]
+        self._empty = [p for p in flat if p.numel() == 0]
+        self._engine = engine
+        return engine
+
+    def _current(self):
+        """The handle, with hyper-parameters as they are now."""
+        engine = self._engine
+        if engine is not None:
+            flat = [p for group in self.param_groups for p in group["params"]]
+            known = self._flat
+            if len(flat) != len(known) or not all(map(is_, flat, known)) or self.state is not engine.optimizer_state \
+                    or not self._formats_stand(engine) or not engine.refresh(self):
+                engine = None
+        if engine is None:
+            engine = self._build()
+            engine.refresh(self)
+        return engine
+
+    def _formats_stand(self, engine):
+        """Whether `weights` and `states` of the groups are what they were when the handle was made."""
+        return engine.formats == [(g.get("weights"), g.get("states")) for g in self.param_groups]
+
+    def _stale(self, m, state):
+        """Whether a state of a parameter is no longer where the handle thinks it is."""
+        if state is None or state.get("step") is not m.step:
+            return True
+        for key, tensor, address in m.bound:
+            if state.get(key) is not tensor or tensor.data_ptr() != address:
+                return True
+        return False
+
+    def _place(self, engine, m, p, grad, keep, back):
+        """Addresses of one weight and its gradient, for tensors that do not simply lie there in order."""
+        if p.data_ptr() != m.address or p.shape != m.shape or p.dtype != m.dtype or p.stride() != m.strides:
+            engine.recheck_weight(m)
+        if check_gradient(p, grad, m.name) != m.gradient:
+            return None
+        if not grad.is_contiguous():
+            grad = grad.contiguous()
+            keep.append(grad)
+        weight = p
+        if not m.dense:
+            weight = p.detach().contiguous()
+            back.append((p, weight))
+        return weight.data_ptr(), grad.data_ptr()
+
+    def _gather_given(self, engine, given, keep, back):
+        """_gather() for a compiled step, which brings its own tensors: weights and gradients by parameter."""
+        engine.weights_are_plain = False
+        for i in range(len(engine.members)):
+            engine.gradients[i] = None
+        for p, (weight, grad) in given.items():
+            if p.numel() == 0:
+                continue
+            i = engine.index_of.get(p, -1)
+            if i < 0 or self._stale(engine.members[i], self.state.get(p)):
+                return False
+            m = engine.members[i]
+            if check_gradient(p, grad, m.name) != m.gradient:
+                return False
+            keep.append(grad.contiguous())
+            held = weight.detach().contiguous()
+            if held.data_ptr() != weight.data_ptr():
+                back.append((weight, held))
+            engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
+        return True
+
+    def _gather(self, engine, keep, back, stepped):
+        """Fills the pointer arrays. False where the handle does not fit any more."""
+        if self._gather_plain(engine):
+            stepped.extend(engine.params)
+            return True
+        engine.weights_are_plain = False
+        for p, i in zip(self._flat, self._indices):
+            grad = p.grad
+            if grad is None or (i < 0 and p.numel() == 0):
+                if i >= 0:
+                    engine.gradients[i] = None
+                continue
+            if i < 0 or self._stale(engine.members[i], self.state.get(p)):
+                return False
+            found = self._place(engine, engine.members[i], p, grad, keep, back)
+            if found is None:
+                return False
+            engine.weights[i], engine.gradients[i] = found
+            stepped.append(p)
+        return True
+
+    def _gather_plain(self, engine):
+        """_gather() for the case that every parameter has a gradient of the type it had before, all lie in order in memory, and
+        everything is where it was: a thousand small tensors cost about a microsecond each in Python, so the checks go over
+        lists. False is no verdict; _gather() looks closer."""
+        plain = engine.plain
+        if plain is None or len(plain.params) != len(self._flat) - len(self._empty):
+            return False
+        try:
+            grads = list(map(_get_grad, plain.params))
+            if set(map(type, grads)) != _PLAIN_TYPES:
+                return False
+            if list(map(_get_dtype, plain.params)) != plain.weight_dtypes or list(map(_get_shape, plain.params)) != plain.shapes \
+                    or not all(map(_is_contiguous, plain.params)):
+                return False
+            if list(map(_get_dtype, grads)) != plain.dtypes or list(map(_numel, grads)) != plain.numels \
+                    or not all(map(_is_contiguous, grads)):
+                return False
+            addresses = list(map(_data_ptr, grads))
+        except RuntimeError:  # sparse tensors have no address
+            return False
+        if not all(map(is_, map(self.state.get, plain.params), plain.states)):
+            return False
+        for key, states, tensors in plain.streams:
+            try:
+                if not all(map(is_, map(itemgetter(key), states), tensors)):
+                    return False
+            except KeyError:
+                return False
+        if list(map(_data_ptr, plain.tensors)) != plain.addresses or list(map(_data_ptr, plain.params)) != plain.weights:
+            return False
+        engine.gradients[:] = addresses
+        if not engine.weights_are_plain:
+            engine.weights[:] = plain.weights
+            engine.weights_are_plain = True
+        return True
+
+    # ---- Steps ----
+
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. Returns what `closure` returns.
+
+        A gradient that is not finite leaves everything as it was (see `scan`), counts in `skipped_steps` and is warned of once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.compile:
+            from . import _compile
+            _compile.step(self)
+        else:
+            self._step()
+        return loss
+
+    @_no_dynamo
+    @torch.no_grad()
+    def _step(self, given=None):
+        """The step itself; `given` are the weights and gradients by parameter that a compiled step has."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf):
+            # A GradScaler has seen it, and will lower its scale.
+            first = self.param_groups[0]
+            if self._engine is not None:
+                check(lib.halfstep_set_skipped_steps(self._engine.handle, self.skipped_steps + 1), self._engine.handle)
+            else:
+                first["skipped_steps"] = first.get("skipped_steps", 0) + 1
+            return
+        for _ in range(3):
+            keep, back, stepped = [], [], []
+            engine = self._current()
+            if self._gather(engine, keep, back, stepped) if given is None else self._gather_given(engine, given, keep, back):
+                break
+            self._build(given and {p: grad for p, (_, grad) in given.items()})
+        else:
+            raise RuntimeError("halfstep: parameters or states change while they are being stepped")
+        if self._release_handles:
+            self._step_in_release(engine, stepped)
+            return
+        scale = getattr(self, "grad_scale", None)
+        engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
+        if self.optimizer_accumulation:
+            code = lib.halfstep_accumulate_states(engine.handle, engine.gradients)
+            self._finish(engine, code, (), ())
+        else:
+            code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
+            self._finish(engine, code, back, stepped)
+
+    def _count_empty(self, only=None):
+        """Parameters without elements are not in the handle; their steps are counted here."""
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.numel() or p.grad is None or p is not (only if only is not None else p):
+                    continue
+                state, recipe = self.state[p], self._full_recipe(group, p, i)
+                if "step" not in state or group["recipes"][i] != recipe:
+                    group["recipes"][i] = recipe
+                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                    state.update(_state.empty(recipe, self._hypers(group), p))
+                state["step"] = state["step"] + 1
+
+    def _finish(self, engine, code, back, stepped):
+        """What follows a call: errors, warnings, weights that were worked on in a copy."""
+        if code == _abi.NONFINITE:
+            self._report_nonfinite(engine)
+            if self.scan != "per-tensor":
+                return
+        elif code:
+            check(code, engine.handle)
+        if self._empty:
+            self._count_empty()
+        for p, weight in back:
+            p.detach().copy_(weight)
+        # So that autograd notices where a weight that it has saved was changed.
+        if _many_versions:
+            _increment_version(stepped)
+        else:
+            for p in stepped:
+                _increment_version(p)
+
+    def _report_nonfinite(self, engine):
+        if "nonfinite" in self._warned:
+            return
+        self._warned.add("nonfinite")
+        name = lib.halfstep_nonfinite_tensor(engine.handle).decode()
+        left = f"parameter {name!r} was left alone" if self.scan == "per-tensor" or self._release_handles else \
+            "the step was skipped and nothing changed"
+        warnings.warn(f"halfstep: the gradient of parameter {name!r} is not finite; {left}. optimizer.skipped_steps counts how "
+                      "often; this is said once", RuntimeWarning, stacklevel=5)
+
+    def _one(self, p):
+        """The handle and the member of one parameter that has a gradient."""
+        engine = self._engine
+        if engine is None or p not in engine.index_of or (not self._released):
+            engine = self._current()
+        if p not in engine.index_of:
+            engine = self._build({p: p.grad})
+            engine.refresh(self)
+            if p not in engine.index_of:
+                raise ValueError("halfstep: a parameter that this optimizer does not have")
+        m = engine.members[engine.index_of[p]]
+        if self._stale(m, self.state.get(p)):
+            engine = self._build({p: p.grad})
+            engine.refresh(self)
+            m = engine.members[engine.index_of[p]]
+        return engine, m
+
+    @_no_dynamo
+    @torch.no_grad()
+    def step_param(self, p, group=None):
+        """One update of one parameter from its gradient, which stays. The protocol of trainers that step inside the backward
+        pass; call step() (or nothing) when the round is over."""
+        if p.grad is None:
+            return
+        if p.numel() == 0 and (self._engine is None or p not in self._engine.index_of):
+            if not self.optimizer_accumulation:
+                self._count_empty(p)
+            return
+        if self._engine is not None and self._engine.index_of.get(p) in self._released and not self.optimizer_accumulation:
+            self._end_round()
+        engine, m = self._one(p)
+        keep, back = [], []
+        found = self._place(engine, m, p, p.grad, keep, back)
+        if found is None:
+            engine = self._build({p: p.grad})
+            engine.refresh(self)
+            m = engine.members[engine.index_of[p]]
+            keep, back = [], []
+            found = self._place(engine, m, p, p.grad, keep, back)
+        engine.set_gradient_scale(1.0)
+        if self.optimizer_accumulation:
+            code = lib.halfstep_accumulate_states_tensor(engine.handle, m.index, found[1])
+            if code:
+                self._finish(engine, code, (), ())
+            return
+        code = lib.halfstep_step_tensor(engine.handle, m.index, found[0], found[1])
+        self._released.add(m.index)
+        if code == _abi.NONFINITE:
+            self._report_nonfinite(engine)
+        else:
+            self._finish(engine, code, back, (p,))
+
+    def step_parameter(self, p, group=None, index=None):
+        """`step_param` under the other name that trainers call it by."""
+        self.step_param(p, group)
+
+    @staticmethod
+    def supports_fused_back_pass():
+        """True: step_param() and step_parameter() may be called inside the backward pass."""
+        return True
+
+    def _end_round(self):
+        self._released.clear()
+        if self._engine is not None:
+            check(lib.halfstep_end_round(self._engine.handle), self._engine.handle)
+
+    # ---- Gradient release ----
+
+    def prepare_gradient_release(self):
+        """From now on each parameter is stepped as soon as backward() has its gradient, which is then freed.
+
+        step() and zero_grad() may be called as ever: step() steps what still has a gradient and ends the round, which
+        schedules and "delayed" clipping count by. Shared parameters are stepped once, when their gradient is complete.
+        """
+        self._remove_hooks()
+        self.gradient_release = True
+        this = weakref.ref(self)
+
+        def hook(p):
+            optimizer = this()
+            if optimizer is not None:
+                optimizer.step_param(p)
+                p.grad = None
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._release_handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def remove_gradient_release(self):
+        """Back to ordinary steps. States and counters stay."""
+        self._remove_hooks()
+        if self._released:
+            self._end_round()
+        self.gradient_release = False
+
+    def _remove_hooks(self):
+        for handle in self._release_handles:
+            handle.remove()
+        self._release_handles = []
+
+    def _step_in_release(self, engine, stepped):
+        for p in stepped:
+            self.step_param(p)
+        if self._released and not self.optimizer_accumulation:
+            self._end_round()
+
+    # ---- What happened ----
+
+    @property
+    def skipped_steps(self):
+        """Steps refused so far because a gradient was not finite."""
+        if self._engine is not None:
+            return int(lib.halfstep_skipped_steps(self._engine.handle))
+        return self.param_groups[0].get("skipped_steps", 0)
+
+    @property
+    def grad_norm(self):
+        """Norm of all gradients in the last step, before clipping; 0.0 where clip_norm is 0."""
+        if self._engine is not None:
+            return float(lib.halfstep_gradient_norm(self._engine.handle))
+        return self.param_groups[0].get("last_norm", 0.0)
+
+    def scalar(self, p, name):
+        """What the rule keeps for a parameter as a number: lamb's "trust_ratio", "weight_norm", "update_norm" ..."""
+        m = self._member(p)
+        value = c_double()
+        check(lib.halfstep_get_scalar(self._engine.handle, m.index, name.encode(), byref(value)), self._engine.handle)
+        return value.value
+
+    def recipe(self, p):
+        """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
+        for group in self.param_groups:
+            for i, other in enumerate(group["params"]):
+                if other is p:
+                    return self._full_recipe(group, p, i)
+        raise ValueError("halfstep: a parameter that this optimizer does not have")
+
+    def _full_recipe(self, group, p, position):
+        weights, states = self._recipe_parts(group, p)
+        weights = weight_format(weights, p.dtype, f"{position} of its group")
+        return _abi.recipe_full("/".join(part for part in (self.rule, weights, states) if part))
+
+    def _survey(self):
+        """Bytes and fallen-back tensors of all parameters, whether or not they have states yet. Allocates no states."""
+        self._resolve_ids()
+        handle = create_handle(1, 0)
+        try:
+            groups, fallen = {}, []
+            rule = _abi.rules[self.rule]
+            seen = set()
+            for g, group in enumerate(self.param_groups):
+                for i, p in enumerate(group["params"]):
+                    if id(p) in seen or p.numel() == 0:
+                        continue
+                    seen.add(id(p))
+                    key = (g, self._full_recipe(group, p, i))
+                    if key not in groups:
+                        groups[key] = add_group(handle, key[1], self._hypers(group), self._choices(group))
+                    dtype = p.dtype if p.grad is None else p.grad.dtype
+                    index = add_tensor(handle, groups[key], self._name_of(g, i), group["ids"][i], tuple(p.shape),
+                                       PLAIN.get(dtype, PLAIN[p.dtype]))
+                    if streams_of(handle, index, rule, tuple(p.shape))[1]:
+                        fallen.append(self._name_of(g, i))
+            out = [c_uint64() for _ in range(4)]
+            check(lib.halfstep_memory(handle, *[byref(x) for x in out], byref(c_int32())), handle)
+            return dict(zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))), fallen
+        finally:
+            lib.halfstep_destroy(handle)
+
+    def memory(self):
+        """Bytes of the weights, their gradients, the residuals and error codes beside weights ("extras"), and the states with
+        their scales, once every parameter has been stepped."""
+        return self._survey()[0]
+
+    def fell_back(self):
+        """Names of the parameters that are too small for the block format their recipe asks for and keep plain states."""
+        return self._survey()[1]
+
+    def __repr__(self):
+        recipes = []
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                recipe = self._full_recipe(group, p, i)
+                if recipe not in recipes:
+                    recipes.append(recipe)
+        memory, fallen = self._survey()
+        count = sum(p.numel() for group in self.param_groups for p in group["params"])
+        lines = [f"{type(self).__name__} (", f"recipe: {', '.join(recipes)}",
+                 f"memory: {sum(memory.values()) / max(count, 1):.3f} B/param (weights and their extras "
+                 f"{(memory['weights'] + memory['extras']) / max(count, 1):.3f}, gradients "
+                 f"{memory['gradients'] / max(count, 1):.3f}, states {memory['states'] / max(count, 1):.3f})"]
+        if fallen:
+            shown = ", ".join(fallen[:8]) + (f" and {len(fallen) - 8} more" if len(fallen) > 8 else "")
+            lines.append(f"too small for blocks, plain states: {shown}")
+        for i, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {i}")
+            lines += [f"    {key}: {group[key]}" for key in sorted(group)
+                      if key not in ("params", "ids", "recipes", "param_names")]
+        return "\n".join(lines + [")"])
+
+    # ---- Reading and writing what is stored ----
+
+    def _member(self, p):
+        """The member of a parameter that has states. Parameters without elements are not in the handle."""
+        engine = self._current()
+        if p not in engine.index_of or self._stale(engine.members[engine.index_of[p]], self.state.get(p)):
+            if p not in self.state:
+                raise ValueError("halfstep: this parameter has no states yet")
+            engine = self._build()
+            engine.refresh(self)
+        return engine.members[engine.index_of[p]]
+
+    def _slot(self, name):
+        rule = _abi.rules[self.rule]
+        for i, state in enumerate(rule.states):
+            if state.name == name:
+                return STATE + i
+        raise KeyError(f"halfstep: {self.rule} has no state {name!r}; it has {', '.join(s.name for s in rule.states)}")
+
+    def _read(self, m, function, *arguments):
+        out = torch.empty(m.shape, dtype=torch.float32)
+        if out.numel():
+            rows = m.shape[0] if m.shape else 1
+            check(function(self._engine.handle, m.index, *arguments, 0, rows,
+                           out.data_ptr()), self._engine.handle)
+        return out
+
+    @torch.no_grad()
+    def read_weight(self, p):
+        """The weight in fp32, with its residual or error code."""
+        if p not in self.state or p.numel() == 0:
+            return p.detach().float().clone()
+        weight = p.detach().contiguous()
+        return self._read(self._member(p), lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
+
+    @torch.no_grad()
+    def read_average(self, p):
+        """The weight to evaluate with, in fp32: schedule-free's average; for other rules the weight itself."""
+        if p not in self.state or p.numel() == 0:
+            return p.detach().float().clone()
+        weight = p.detach().contiguous()
+        return self._read(self._member(p), lib.halfstep_read_average, weight.data_ptr())
+
+    @torch.no_grad()
+    def read_state(self, p, name):
+        """A state ("exp_avg") decoded to fp32, in the parameter's shape."""
+        slot = self._slot(name)
+        if p.numel() == 0:
+            return torch.empty(p.shape)
+        return self._read(self._member(p), lib.halfstep_read_slot, slot, None)
+
+    def _write(self, m, slot, data, values):
+        values = values.detach().to(torch.float32).contiguous()
+        if tuple(values.shape) != m.shape:
+            raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.shape}, not {tuple(values.shape)}")
+        if values.numel():
+            rows = m.shape[0] if m.shape else 1
+            check(lib.halfstep_write_slot(self._engine.handle, m.index, slot, data, 0, rows,
+                                          values.data_ptr()), self._engine.handle)
+
+    @torch.no_grad()
+    def write_weight(self, p, values):
+        """Stores fp32 values as the weight, residual or error code included; the counterpart of read_weight()."""
+        if p.numel() == 0:
+            return
+        if p not in self.state:
+            self._build({p: p.grad})
+        m = self._member(p)
+        weight = p.detach() if p.is_contiguous() else p.detach().contiguous()
+        self._write(m, WEIGHT, weight.data_ptr(), values)
+        if weight.data_ptr() != p.data_ptr():
+            p.copy_(weight)
+
+    @torch.no_grad()
+    def write_state(self, p, name, values):
+        """Stores fp32 values as a state, rounded to nearest."""
+        if p.numel() == 0:
+            return
+        if p not in self.state:
+            self._build({p: p.grad})
+        self._write(self._member(p), self._slot(name), None, values)
+
+    # ---- Saving ----
+
+    def _sync(self):
+        self._resolve_ids()
+        if self._engine is not None:
+            self._engine.save_counters(self)
+        for p in self._empty:
+            if p in self.state:
+                steps = int(self.state[p]["step"])
+                self.state[p].update(state_steps=steps, full_steps=steps, writes=steps)
+
+    @_no_dynamo
+    def state_dict(self):
+        """As torch's. `state` holds tensors and numbers only, exactly as they are stored; identities, recipes, the seed and
+        the counters of the groups are in `param_groups`. Loads with torch.load(weights_only=True)."""
+        self._sync()
+        return super().state_dict()
+
+    @_no_dynamo
+    def load_state_dict(self, state_dict):
+        """Takes back what state_dict() gave, bit for bit; also the states of torch's own optimizers of the same rule.
+
+        Hyper-parameters, seed, identities and counters come from the dictionary; the formats are those of this optimizer, and
+        where they differ states are converted, with one warning. Group keys that are missing keep this optimizer's values.
+        """
+        _state.load(self, state_dict, super().load_state_dict)
+        if self.gradient_release:
+            self.prepare_gradient_release()
+
+    def torch_state_dict(self):
+        """The state as torch's own optimizer of the same rule saves it: fp32 states, plain groups."""
+        return _state.plain(self)
+
+    def save_safetensors(self, path):
+        """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints (docs/checkpoints.md), whole or
+        not at all. Needs the safetensors package, and named parameters to be readable elsewhere."""
+        _state.save_safetensors(self, path)
+
+    def load_safetensors(self, path):
+        """Reads what save_safetensors() wrote, matched by parameter names."""
+        _state.load_safetensors(self, path)
+
+    def __getstate__(self):
+        self._sync()
+        return {key: value for key, value in self.__dict__.items()
+                if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}
+
+    def __setstate__(self, state):
+        # Called for copies with everything, and by load_state_dict() and for old pickles with states and groups alone.
+        if "_number" not in self.__dict__:
+            self._number = next(_optimizers)
+        self.__dict__.setdefault("_engine", None)
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = None
+        self._flat, self._indices, self._empty = [], [], []
+        self._released = set()
+        self.__dict__.setdefault("_release_handles", [])
+        self.__dict__.setdefault("_warned", set())
+        state = dict(state)
+        if "state" in state:
+            state["state"] = _state.unwrap(state["state"])
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            for key in ("ids", "recipes"):
+                if key not in group or len(group[key]) != len(group["params"]):
+                    group[key] = [None] * len(group["params"])
+        if "_number" in state and state.get("gradient_release"):
+            self.prepare_gradient_release()

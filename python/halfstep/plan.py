@@ -1,0 +1,174 @@
+"""The memory that training takes under each recipe, before anything is allocated."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from html import escape
+
+import torch
+
+from . import _abi
+from ._engine import rows_of
+
+__all__ = ["Plan", "PlanRow", "plan"]
+
+#: from the least memory to the reference
+RECIPES = ("adamw/bf16-sr/int4", "adamw/bf16-sr/int8", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/bf16-sr", "adamw/f32/f32")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One recipe. All but the names are bytes."""
+
+    recipe: str
+    gradient_format: str
+    weights: int
+    #: Kahan residuals and error codes
+    extras: int
+    gradients: int
+    #: with their scales
+    states: int
+    #: parameters that do not train, as they are
+    frozen: int
+    total: int
+    #: whether `total` is within the memory asked about; None if none was
+    fits: bool | None
+
+
+class Plan:
+    """What `halfstep.plan` answers: `rows`, smallest first; `str()` is a table of them."""
+
+    def __init__(self, rows, parameters, release, memory):
+        self.rows = rows
+        #: how many numbers train
+        self.parameters = parameters
+        self.release = release
+        self.memory = memory
+
+    def _cells(self):
+        frozen = any(row.frozen for row in self.rows)
+        head = ["recipe", "weights", "extra", "gradients", "states", *(["frozen"] if frozen else []), "total", "in all",
+                *(["fits"] if self.memory is not None else [])]
+        body = []
+        for row in self.rows:
+            def each(n):
+                return f"{n / max(self.parameters, 1):.3f}"
+
+            body.append([row.recipe, each(row.weights), each(row.extras), f"{each(row.gradients)} {row.gradient_format}",
+                         each(row.states), *([each(row.frozen)] if frozen else []), each(row.total), _size(row.total),
+                         *([] if row.fits is None else ["yes" if row.fits else "no"])])
+        return head, body
+
+    def _lines(self):
+        title = f"{self.parameters} parameters{', gradients released' if self.release else ''}. Bytes per parameter:"
+        foot = "Weights are counted as stored in the recipe's format. Activations come on top."
+        if self.memory is not None:
+            fitting = sum(bool(row.fits) for row in self.rows)
+            text = f"{fitting} of {len(self.rows)} recipes fit into {_size(self.memory)}."
+            if not fitting and self.rows:
+                text += f" The smallest lacks {_size(self.rows[0].total - self.memory)}"
+                text += "." if self.release else "; release=True may help."
+            foot = f"{text}\n{foot}"
+        return title, foot
+
+    def __str__(self):
+        (title, foot), (head, body) = self._lines(), self._cells()
+        wide = [max(len(cell) for cell in column) for column in zip(head, *body)]
+        table = ["  ".join(cell.rjust(n) if i else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, wide))).rstrip()
+                 for line in (head, *body)]
+        return "\n".join([title, "", *table, "", foot])
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        (title, foot), (head, body) = self._lines(), self._cells()
+
+        def line(tag, cells):
+            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        return "".join([f"<p>{escape(title)}</p><table><thead>", line("th", head), "</thead><tbody>",
+                        *(line("td", cells) for cells in body), f"</tbody></table><p>{escape(foot)}</p>"])
+
+
+def _size(n):
+    unit = 0
+    while n >= 1024 and unit < len(_UNITS) - 1:
+        n, unit = n / 1024, unit + 1
+    return f"{n:.2f} {_UNITS[unit]}"
+
+
+def _bytes(memory):
+    """24e9, "24G" or "24 GiB": units are powers of 1024, as in `halfstep plan`."""
+    if not isinstance(memory, str):
+        return int(memory)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE)
+    if not found:
+        raise ValueError(f"memory={memory!r} is no number of bytes; write 24e9, '24G' or '512M'")
+    return int(float(found[1]) * 1024 ** (" KMGTP".index(found[2].upper()) if found[2] else 0))
+
+
+def _shape(name, given):
+    shape = getattr(given, "shape", given)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise ValueError(f"the shape of {name!r} is {shape}")
+    return shape
+
+
+def _tensors(model_or_shapes):
+    """[(shape)] of what trains, and the bytes of what does not."""
+    if isinstance(model_or_shapes, torch.nn.Module):
+        shapes, frozen = [], 0
+        for name, p in model_or_shapes.named_parameters():
+            if p.requires_grad:
+                shapes.append(_shape(name, p))
+            else:
+                frozen += p.numel() * p.element_size()
+        return shapes, frozen
+    if hasattr(model_or_shapes, "items"):
+        model_or_shapes = model_or_shapes.items()
+    return [_shape(name, given) for name, given in model_or_shapes], 0
+
+
+def plan(model_or_shapes, recipes=None, release=False, memory=None) -> Plan:
+    """A table of the memory that weights, gradients and optimizer states take under each of some recipes.
+
+    It answers for this model with all parameters that train stored as the recipe's weight format says (`model.to(
+    torch.bfloat16)` for the bf16 ones), and gradients in the same width; parameters with requires_grad=False are
+    counted as they are. Nothing is allocated: the model may be on the meta device. Hyper-parameters that change which
+    states exist have their defaults: SGD is without momentum.
+
+    model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand for its shape.
+    recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of the README's table.
+    release: gradients are released, so that only the largest one exists.
+    memory: bytes (or "24G") that each recipe's total is compared with.
+    """
+    shapes, frozen = _tensors(model_or_shapes)
+    limit = None if memory is None else _bytes(memory)
+    rows = []
+    for recipe in [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes:
+        recipe = _abi.recipe_full(recipe)
+        weight = _abi.formats[recipe.split("/")[1]]
+        gradient = "bf16" if weight.code_bits <= 16 else "f32"
+        if weight.code_dtype == "F16":
+            gradient = "f16"
+        sizes = {}
+        for shape in shapes:
+            if shape not in sizes:
+                rows_, length = rows_of(shape)
+                none = rows_ * length == 0
+                sizes[shape] = (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
+        weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
+        each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
+        gradients = max(each, default=0) if release else sum(each)
+        total = weights + extras + gradients + states + frozen
+        rows.append(PlanRow(recipe, gradient, weights, extras, gradients, states, frozen, total,
+                            None if limit is None else total <= limit))
+    rows.sort(key=lambda row: (row.total, row.recipe))
+    return Plan(rows, sum(map(_count, shapes)), bool(release), limit)
+
+
+def _count(shape):
+    rows, length = rows_of(shape)
+    return rows * length

@@ -1,0 +1,171 @@
+"""The optimizer classes, made from the library's table of rules, and `optimizer()`, which takes a recipe.
+
+Nothing here lists rules or their hyper-parameters: a new row of src/rules/rules.def is a new class. Names, order and defaults are
+torch's where torch has the rule.
+"""
+import inspect
+
+import torch
+
+from . import _abi
+from .optimizer import Optimizer
+
+_BETAS = ("beta1", "beta2", "beta3")
+#: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
+_SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
+_COMMON = inspect.signature(Optimizer.__init__).parameters
+_POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def _value(hyper):
+    """A default as a user would write it."""
+    if hyper.switch:
+        return bool(hyper.initial)
+    if hyper.name in ("ns_steps", "k"):
+        return int(hyper.initial)
+    return hyper.initial
+
+
+class _Muon(Optimizer):
+    """torch's names of Muon's options, which are not those of the table."""
+
+    def _hypers(self, group):
+        out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
+        a, b, c = group["ns_coefficients"]
+        out.update(ns_a=float(a), ns_b=float(b), ns_c=float(c), ns_eps=float(group["eps"]), eps=float(group["adam_eps"]),
+                   match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"))
+        return out
+
+    def _check_options(self, group):
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+        super()._check_options(group)
+
+    @staticmethod
+    def _options(options):
+        """The options of the table under torch's names, in torch's order."""
+        given = {key: options.pop(f"ns_{key}") for key in "abc"}
+        adam_eps, options["eps"] = options.pop("eps"), options.pop("ns_eps")
+        options.pop("match_rms")
+        betas = options.pop("betas")
+        order = {"lr": options.pop("lr"), "weight_decay": options.pop("weight_decay"), "momentum": options.pop("momentum"),
+                 "nesterov": options.pop("nesterov"), "ns_coefficients": tuple(given.values()), "eps": options.pop("eps"),
+                 "ns_steps": options.pop("ns_steps"), "adjust_lr_fn": None}
+        return {**order, **options, "betas": betas, "adam_eps": adam_eps}
+
+
+#: rules whose options torch calls otherwise than the table does
+_SPECIAL = {"muon": _Muon}
+
+
+def _torch_order(rule):
+    """Names of the positional options of torch's optimizer of this rule; () where there is none."""
+    for name, thing in vars(torch.optim).items():
+        if name.lower() == rule.label.lower() and isinstance(thing, type):
+            parameters = inspect.signature(thing.__init__).parameters.values()
+            return [p.name for p in parameters if p.kind is _POSITIONAL][2:]
+    return ()
+
+
+def _options_of(rule):
+    """The options of a rule and their defaults, in positional order; then those that are keywords only. A few of the positional
+    ones belong to the optimizer (RMSprop's foreach)."""
+    own, common = {}, {}
+    betas = []
+    for name, hyper in rule.hypers.items():
+        if hyper.per_optimizer or name in _SCHEDULE or name == "reference_lr":
+            continue
+        if name in ("maximize", "centralize"):
+            common[name] = _value(hyper)
+        elif name in _BETAS:
+            betas.append(hyper.initial)
+            own.setdefault("betas", None)
+        else:
+            own[name] = _value(hyper)
+    if len(betas) == 1:  # one rate is a number by itself
+        del own["betas"]
+        own["beta1" if "beta1" in rule.hypers else "beta"] = betas[0]
+    elif betas:
+        own["betas"] = tuple(betas)
+    decay = own.pop("weight_decay")
+    order = {"lr": own.pop("lr")}
+    # Where torch does not say otherwise: lr, betas, eps, weight_decay, the rest.
+    for name in ("betas", "eps"):
+        if name in own:
+            order[name] = own.pop(name)
+    order["weight_decay"] = decay
+    order.update(own)
+    if rule.name in _SPECIAL:
+        order = _SPECIAL[rule.name]._options(order)
+    if rule.name in ("adam", "radam"):
+        common["decoupled_weight_decay"] = False
+    known = {**{n: p.default for n, p in _COMMON.items()}, **common, **order}
+    positional = {n: known[n] for n in _torch_order(rule) if n in known}
+    rest = {**order, **common}
+    if not positional:
+        positional, rest = order, common
+    return positional, {n: v for n, v in rest.items() if n not in positional}
+
+
+def _documentation(rule, signature):
+    lines = [rule.title + ".", "", f"Rule \"{rule.name}\" of the library; options are read from the group at each step.", ""]
+    for name in signature.parameters:
+        hyper = rule.hypers.get(name)
+        if hyper is not None:
+            lines.append(f"    {name:<16} {hyper.title}")
+    lines += ["", "The other options are those of halfstep.Optimizer."]
+    return "\n".join(lines)
+
+
+def make_class(rule):
+    """The class of one rule of the table."""
+    positional, keywords = _options_of(rule)
+    Parameter = inspect.Parameter
+    parameters = [Parameter("self", _POSITIONAL), Parameter("params", _POSITIONAL)]
+    parameters += [Parameter(n, _POSITIONAL, default=v) for n, v in positional.items()]
+    parameters += [Parameter(n, _KEYWORD, default=v) for n, v in keywords.items()]
+    taken = {*positional, *keywords}
+    own = taken - set(_COMMON)
+    common = [p for p in _COMMON.values() if p.kind is _KEYWORD]
+    signature = inspect.Signature(parameters + [p for p in common if p.name not in taken])
+    base = _SPECIAL.get(rule.name, Optimizer)
+
+    def __init__(self, *args, **kwargs):
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        values.pop("self")
+        params = values.pop("params")
+        defaults = {name: values.pop(name) for name in signature.parameters if name in own}
+        if rule.name == "adamw":
+            defaults["decoupled_weight_decay"] = True  # which torch's group has, as Adam's child
+        base.__init__(self, params, defaults, **values)
+
+    __init__.__signature__ = signature
+    return type(rule.label, (base,), {"rule": rule.name, "__init__": __init__, "__module__": "halfstep",
+                                      "__doc__": _documentation(rule, signature)})
+
+
+#: class name -> class
+classes = {rule.label: make_class(rule) for rule in _abi.rules.values() if not rule.raw_gradient}
+_by_rule = {cls.rule: cls for cls in classes.values()}
+globals().update(classes)
+
+
+def optimizer(recipe, params, **options):
+    """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(),
+    lr=1e-4)`. Parts may be left out; the weight format acts on BF16 parameters, float16 ones take its namesake, and float32
+    ones stay float32."""
+    full = _abi.recipe_full(recipe)
+    parts = recipe.split("/")
+    cls = _by_rule.get(full.partition("/")[0])
+    if cls is None:
+        raise ValueError(f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA")
+    if len(parts) > 1 and parts[1]:
+        options.setdefault("weights", parts[1])
+    if len(parts) > 2 and parts[2]:
+        options.setdefault("states", parts[2])
+    return cls(params, **options)

@@ -1,0 +1,102 @@
+"""What several test files share: the classes under test, recipes, parameters with gradients, and all bits of an optimizer."""
+import os
+import warnings
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import _abi
+
+#: the rules that step weights by gradients, in the order of the table
+RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
+#: recipe by a short name -> dtype of the parameters, options
+RECIPES = {
+    "f32": (torch.float32, {}),
+    "bf16-sr": (torch.bfloat16, {"weights": "bf16-sr"}),
+    "kahan": (torch.bfloat16, {"weights": "bf16-kahan"}),
+    "ecc8-int8": (torch.bfloat16, {"weights": "bf16-ecc8", "states": "int8"}),
+    "sr-int4": (torch.bfloat16, {"weights": "bf16-sr", "states": "int4"}),
+}
+#: a matrix of whole blocks, one of short ones, an image kernel, a vector, a scalar, nothing at all
+SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "conv.weight": (8, 4, 3, 3), "body.bias": (33,), "scale": (),
+          "empty": (0, 4)}
+
+
+def class_of(rule):
+    return getattr(halfstep, _abi.rules[rule].label)
+
+
+def parameters(dtype=torch.float32, shapes=None, seed=0):
+    """Parameters by name, from a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for name, shape in (shapes or SHAPES).items()}
+
+
+def twins(params):
+    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
+
+
+def set_gradients(params, step, dtype=None):
+    """The gradient of a step depends on the name and the step only."""
+    for name, p in params.items():
+        generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
+        p.grad = torch.randn(p.shape, generator=generator).to(dtype or p.dtype)
+
+
+def run(opt, params, first, last):
+    for step in range(first, last):
+        set_gradients(params, step)
+        opt.step()
+
+
+def bits(tensor):
+    """The bytes of a tensor's elements in the order of its indices, whatever its layout."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (str(tensor.dtype), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+
+
+def plain(value):
+    """A value without identity: tensors become their bits."""
+    if isinstance(value, torch.Tensor):
+        return bits(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def everything(opt, params=None):
+    """All weights, states, counters and options of an optimizer, comparable with ==."""
+    weights = params.values() if isinstance(params, dict) else [p for g in opt.param_groups for p in g["params"]]
+    return [bits(p) for p in weights], plain(opt.state_dict())
+
+
+def states(opt):
+    """What changes by steps: state_dict()'s "state"."""
+    return plain(opt.state_dict()["state"])
+
+
+def group_options(opt):
+    """The options of all groups, without what tells one parameter from another."""
+    return [{k: plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on a shared machine: torch by itself would start threads for each test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def caught():
+    """All warnings of a test, as a list that grows."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found

@@ -1,0 +1,351 @@
+"""halfstep._abi against include/halfstep.h: functions, structures, tables, errors, and what is said of a library that is
+missing or another one."""
+import ctypes
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep import _abi
+
+SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
+HEADER = re.sub(r"/\*.*?\*/", "", (SOURCE / "include" / "halfstep.h").read_text(), flags=re.S)
+
+STRUCTURES = {"rule_info": _abi.RuleInfo, "format_info": _abi.FormatInfo, "hyper_info": _abi.HyperInfo,
+              "options": _abi.Options, "tensor": _abi.Tensor, "slot_info": _abi.SlotInfo, "counters": _abi.Counters}
+
+compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+
+
+def declarations():
+    """name -> (type of the result, types of the parameters), as written."""
+    found = {}
+    for result, name, parameters in re.findall(r"HALFSTEP_API\s+([\w\s]+?[\s*]+)(halfstep_\w+)\(([^;]*)\);", HEADER):
+        parameters = [] if parameters.strip() == "void" else parameters.split(",")
+        found[name] = (" ".join(result.split()), [" ".join(re.sub(r"\w+$", "", p.strip()).split()) for p in parameters])
+    return found
+
+
+DECLARED = declarations()
+NUMBERS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint16_t": ctypes.c_uint16,
+           "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t,
+           "double": ctypes.c_double, "float": ctypes.c_float}
+
+
+def test_the_header_was_understood():
+    # Each public function begins with the macro that makes it public, whose definitions are the two other places.
+    assert len(DECLARED) == len(re.findall(r"HALFSTEP_API\b", HEADER)) - 2 > 60
+
+
+def test_every_public_function_is_bound_and_no_other():
+    assert set(_abi.signatures) == set(DECLARED)
+
+
+@pytest.mark.parametrize("name", sorted(DECLARED))
+def test_signature(name):
+    result, parameters = DECLARED[name]
+    function = getattr(_abi.lib, name)
+    assert len(function.argtypes) == len(parameters), parameters
+    for bound, declared in zip(function.argtypes, parameters):
+        if "*" not in declared:
+            assert bound is NUMBERS[declared.replace("const ", "")], declared
+            continue
+        if "char" in declared:
+            assert bound is ctypes.c_char_p, declared
+            continue
+        # A pointer is its type's, or an address.
+        target = declared.replace("const ", "").replace("*", "").strip()
+        structure = STRUCTURES.get(target.replace("halfstep_", ""))
+        if structure:
+            assert bound is ctypes.POINTER(structure), declared
+        elif bound is not ctypes.c_void_p:
+            inner = ctypes.c_void_p if declared.count("*") == 2 else NUMBERS[target]
+            assert bound is ctypes.POINTER(inner), declared
+    expected = {"void": None, "const char *": ctypes.c_char_p}.get(result, NUMBERS.get(result))
+    assert function.restype is expected, result
+
+
+def c_values(folder, expressions):
+    """Integers that the compiler computes from expressions over the header."""
+    program = folder / "values.c"
+    lines = "\n".join(f'    printf("%lld\\n", (long long)({e}));' for e in expressions)
+    program.write_text(f'#include <halfstep.h>\n#include <stdio.h>\nint main(void)\n{{\n{lines}\n    return 0;\n}}\n')
+    subprocess.run(["cc", f"-I{SOURCE / 'include'}", str(program), "-o", str(folder / "values")], check=True)
+    out = subprocess.run([str(folder / "values")], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [int(line) for line in out.split()]
+
+
+@compiler
+def test_structures_have_the_compilers_layout(tmp_path):
+    expressions, expected = [], []
+    for name, structure in STRUCTURES.items():
+        expressions.append(f"sizeof(halfstep_{name})")
+        expected.append(ctypes.sizeof(structure))
+        for field in structure._fields_:
+            expressions += [f"offsetof(halfstep_{name}, {field[0]})", f"sizeof(((halfstep_{name} *)0)->{field[0]})"]
+            expected += [getattr(structure, field[0]).offset, getattr(structure, field[0]).size]
+    assert dict(zip(expressions, c_values(tmp_path, expressions))) == dict(zip(expressions, expected))
+
+
+@compiler
+def test_constants_are_the_headers(tmp_path):
+    names = [n for n in dir(_abi) if re.match(r"(ERROR|ROLE|GEOMETRY|SLOT)_[A-Z]+$", n)]
+    names += ["OK", "NONFINITE", "ABI", "ALL_GROUPS", "MAX_STATES"]
+    assert len(names) > 20
+    assert dict(zip(names, c_values(tmp_path, ["HALFSTEP_" + n for n in names]))) == {n: getattr(_abi, n) for n in names}
+
+
+def test_the_mirror_has_every_field():
+    for name, structure in STRUCTURES.items():
+        body = re.search(r"typedef struct halfstep_%s \{(.*?)\} halfstep_%s;" % (name, name), HEADER, flags=re.S).group(1)
+        declared = [re.sub(r"\[.*", "", part).split("*")[-1].split()[-1]
+                    for line in body.split(";") if line.strip() for part in line.split(",")]
+        assert [f[0] for f in structure._fields_] == declared
+
+
+# ---- Tables ----
+
+
+def test_tables_are_complete():
+    assert [r.row for r in _abi.rules.values()] == list(range(_abi.lib.halfstep_rule_count()))
+    assert [f.row for f in _abi.formats.values()] == list(range(_abi.lib.halfstep_format_count()))
+    for name, rule in _abi.rules.items():
+        assert _abi.lib.halfstep_rule_find(name.encode()) == rule.row
+        assert rule.label.isidentifier() and rule.title and rule.decay in _abi.choices("decay")
+        assert len(rule.states) <= _abi.MAX_STATES and all(s.name and s.role for s in rule.states)
+        assert {"lr", "weight_decay", "maximize", "clip_norm"} <= set(rule.hypers)
+        for hyper in rule.hypers.values():
+            assert hyper.minimum <= hyper.initial <= hyper.maximum and hyper.title
+            assert not hyper.switch or hyper.initial in (0, 1) and (hyper.minimum, hyper.maximum) == (0, 1)
+    assert len({r.label for r in _abi.rules.values()}) == len(_abi.rules)
+    adamw = _abi.rules["adamw"]
+    assert (adamw.label, adamw.decay, adamw.accumulates, adamw.matrix) == ("AdamW", "decoupled", True, False)
+    assert [s.name for s in adamw.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    assert [h.name for h in adamw.hypers.values() if h.switch] == ["maximize", "amsgrad"]
+    assert [h.name for h in adamw.hypers.values() if h.per_optimizer] == ["gradient_scale", "clip_norm"]
+    assert adamw.hypers["beta1"].exclusive_maximum and not adamw.hypers["eps"].exclusive_maximum
+    assert _abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"] and _abi.rules["lamb"].two_pass
+    assert _abi.rules["muon"].matrix and _abi.rules["ema"].raw_gradient and _abi.rules["schedulefree"].average
+
+
+def test_formats_tell_their_bytes():
+    for f in _abi.formats.values():
+        assert (f.block > 0) == (f.scale_bytes > 0) and f.code_bits in (4, 8, 16, 32)
+        assert (f.extra_dtype is not None) == bool(f.extra_bits or f.scale_bytes)
+    int8 = _abi.formats["int8"]
+    assert (int8.code_bits, int8.code_dtype, int8.geometry) == (8, "I8", _abi.GEOMETRY_ROWS)
+    assert _abi.formats["bf16-sr"].stochastic and not _abi.formats["bf16"].stochastic
+    assert _abi.formats["bf16-kahan"].extra_bits == 16
+
+
+def test_choices():
+    assert _abi.choices("scan") == ("scan", "per-tensor", "known-finite")
+    assert {"constant", "linear", "cosine"} <= set(_abi.choices("schedule"))
+    with pytest.raises(ValueError, match="nonsense"):
+        _abi.choices("nonsense")
+
+
+def test_names_and_recipes():
+    assert _abi.version() == ".".join(re.findall(r"#define HALFSTEP_VERSION_[A-Z]+ +(\d+)", HEADER))
+    assert _abi.name_id("layer.weight") == 0x3E70BD8E9D8D95BA and _abi.name_id("Größe") != _abi.name_id("Groesse")
+    assert _abi.recipe_full("adamw/bf16-sr/int8") == "adamw/bf16-sr/int8"
+    assert _abi.recipe_full("adan") == "adan/f32/f32"
+    assert _abi.recipe_bytes("adamw/bf16-kahan/int8", 2, 64, 64) == (8192, 8192, 2 * (4096 + 64 * 64 // 32 * 2))
+    for wrong in ("adamx", "adamw/bf17", "adamw/bf16/int8/int8", "", "adamw/int8"):
+        with pytest.raises(_abi.HalfstepError, match=re.escape(f"'{wrong}'")) as caught:
+            _abi.recipe_full(wrong)
+        assert isinstance(caught.value, ValueError) and caught.value.code < 0
+    with pytest.raises(ValueError):
+        _abi.recipe_bytes("adamw", 2, -1, 4)
+
+
+# ---- Calls and errors ----
+
+
+class Handle:
+    """One group of one tensor, its memory the test's."""
+
+    def __init__(self, recipe="adamw", elements=8):
+        self.o, self.group, self.tensor = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
+        self.call("create", ctypes.byref(_abi.Options.new(threads=1, seed=5)), ctypes.byref(self.o), handle=False)
+        self.call("add_group", recipe.encode(), ctypes.byref(self.group))
+        tensor = _abi.Tensor.new(group=self.group.value, name=b"w", ndim=1, rows=elements, row_length=1, gradient=b"f32")
+        self.call("add_tensor", ctypes.byref(tensor), ctypes.byref(self.tensor))
+
+    def call(self, name, *arguments, handle=True):
+        arguments = (self.o, *arguments) if handle else arguments
+        _abi.check(getattr(_abi.lib, "halfstep_" + name)(*arguments), self.o if handle else None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        _abi.lib.halfstep_destroy(self.o)
+
+
+def test_a_step_through_the_mirror_is_adamw():
+    with Handle() as h:
+        for name, value in (("lr", 0.125), ("weight_decay", 0.5), ("beta1", 0.75), ("beta2", 0.5), ("eps", 0.0)):
+            h.call("set_hyper", h.group, name.encode(), value)
+        h.call("allocate_states")
+        step = ctypes.c_float(-1)
+        h.call("bind_step", h.tensor, ctypes.addressof(step))
+        weight = (ctypes.c_float * 8)(*[float(i) for i in range(8)])
+        gradient = (ctypes.c_float * 8)(*[1.0, -1.0] * 4)
+        pointers = [(ctypes.c_void_p * 1)(ctypes.addressof(a)) for a in (weight, gradient)]
+        h.call("step", *pointers)
+        assert step.value == 1
+        # The first debiased step is the sign of the gradient.
+        assert list(weight) == pytest.approx([i - 0.125 * (-1) ** i - 0.0625 * i for i in range(8)], abs=1e-6)
+
+        info = _abi.SlotInfo.new()
+        h.call("get_slot_info", h.tensor, _abi.SLOT_STATE, ctypes.byref(info))
+        assert (info.name, info.code_bytes, info.extra_bytes) == (b"exp_avg", 32, 0) and info.code
+        moment = (ctypes.c_float * 8)()
+        h.call("read_slot", h.tensor, _abi.SLOT_STATE, None, 0, 8, moment)
+        assert list(moment) == [0.25, -0.25] * 4
+        counters = _abi.Counters.new()
+        h.call("get_counters", h.tensor, ctypes.byref(counters))
+        assert (counters.state_steps, counters.full_steps, counters.id) == (1, 1, _abi.name_id("w"))
+
+        gradient[3] = math.nan
+        before = list(weight)
+        assert _abi.lib.halfstep_step(h.o, *pointers) == _abi.NONFINITE
+        assert list(weight) == before and _abi.lib.halfstep_nonfinite_tensor(h.o) == b"w" and step.value == 1
+
+
+def test_a_host_can_lend_its_threads():
+    calls = []
+
+    @_abi.RunTasks
+    def run(host, task, argument, n):
+        calls.append(n)
+        for i in range(n):
+            task(argument, i)
+
+    o, group, tensor = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
+    _abi.check(_abi.lib.halfstep_create(ctypes.byref(_abi.Options.new(run=run)), ctypes.byref(o)))
+    _abi.check(_abi.lib.halfstep_add_group(o, b"sgd", ctypes.byref(group)), o)
+    n = 1 << 18
+    description = _abi.Tensor.new(group=group.value, name=b"w", ndim=2, rows=n // 256, row_length=256, gradient=b"f32")
+    _abi.check(_abi.lib.halfstep_add_tensor(o, ctypes.byref(description), ctypes.byref(tensor)), o)
+    _abi.check(_abi.lib.halfstep_set_hyper(o, group, b"lr", 0.5), o)
+    _abi.check(_abi.lib.halfstep_allocate_states(o), o)
+    weight, gradient = (ctypes.c_float * n)(), (ctypes.c_float * n)(*([1.0] * n))
+    _abi.check(_abi.lib.halfstep_step(o, *[(ctypes.c_void_p * 1)(ctypes.addressof(a)) for a in (weight, gradient)]), o)
+    assert sum(calls) > 1 and set(weight) == {-0.5}
+    _abi.lib.halfstep_destroy(o)
+
+
+@pytest.mark.parametrize("rule", list(_abi.rules))
+def test_numbers_out_of_bounds_are_value_errors(rule):
+    with Handle(rule) as h:
+        for hyper in _abi.rules[rule].hypers.values():
+            group = _abi.ALL_GROUPS if hyper.per_optimizer else h.group
+            wrong = [math.nan, math.inf, -math.inf, math.nextafter(hyper.minimum, -math.inf),
+                     hyper.maximum if hyper.exclusive_maximum else math.nextafter(hyper.maximum, math.inf)]
+            right = [hyper.minimum, hyper.initial,
+                     math.nextafter(hyper.maximum, 0) if hyper.exclusive_maximum else hyper.maximum]
+            for value in right:
+                h.call("set_hyper", group, hyper.name.encode(), value)
+                kept = ctypes.c_double()
+                if not hyper.per_optimizer and hyper.name != "reference_lr":
+                    h.call("get_hyper", group, hyper.name.encode(), ctypes.byref(kept))
+                    assert kept.value == value
+            for value in wrong:
+                with pytest.raises(ValueError, match=hyper.name) as caught:
+                    h.call("set_hyper", group, hyper.name.encode(), value)
+                assert caught.value.code == _abi.ERROR_RANGE
+
+
+def test_errors_have_the_promised_classes():
+    for code in (_abi.ERROR_ARGUMENT, _abi.ERROR_NAME, _abi.ERROR_RANGE, _abi.ERROR_SHAPE, _abi.ERROR_DUPLICATE,
+                 _abi.ERROR_UNSUPPORTED):
+        with pytest.raises(ValueError) as caught:
+            _abi.check(code)
+        assert isinstance(caught.value, _abi.HalfstepError) and caught.value.code == code
+    with pytest.raises(MemoryError) as caught:
+        _abi.check(_abi.ERROR_MEMORY)
+    assert isinstance(caught.value, _abi.HalfstepError)
+    with pytest.raises(_abi.HalfstepError, match="order") as caught:
+        _abi.check(_abi.ERROR_ORDER)
+    assert isinstance(caught.value, RuntimeError) and not isinstance(caught.value, ValueError)
+    _abi.check(_abi.OK)
+    with Handle() as h, pytest.raises(_abi.HalfstepError, match="unknown name: .*'lrr'"):
+        h.call("set_hyper", h.group, b"lrr", 0.5)
+
+
+def test_errors_survive_pickling():
+    import pickle
+    error = pickle.loads(pickle.dumps(_abi.HalfstepValueError("text", _abi.ERROR_NAME)))
+    assert (str(error), error.code, type(error)) == ("text", _abi.ERROR_NAME, _abi.HalfstepValueError)
+
+
+# ---- Libraries that are not the right one ----
+
+
+def load(library):
+    """What importing says with that library: "" or the exception. In a process of its own, without torch."""
+    file = Path(_abi.__file__)
+    program = ("import importlib.util, sys\n"
+               f"spec = importlib.util.spec_from_file_location('abi', {str(file)!r})\n"
+               "module = importlib.util.module_from_spec(spec)\n"
+               "sys.modules['abi'] = module\n"
+               "try:\n    spec.loader.exec_module(module)\n"
+               "except ImportError as error:\n    print(error)\n"
+               "assert 'torch' not in sys.modules\n")
+    environment = {**os.environ, "HALFSTEP_LIBRARY": str(library)}
+    return subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE,
+                          text=True).stdout.strip()
+
+
+def make_library(folder, text):
+    (folder / "other.c").write_text(text)
+    subprocess.run(["cc", "-shared", "-fPIC", str(folder / "other.c"), "-o", str(folder / "other.so")], check=True)
+    return folder / "other.so"
+
+
+def test_the_environment_names_the_library(tmp_path):
+    copy = tmp_path / "copy.so"
+    shutil.copy(_abi.path, copy)
+    assert load(copy) == ""
+
+
+def test_a_missing_library(tmp_path):
+    said = load(tmp_path / "nothing.so")
+    assert str(tmp_path / "nothing.so") in said and "does not exist" in said and "HALFSTEP_LIBRARY" in said
+
+
+def test_a_file_that_is_no_library(tmp_path):
+    (tmp_path / "text.so").write_text("no library")
+    said = load(tmp_path / "text.so")
+    assert str(tmp_path / "text.so") in said and "cannot be loaded" in said and "HALFSTEP_LIBRARY" in said
+
+
+@compiler
+def test_a_library_of_another_abi(tmp_path):
+    said = load(make_library(tmp_path, "int halfstep_abi(void) { return 999; }\n"))
+    assert str(tmp_path / "other.so") in said and "ABI 999" in said and f"needs {_abi.ABI}" in said
+
+
+@compiler
+def test_another_library(tmp_path):
+    said = load(make_library(tmp_path, "int unrelated(void) { return 1; }\n"))
+    assert "not the halfstep library" in said and str(tmp_path / "other.so") in said
+
+
+@compiler
+def test_an_older_library_of_the_same_abi(tmp_path):
+    said = load(make_library(tmp_path, f"int halfstep_abi(void) {{ return {_abi.ABI}; }}\n"))
+    assert "halfstep_version" in said and "older" in said
+
+
+def test_the_package_raises_it_too(tmp_path):
+    environment = {**os.environ, "HALFSTEP_LIBRARY": str(tmp_path / "nothing.so")}
+    done = subprocess.run([sys.executable, "-c", "import halfstep"], env=environment, stderr=subprocess.PIPE, text=True)
+    assert done.returncode and "ImportError: halfstep: the shared library" in done.stderr

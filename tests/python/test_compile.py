@@ -1,0 +1,266 @@
+"""torch.compile around a training step, and of the step itself, gives the bits of eager."""
+import warnings
+
+import pytest
+import torch
+
+import halfstep
+from conftest import RECIPES, bits, class_of, set_gradients, states
+
+pytestmark = pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
+BACKENDS = ["eager", "aot_eager"]
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        yield
+    torch._dynamo.reset()
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(dtype)
+
+
+def make(rule, recipe, **options):
+    dtype, formats = RECIPES[recipe]
+    model = network(dtype)
+    return model, class_of(rule)(model.named_parameters(), lr=0.01, **formats, **options)
+
+
+def batch(step, model):
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+    return x.to(next(model.parameters()).dtype)
+
+
+def result(model, opt):
+    return [bits(p) for p in model.parameters()], states(opt)
+
+
+def training_step(model, opt):
+    def run(x):
+        opt.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["f32", "ecc8-int8", "sr-int4"])
+@pytest.mark.parametrize("compile_option", [False, True])
+def test_compiled_training_step(backend, recipe, compile_option):
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", recipe, compile=compile_option and compiled)
+        run = training_step(model, opt)
+        if compiled:
+            run = torch.compile(run, backend=backend)
+        losses = [run(batch(step, model)).item() for step in range(STEPS)]
+        assert all(opt.state[p]["step"].item() == STEPS for p in model.parameters())
+        found.append((losses, result(model, opt)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule,recipe", [("adamw", "f32"), ("adamw", "bf16-sr"), ("adamw", "ecc8-int8"), ("adamw", "sr-int4"),
+                                         ("sgd", "f32"), ("lion", "sr-int4"), ("muon", "kahan"), ("lamb", "ecc8-int8"),
+                                         ("schedulefree", "kahan")])
+def test_compiled_optimizer_step(backend, rule, recipe):
+    """compile=True: one graph, no break, the same bits as step() of an ordinary optimizer."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make(rule, recipe, compile=compiled)
+        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
+        for i in range(STEPS):
+            set_gradients(dict(model.named_parameters()), i)
+            step()
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_step_reads_options_again(backend):
+    """lr and others edited between compiled steps, by hand and by a scheduler."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", "ecc8-int8", compile=compiled)
+        # Before the scheduler, whose wrapper around step() the compiler refuses for any optimizer.
+        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0 / (1 + n))
+        for i in range(6):
+            set_gradients(dict(model.named_parameters()), i)
+            step()
+            if i == 2:
+                opt.param_groups[0]["weight_decay"] = 0.5
+            if i == 3:
+                opt.param_groups[0]["betas"] = (0.5, 0.9)
+            scheduler.step()
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_step_with_gradients_that_come_and_go(backend):
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", "ecc8-int8", compile=compiled)
+        step = torch.compile(opt.step, fullgraph=True, backend=backend) if compiled else opt.step
+        for i in range(5):
+            set_gradients(dict(model.named_parameters()), i)
+            if i in (0, 3):
+                model[0].bias.grad = None
+            step()
+        assert opt.state[model[0].bias]["step"].item() == 3
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_compiled_optimizers_do_not_mix(backend):
+    found = []
+    for compiled in (False, True):
+        pairs = [make("adamw", "ecc8-int8", compile=compiled), make("lion", "sr-int4", compile=compiled)]
+        steps = [torch.compile(o.step, fullgraph=True, backend=backend) if compiled else o.step for _, o in pairs]
+        for i in range(3):
+            for (m, _), step in zip(pairs, steps):
+                set_gradients(dict(m.named_parameters()), i)
+                step()
+        found.append([result(m, o) for m, o in pairs])
+    assert found[0] == found[1]
+
+
+def test_compiled_step_after_a_file():
+    """load_state_dict() between compiled steps."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", "ecc8-int8", compile=compiled)
+        step = torch.compile(opt.step, fullgraph=True, backend="eager") if compiled else opt.step
+        for i in range(2):
+            set_gradients(dict(model.named_parameters()), i)
+            step()
+        file = {k: v for k, v in opt.state_dict().items()}
+        opt.load_state_dict(file)
+        for i in range(2, 4):
+            set_gradients(dict(model.named_parameters()), i)
+            step()
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+def test_compiled_step_skips_what_is_not_finite():
+    model, opt = make("adamw", "ecc8-int8", compile=True)
+    step = torch.compile(opt.step, fullgraph=True, backend="eager")
+    set_gradients(dict(model.named_parameters()), 0)
+    step()
+    before = result(model, opt)
+    set_gradients(dict(model.named_parameters()), 1)
+    model[2].weight.grad[0, 0] = float("nan")
+    step()
+    assert result(model, opt) == before and opt.skipped_steps == 1
+
+
+def test_compile_true_is_an_ordinary_optimizer_too():
+    """Uncompiled calls, closures, release and clipping."""
+    found = []
+    for option in (False, True):
+        model, opt = make("adamw", "ecc8-int8", compile=option, clip_norm=0.5)
+
+        def closure(step=0):
+            opt.zero_grad()
+            loss = model(batch(step, model)).float().pow(2).mean()
+            loss.backward()
+            return loss
+
+        assert isinstance(opt.step(closure), torch.Tensor)
+        for i in range(3):
+            closure(i)
+            opt.step()
+        norm = opt.grad_norm
+        assert norm > 0
+        opt.prepare_gradient_release()
+        opt.zero_grad()
+        model(batch(7, model)).float().pow(2).mean().backward()
+        opt.step()
+        found.append((result(model, opt), norm))
+    assert found[0] == found[1]
+
+
+def test_step_and_zero_grad_break_the_graph():
+    """Without compile=True the compiler has to leave the step alone, and says so when asked for one graph."""
+    model, opt = make("adamw", "f32")
+    set_gradients(dict(model.named_parameters()), 0)
+    before = [bits(p) for p in model.parameters()]
+    with pytest.raises(Exception):
+        torch.compile(lambda: opt.step(), fullgraph=True, backend="eager")()
+    assert [bits(p) for p in model.parameters()] == before
+
+
+def test_gradient_release_under_a_compiled_forward():
+    """Hooks run behind a compiled model's backward."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", "ecc8-int8", gradient_release=True)
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        for i in range(3):
+            forward(batch(i, model)).float().pow(2).mean().backward()
+            assert all(p.grad is None for p in model.parameters())
+            opt.step()
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+def test_inductor():
+    """The default backend, where a C++ compiler works: the step is the same operator in its code."""
+    model, opt = make("adamw", "ecc8-int8", compile=True)
+    step = torch.compile(opt.step, fullgraph=True)
+    try:
+        set_gradients(dict(model.named_parameters()), 0)
+        step()
+    except Exception as error:
+        if "compiler" not in str(error).lower() and "InvalidCxxCompiler" not in type(error).__name__:
+            raise
+        pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
+    for i in range(1, STEPS):
+        set_gradients(dict(model.named_parameters()), i)
+        step()
+    others, other = make("adamw", "ecc8-int8")
+    for i in range(STEPS):
+        set_gradients(dict(others.named_parameters()), i)
+        other.step()
+    assert result(model, opt) == result(others, other)
+
+
+def test_inductor_training_step():
+    """A whole training step by inductor. Its kernels may round otherwise than eager's, so the gradient is one that cannot."""
+    def loss_of(p, x):
+        return (p * x).sum()
+
+    found = []
+    for compiled in (False, True):
+        p = torch.nn.Parameter(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+        opt = halfstep.AdamW([("p", p)], lr=0.01, states="int8")
+
+        def run(x):
+            opt.zero_grad()
+            loss = loss_of(p, x)
+            loss.backward()
+            opt.step()
+            return loss
+
+        if compiled:
+            run = torch.compile(run)
+        try:
+            for i in range(3):
+                run(torch.randn(16, 64, generator=torch.Generator().manual_seed(i)))
+        except Exception as error:
+            if "compiler" not in str(error).lower() and "InvalidCxxCompiler" not in type(error).__name__:
+                raise
+            pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
+        found.append((bits(p), states(opt)))
+    assert found[0] == found[1]

@@ -1,0 +1,655 @@
+"""EMA: the interface and the figures of torch's AveragedModel, in formats in which small changes arrive."""
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import halfstep
+from conftest import bits, everything
+from halfstep import _abi
+from halfstep.ema import EMA
+
+FORMATS = ["bf16-sr", "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "f32"]
+
+
+class Net(nn.Module):
+    """A vector, matrices, an image kernel, a scalar, an empty tensor, a shared weight and both kinds of buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.inner = nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 8))
+        self.head = nn.Linear(40, 8)
+        self.head.weight = self.inner[2].weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.none = nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).mean((2, 3)) * self.scale
+        return self.inner(x) + self.head(self.inner[0](x))
+
+
+def disturb(model, step, size=0.1):
+    """Moves all parameters and the statistics, by the step's number."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_((torch.randn(p.shape, generator=generator) * size).to(p.dtype))
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(torch.rand(buffer.shape, generator=generator).to(buffer.dtype) * size)
+            else:
+                buffer.add_(3)
+
+
+def content(module):
+    return {key: bits(value) for key, value in module.state_dict().items()}
+
+
+def pair(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+# ---- As AveragedModel ----
+
+
+@pytest.mark.parametrize("use_buffers", [False, True], ids=["copied buffers", "averaged buffers"])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_equal_to_averaged_model(decay, use_buffers):
+    model = pair()
+    ours = EMA(model, decay, use_buffers=use_buffers)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+    for step in range(50):
+        disturb(model, step)
+        ours.update_parameters(model)
+        theirs.update_parameters(model)
+        if step == 0:
+            assert content(ours.module) == content(theirs.module)
+    found, wanted = ours.state_dict(), theirs.state_dict()
+    assert set(found) - set(wanted) == {"formats", "ids", "random", "counters"} and set(wanted) <= set(found)
+    for key, value in wanted.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found[key], value), key
+    x = torch.randn(4, 3, 9, 9)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+def test_interface():
+    assert halfstep.EMA is EMA
+    model = pair()
+    ema = EMA(model)
+    assert isinstance(ema, nn.Module) and type(ema.module) is Net and ema.decay == 0.999
+    assert ema.n_averaged.dtype == torch.long and ema.n_averaged.item() == 0
+    assert [n for n, _ in ema.named_parameters()] == ["module." + n for n, _ in model.named_parameters()]
+    assert ema.update_parameters(model) is None
+    assert ema.n_averaged.item() == 1
+    for a, b in zip(ema.parameters(), model.parameters()):
+        assert torch.equal(a, b) and a is not b and (a.numel() == 0 or a.data_ptr() != b.data_ptr())
+    assert ema.module.head.weight is ema.module.inner[2].weight
+
+
+def test_update_bn():
+    """torch's own helper for averaged models."""
+    model = pair()
+    ema = EMA(model)
+    ema.update_parameters(model)
+    torch.optim.swa_utils.update_bn([torch.randn(8, 3, 9, 9) + 5 for _ in range(3)], ema)
+    assert ema.module.norm.num_batches_tracked.item() == 3
+    assert not torch.equal(ema.module.norm.running_mean, model.norm.running_mean)
+
+
+def test_wrapped_model():
+    """Names do not matter, as with DistributedDataParallel."""
+    model = pair()
+    wrapper = nn.Module()
+    wrapper.module = model
+    ema, other = EMA(model, 0.5), EMA(model, 0.5)
+    for step in range(3):
+        disturb(model, step)
+        ema.update_parameters(wrapper)
+        other.update_parameters(model)
+    assert content(ema) == content(other)
+
+
+# ---- Formats ----
+
+
+@pytest.mark.parametrize("weights", FORMATS + ["bf16"])
+def test_bytes_and_first_copy(weights):
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, weights)
+    disturb(model, 1)
+    ema.update_parameters(model)
+    full = ema.full_state_dict()
+    for (name, live), average in zip(model.named_parameters(), ema.parameters()):
+        assert average.dtype == (torch.float32 if weights == "f32" else torch.bfloat16)
+        assert torch.equal(average.float(), live.float()) and torch.equal(full[name], live.float())
+    count = sum(p.numel() for p in model.parameters())
+    held = sum(t.numel() * t.element_size() for key, t in ema.state_dict(keep_vars=True).items()
+               if key.startswith(("module.", "extra.")) and key != "module.head.weight" and "norm.r" not in key
+               and not key.endswith("tracked"))
+    assert held == count * {"f32": 4, "bf16-kahan": 4, "bf16-ecc16": 4, "bf16-ecc8": 3}.get(weights, 2)
+
+
+@pytest.mark.parametrize("weights", FORMATS + ["bf16"])
+def test_movement_at_decay_9999(weights):
+    """The live weights jump by some hundredths of themselves; each update moves the average by 1/10000 of what is left.
+    Nearest rounding is the control that must lose it all."""
+    updates, decay = 2000, 0.9999
+    torch.manual_seed(0)
+    model = nn.Linear(256, 512, bias=False).bfloat16()
+    start = model.weight.detach().double()
+    ema = EMA(model, decay, weights)
+    ema.update_parameters(model)
+    with torch.no_grad():
+        model.weight.mul_(1 + 0.05 * torch.randn_like(model.weight))
+    for _ in range(updates):
+        ema.update_parameters(model)
+    way = model.weight.detach().double() - start
+    moved = (((ema.full_state_dict()["weight"] - start) * way).sum() / (way * way).sum()).item()
+    exact = 1 - decay**updates
+    print(f"{weights}: {moved / exact:.4f} of the movement")
+    if weights == "bf16":
+        assert moved < 0.01 * exact
+    else:
+        assert moved / exact == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("weights", ["f16-sr", "bf16-kahan"])
+def test_float16_takes_the_namesake(weights):
+    model = nn.Linear(64, 64).half()
+    ema = EMA(model, 0.99, weights)
+    how = weights.split("-")[1]
+    assert f"f16-{how}" in repr(ema)
+    ema.update_parameters(model)
+    with torch.no_grad():
+        model.weight.mul_(1.01)
+    exact = ema.full_state_dict()["weight"].double()
+    for _ in range(100):
+        ema.update_parameters(model)
+        exact += 0.01 * (model.weight.double() - exact)
+    error = (ema.full_state_dict()["weight"].double() - exact).abs().mean() / (0.01 * exact.abs().mean())
+    assert error < (0.2 if how == "sr" else 0.002)
+
+
+def test_mixed_model_keeps_float32():
+    model = nn.Sequential(nn.Linear(40, 40).bfloat16(), nn.LayerNorm(40))
+    ema = EMA(model, 0.9, "bf16-ecc8")
+    ema.update_parameters(model)
+    assert [p.dtype for p in ema.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert sorted(k for k in ema.state_dict() if k.startswith("extra")) == ["extra.0.bias", "extra.0.weight"]
+
+
+def test_bf16_average_of_a_float32_model():
+    model = pair()
+    ema = EMA(copy.deepcopy(model).bfloat16(), 0.9, "bf16-ecc16")
+    reference = EMA(model, 0.9)
+    for step in range(10):
+        disturb(model, step)
+        ema.update_parameters(model)
+        reference.update_parameters(model)
+    assert next(ema.parameters()).dtype == torch.bfloat16
+    found = ema.full_state_dict()
+    for name, value in reference.module.named_parameters():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("live", [1e4, 1e30, 3.4e38])
+def test_values_stay_finite(live):
+    """The first update copies into a narrower format; what does not fit there saturates."""
+    for dtype in (torch.float16, torch.bfloat16):
+        model, holder = nn.Linear(40, 1, bias=False), nn.Linear(40, 1, bias=False).to(dtype)
+        nn.init.constant_(model.weight, live)
+        ema = EMA(holder, 0.5)
+        for _ in range(3):
+            ema.update_parameters(model)
+        assert torch.isfinite(ema.module.weight).all()
+        assert torch.all((ema.module.weight.float() - min(live, torch.finfo(dtype).max)).abs() <= live * 2**-7)
+
+
+# ---- Residuals of the live weights ----
+
+
+@pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16-sr", "f16-kahan", "f16-ecc8", "f32"])
+def test_follows_both_parts_of_a_weight(weights):
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[weights.split("-")[0]]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 5)).to(dtype)
+    opt = halfstep.AdamW(model.named_parameters(), lr=1e-5, weights=weights)
+    ema, blind = EMA(model, 0.5, "f32"), EMA(model, 0.5, "f32")
+    exact = None
+    for step in range(8):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if step:  # the first update finds no states yet
+            opt.step()
+        ema.update_parameters(model, opt)
+        blind.update_parameters(model)
+        now = {name: opt.read_weight(p).double() for name, p in model.named_parameters()}
+        exact = now if exact is None else {name: (exact[name] + value) / 2 for name, value in now.items()}
+    found, without = ema.full_state_dict(), blind.full_state_dict()
+    apart = 0.0
+    for name, value in exact.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=2e-7, atol=1e-10)
+        apart += (without[name].double() - value).abs().max().item()
+    if weights in ("bf16-sr", "f32"):
+        assert apart < 1e-6
+    else:
+        assert apart > 1e-5, "the control: without the optimizer the residuals are missing"
+
+
+def test_several_optimizers_and_untrained_parameters():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    first = halfstep.AdamW(model[0].parameters(), lr=1e-4, weights="bf16-kahan")
+    second = halfstep.Lion(model[1].parameters(), lr=1e-4, weights="bf16-ecc8")
+    ema = EMA(model, 0.0, "bf16-ecc16")
+    for step in range(4):
+        for p in model[:2].parameters():
+            p.grad = torch.randn_like(p)
+        first.step()
+        second.step()
+        ema.update_parameters(model, [first, second])
+    full = ema.full_state_dict()
+    for opt, layer in ((first, "0"), (second, "1")):
+        for name in ("weight", "bias"):
+            p = getattr(model[int(layer)], name)
+            torch.testing.assert_close(full[f"{layer}.{name}"], opt.read_weight(p), rtol=2e-7, atol=0)
+            assert not torch.equal(full[f"{layer}.{name}"], p.float())
+    assert torch.equal(full["2.weight"], model[2].weight.float())
+
+
+def test_live_residuals_are_only_read():
+    model = nn.Linear(40, 40).bfloat16()
+    opt = halfstep.AdamW(model.parameters(), lr=1e-4, weights="bf16-kahan")
+    ema = EMA(model, 0.9, "bf16-kahan")
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        opt.step()
+        before = everything(opt)
+        ema.update_parameters(model, opt)
+        assert before == everything(opt)
+
+
+# ---- Random bits ----
+
+
+def movements(model, **options):
+    ema = EMA(model, 0.99, **options)
+    ema.update_parameters(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.003)
+    for _ in range(5):
+        ema.update_parameters(other)
+    return {name: bits(p) for name, p in ema.module.named_parameters()}
+
+
+def test_names_key_the_random_bits():
+    torch.manual_seed(0)
+    weights = [torch.rand(64, 64).bfloat16() + 1 for _ in range(2)]
+    models = []
+    for names in (("a", "b"), ("b", "a"), ("a", "c")):
+        model = nn.Module()
+        for name, weight in zip(names, weights if names[0] == "a" else weights[::-1]):
+            setattr(model, name, nn.Parameter(weight.clone()))
+        models.append(model)
+    one, turned, renamed = map(movements, models)
+    assert one == turned
+    assert one["a"] == renamed["a"] and one["b"] != renamed["c"]
+    assert movements(models[0], seed=1)["a"] != one["a"]
+    assert movements(models[0], threads=3) == one
+    others = {generator: movements(models[0], generator=generator) for generator in _abi.choices("generator")}
+    assert others[_abi.choices("generator")[0]] == one and len({v["a"] for v in others.values()}) == len(others)
+
+
+def test_two_averages_and_the_optimizer_round_apart():
+    """Where one rounds up the other should not: the same words would give a correlation of 1."""
+    model = nn.Linear(256, 64, bias=False).bfloat16()
+    nn.init.constant_(model.weight, 1.0)
+    opt = halfstep.SGD(model.named_parameters(), lr=0.25, weights="bf16-sr")
+    emas = [EMA(model, 0.75, "bf16-sr"), EMA(model, 0.7500001, "bf16-sr")]
+    for ema in emas:
+        ema.update_parameters(model)
+    after = copy.deepcopy(model)
+    nn.init.constant_(after.weight, 1 + 1 / 64)  # the averages' change is half a place
+    for ema in emas:
+        ema.update_parameters(after)
+    model.weight.grad = torch.full_like(model.weight, -1 / 64)  # half a place too
+    opt.step()
+    rounded = (emas[0].module.weight, emas[1].module.weight, model.weight)
+    ups = torch.stack([(t.float() > 1.0).float().flatten() for t in rounded])
+    assert ((ups.mean(1) - 0.5).abs() < 0.02).all()
+    correlation = torch.corrcoef(ups) - torch.eye(3)
+    assert correlation.abs().max() < 0.04
+
+
+# ---- Saving ----
+
+
+def advance(ema, model, first, last):
+    for step in range(first, last):
+        disturb(model, step, 0.01)
+        ema.update_parameters(model)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_resume_is_bit_exact(weights, use_buffers):
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.99, weights, use_buffers=use_buffers, seed=7)
+    advance(ema, model, 0, 5)
+    file = io.BytesIO()
+    torch.save(ema.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in saved.values())
+    fresh = EMA(pair(torch.bfloat16, seed=9), 0.99, weights, use_buffers=use_buffers)
+    assert fresh.load_state_dict(saved).missing_keys == []
+    copied, pickled = copy.deepcopy(ema), pickle.loads(pickle.dumps(ema))
+    ends = []
+    for other in (ema, fresh, copied, pickled):
+        again = copy.deepcopy(model)
+        advance(other, again, 5, 10)
+        ends.append(content(other))
+    assert ends[0] == ends[1] == ends[2] == ends[3]
+    assert ends[0] != {key: bits(value) for key, value in saved.items()}
+    assert int(ema.n_averaged) == 10 and ema.counters.tolist() == [10, 0]
+
+
+def test_the_counters_are_the_library_s():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, "bf16-kahan")
+    advance(ema, model, 0, 4)
+    ema.n_averaged.zero_()
+    advance(ema, model, 4, 6)
+    for index in range(len(ema.ids)):
+        counters = _abi.Counters.new()
+        _abi.check(_abi.lib.halfstep_get_counters(ema._handle.handle, index, counters))
+        assert (counters.full_steps, counters.state_steps, counters.writes) == (2, 2, 6)
+        assert counters.id == ema.ids[index].item() % 2**64
+
+
+def test_a_copy_is_independent():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, "bf16-ecc8")
+    advance(ema, model, 0, 3)
+    copied, before = copy.deepcopy(ema), content(ema)
+    advance(copied, model, 3, 6)
+    assert content(ema) == before
+
+
+def test_zeroed_count_starts_anew():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.999, "bf16-kahan")
+    advance(ema, model, 0, 3)
+    disturb(model, 99, 1.0)
+    ema.n_averaged.zero_()
+    ema.update_parameters(model)
+    full = ema.full_state_dict()
+    assert all(torch.equal(full[key].float(), value.float()) for key, value in model.state_dict().items())
+
+
+def test_state_of_an_averaged_model():
+    model = pair()
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(4):
+        disturb(model, step)
+        theirs.update_parameters(model)
+    ours = EMA(pair(seed=5), 0.9)
+    ours.load_state_dict(theirs.state_dict())
+    for step in range(4, 8):
+        disturb(model, step)
+        theirs.update_parameters(model)
+        ours.update_parameters(model)
+    assert int(ours.n_averaged) == 8
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("have", FORMATS)
+@pytest.mark.parametrize("own", FORMATS)
+def test_loading_converts_formats(have, own, caught):
+    model = pair(torch.bfloat16)
+    saved = EMA(model, 0.9, have)
+    advance(saved, model, 0, 4)
+    ema = EMA(model, 0.9, own)
+    ema.load_state_dict(saved.state_dict())
+    assert len([w for w in caught if "averages were saved as" in str(w.message)]) == (have != own)
+    found, wanted = ema.full_state_dict(), saved.full_state_dict()
+    worst = 0 if have == own else {"bf16-sr": 2**-8, "bf16-kahan": 2**-16, "bf16-ecc8": 2**-16}.get(own, 0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], wanted[name], rtol=worst, atol=0)
+    ema.update_parameters(model)
+    assert int(ema.n_averaged) == 5
+
+
+@pytest.mark.parametrize("own", FORMATS)
+def test_plain_bf16_averages_load(own, caught):
+    model = pair(torch.bfloat16)
+    theirs = AveragedModel(model)
+    theirs.update_parameters(model)
+    ema = EMA(pair(torch.bfloat16, seed=5), 0.9, own)
+    ema.load_state_dict(theirs.state_dict())
+    found = ema.full_state_dict()
+    assert all(torch.equal(found[name], p.float()) for name, p in model.named_parameters())
+
+
+def test_load_state_dict_is_strict():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, "bf16-kahan")
+    for lost in ("counters", "extra.scale", "module.scale", "n_averaged"):
+        state = {key: value for key, value in ema.state_dict().items() if key != lost}
+        with pytest.raises(RuntimeError, match=lost):
+            EMA(model, 0.9, "bf16-kahan").load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        EMA(model).load_state_dict(model.state_dict())
+
+
+def test_full_state_dict():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, "bf16-ecc16")
+    reference = EMA(model, 0.9, "f32")
+    for step in range(5):
+        disturb(model, step)
+        ema.update_parameters(model)
+        reference.update_parameters(model)
+    full = ema.full_state_dict()
+    assert list(full) == list(model.state_dict())
+    for name, p in reference.module.named_parameters():
+        assert full[name].dtype == torch.float32 and torch.equal(full[name], p)
+    assert torch.equal(full["head.weight"], full["inner.2.weight"])
+    assert torch.equal(full["norm.running_mean"], model.norm.running_mean)
+    wide = pair()
+    wide.load_state_dict(full)
+    x = torch.randn(4, 3, 9, 9)
+    torch.testing.assert_close(wide(x), ema.module.float()(x), rtol=0.1, atol=0.05)
+
+
+# ---- Options ----
+
+
+def test_decay_may_change():
+    model = nn.Linear(4, 4)
+    ema = EMA(model, 0.5)
+    ema.update_parameters(model)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    ema.decay = 1.0
+    ema.update_parameters(model)
+    assert torch.equal(ema.module.weight, start)
+    ema.decay = 0.75
+    ema.update_parameters(model)
+    torch.testing.assert_close(ema.module.weight.detach(), start + 0.25)
+    ema.decay = 1.5
+    with pytest.raises(ValueError, match="Invalid decay value 1.5"):
+        ema.update_parameters(model)
+    assert int(ema.n_averaged) == 3
+
+
+def test_debias_is_a_weighted_mean_of_all():
+    model = nn.Linear(40, 4)
+    ema = EMA(model, 0.9, debias=True)
+    seen = []
+    for step in range(12):
+        disturb(model, step)
+        seen.append(model.weight.detach().double().clone())
+        ema.update_parameters(model)
+    shares = torch.tensor([0.9**(11 - i) for i in range(12)], dtype=torch.float64)
+    wanted = sum(s * w for s, w in zip(shares / shares.sum(), seen))
+    torch.testing.assert_close(ema.module.weight.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_layouts_give_the_bits_of_contiguous_tensors():
+    torch.manual_seed(1)
+    plain = nn.Conv2d(8, 16, 3).bfloat16()
+    for weights in FORMATS:
+        results = []
+        for turned_average in (False, True):
+            for turned_live in (False, True):
+                model = copy.deepcopy(plain)
+                average = copy.deepcopy(plain)
+                if turned_average:
+                    average = average.to(memory_format=torch.channels_last)
+                if turned_live:
+                    model = model.to(memory_format=torch.channels_last)
+                opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, weights="bf16-kahan")
+                ema = EMA(average, 0.9, weights)
+                for step in range(4):
+                    for p in model.parameters():
+                        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+                    opt.step()
+                    ema.update_parameters(model, opt)
+                assert ema.module.weight.is_contiguous(memory_format=torch.channels_last) == turned_average
+                results.append({key: bits(value) for key, value in ema.full_state_dict().items()})
+        assert all(result == results[0] for result in results)
+
+
+def test_compiled_step():
+    model, other = pair(), pair()
+    ema, plain = EMA(model, 0.9), EMA(other, 0.9)
+
+    def step(model, ema, number):
+        with torch.no_grad():
+            model.scale.add_(number)
+        ema.update_parameters(model)
+        return model.scale * 2
+
+    compiled = torch.compile(step, backend="eager")
+    for number in range(3):
+        compiled(model, ema, number)
+        step(other, plain, number)
+    assert content(ema) == content(plain)
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize("weights", ["bf16-sr", "bf16-kahan"])
+@pytest.mark.parametrize("updates", [0, 2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite(bad, updates, weights, caught):
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9, weights)
+    advance(ema, model, 0, updates)
+    broken = copy.deepcopy(model)
+    disturb(broken, 50)
+    with torch.no_grad():
+        broken.inner[0].weight[3, 1] = bad
+    before = content(ema)
+    for times in (1, 2):
+        ema.update_parameters(broken)
+        after = content(ema)
+        assert ema.skipped_updates == times and after.pop("counters") != before["counters"]
+        assert after == {key: value for key, value in before.items() if key != "counters"}
+    warned = [w for w in caught if "not finite" in str(w.message)]
+    assert len(warned) == 1 and "inner.0.weight" in str(warned[0].message) and issubclass(warned[0].category, RuntimeWarning)
+    disturb(model, 60)
+    ema.update_parameters(model)
+    assert int(ema.n_averaged) == updates + 1
+    fresh = EMA(model, 0.9, weights)
+    fresh.load_state_dict(ema.state_dict())
+    assert fresh.skipped_updates == 2
+
+
+def test_residuals_that_are_not_finite():
+    model = nn.Linear(40, 4).bfloat16()
+    opt = halfstep.AdamW(model.parameters(), weights="bf16-kahan")
+    for updates in (0, 1):
+        ema = EMA(model, 0.9)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        for _ in range(updates):
+            ema.update_parameters(model, opt)
+        opt.state[model.weight]["weight.extra"][0, 0] = math.nan
+        before = content(ema.module)
+        with pytest.warns(RuntimeWarning, match="weight"):
+            ema.update_parameters(model, opt)
+        assert content(ema.module) == before and int(ema.n_averaged) == updates
+        opt.state[model.weight]["weight.extra"][0, 0] = 0
+
+
+@pytest.mark.parametrize("options, text", [({"decay": 1.1}, "Invalid decay value 1.1"), ({"decay": -0.1}, "decay"),
+                                           ({"decay": math.nan}, "decay"), ({"weights": "int8"}, "int8"),
+                                           ({"weights": "nothing"}, "bf16-kahan"), ({"generator": "dice"}, "philox7")])
+def test_bad_options(options, text):
+    with pytest.raises(ValueError, match=text):
+        EMA(nn.Linear(2, 2), **options)
+
+
+def test_models_that_do_not_match():
+    model = pair(torch.bfloat16)
+    ema = EMA(model, 0.9)
+    advance(ema, model, 0, 2)
+    before = content(ema)
+    with pytest.raises(ValueError, match="2 tensors"):
+        ema.update_parameters(nn.Linear(2, 2))
+    other = copy.deepcopy(model)
+    other.inner[0].weight = nn.Parameter(torch.ones(40, 9).bfloat16())
+    with pytest.raises(ValueError, match=r"inner\.0\.weight.*\(40, 9\).*\(40, 8\)"):
+        ema.update_parameters(other)
+    other = copy.deepcopy(model)
+    other.norm.running_mean = torch.zeros(9)
+    with pytest.raises(ValueError, match=r"norm\.running_mean"):
+        ema.update_parameters(other)
+    with pytest.raises(TypeError, match=r"'scale' is torch\.float64"):
+        ema.update_parameters(copy.deepcopy(model).double())
+    with pytest.raises(TypeError, match="Adam"):
+        ema.update_parameters(model, torch.optim.Adam(model.parameters()))
+    assert content(ema) == before
+
+
+def test_parameters_that_cannot_be_averaged():
+    with pytest.raises(TypeError, match="weight.*float64"):
+        EMA(nn.Linear(2, 2).double())
+    with pytest.raises(TypeError, match="weight.*complex"):
+        EMA(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_a_cast_average_is_refused():
+    model = nn.Linear(4, 4).bfloat16()
+    ema = EMA(model, 0.9)
+    ema.update_parameters(model)
+    ema.float()
+    with pytest.raises(ValueError, match="'weight'.*bfloat16.*float32"):
+        ema.update_parameters(model)
+
+
+def test_meta_device():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    ema = EMA(model)
+    with pytest.raises(ValueError, match="'weight' is on meta"):
+        ema.update_parameters(model)

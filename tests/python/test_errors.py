@@ -1,0 +1,580 @@
+"""Bad input: a Python exception that names the parameter, and not one bit changed anywhere."""
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+import halfstep
+from conftest import RULES, bits, class_of, everything, parameters, plain, run, set_gradients, states, twins
+from halfstep import _abi
+
+ANY = (TypeError, ValueError, RuntimeError, NotImplementedError)
+NAME = "layers.7.odd one"
+rules = pytest.mark.parametrize("rule", RULES)
+
+
+class Unknown(torch.Tensor):
+    """A tensor subclass of somebody else's."""
+
+
+class Wrapper(torch.Tensor):
+    """One that holds no memory of its own, as quantized and distributed tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    def __init__(self, inner):
+        pass
+
+    def __repr__(self):
+        return "Wrapper()"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(x):
+            return x.inner if isinstance(x, Wrapper) else x
+        from torch.utils._pytree import tree_map
+        return function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+
+
+def frozen(t):
+    return torch.nn.Parameter(t, requires_grad=False)
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():
+        p = torch.nn.Parameter(torch.empty(4, 4))
+        p.grad = torch.empty(4, 4)
+    return p
+
+
+def with_gradient(p, g):
+    p.grad = g
+    return p
+
+
+def reshaped():
+    """.data replaced by another shape after backward."""
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    p.data = torch.ones(5, 5)
+    return p
+
+
+def of_dtype(first, then):
+    """.data replaced by another dtype after backward."""
+    p = torch.nn.Parameter(torch.ones(4, 4, dtype=first))
+    p.grad = torch.ones(4, 4, dtype=first)
+    p.data = p.data.to(then)
+    return p
+
+
+def sparse_gradient():
+    table = torch.nn.Embedding(6, 4, sparse=True)
+    table(torch.tensor([1, 3])).sum().backward()
+    return table.weight
+
+
+def elsewhere():
+    """A gradient on another device than its parameter."""
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    p.data = torch.ones(4, 4)
+    q = torch.nn.Parameter(torch.ones(4, 4, device="meta"))
+    q.grad = torch.ones(4, 4, device="meta")
+    q.data = torch.ones(4, 4, device="meta")
+    return q
+
+
+#: what cannot be stepped, each with a gradient where it can have one
+BAD = {
+    "meta": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3, device="meta")), torch.ones(3, 3, device="meta")),
+    "meta, data replaced": elsewhere,
+    "expanded rows": lambda: with_gradient(torch.nn.Parameter(torch.ones(1, 5).expand(4, 5)), torch.ones(4, 5)),
+    "expanded columns": lambda: with_gradient(torch.nn.Parameter(torch.ones(5, 1).expand(5, 4)), torch.ones(5, 4)),
+    "expanded scalar": lambda: with_gradient(torch.nn.Parameter(torch.ones(()).expand(6)), torch.ones(6)),
+    "overlapping windows": lambda: with_gradient(torch.nn.Parameter(torch.ones(10).as_strided((4, 4), (2, 1))),
+                                                 torch.ones(4, 4)),
+    "overlapping columns": lambda: with_gradient(torch.nn.Parameter(torch.ones(10).as_strided((3, 4), (1, 2))),
+                                                 torch.ones(3, 4)),
+    "sparse parameter": lambda: frozen(torch.ones(3, 3).to_sparse()),
+    "sparse rows": lambda: frozen(torch.ones(3, 3).to_sparse_csr()),
+    "sparse gradient": sparse_gradient,
+    "complex": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+                                     torch.ones(3, dtype=torch.complex64)),
+    "int32": lambda: frozen(torch.ones(3, dtype=torch.int32)),
+    "int8": lambda: frozen(torch.ones(3, dtype=torch.int8)),
+    "uint8": lambda: frozen(torch.ones(3, dtype=torch.uint8)),
+    "bool": lambda: frozen(torch.ones(3, dtype=torch.bool)),
+    "float64": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
+                                     torch.ones(3, dtype=torch.float64)),
+    "float8": lambda: frozen(torch.ones(3).to(torch.float8_e4m3fn)),
+    "subclass": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3).as_subclass(Unknown)),
+                                      torch.ones(3, 3)),
+    "subclass without Parameter": lambda: with_gradient(torch.ones(3, 3).as_subclass(Unknown).requires_grad_(),
+                                                        torch.ones(3, 3)),
+    "wrapper": lambda: Wrapper(torch.ones(3, 3)),
+    "fake": fake,
+    "not made yet": lambda: torch.nn.LazyLinear(3).weight,
+    "gradient of another shape": reshaped,
+    "gradient in float64": lambda: of_dtype(torch.float64, torch.float32),
+    "parameter made complex": lambda: of_dtype(torch.float32, torch.complex64),
+    "parameter made float64": lambda: of_dtype(torch.float32, torch.float64),
+    "gradient of a subclass": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3)),
+                                                    torch.ones(3, 3).as_subclass(Unknown)),
+}
+
+
+def sound():
+    """A working optimizer's parameters and options, beside which something goes wrong."""
+    return parameters(torch.bfloat16), {"weights": "bf16-ecc8", "states": "int8", "lr": 0.02}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("rule", ["adamw", "muon", "lamb"])
+def test_bad_parameters(rule, kind):
+    """In the constructor, in add_param_group() or at the step: beside others, which stay as they were."""
+    bad = BAD[kind]()
+    params, options = sound()
+    set_gradients(params, 0)
+    before = [bits(p) for p in params.values()]
+
+    def make_and_step():
+        class_of(rule)([*params.items(), (NAME, bad)], **options).step()
+
+    with pytest.raises(ANY) as caught:
+        make_and_step()
+    assert NAME in str(caught.value), str(caught.value)
+    assert [bits(p) for p in params.values()] == before
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_parameters_of_a_later_group(kind):
+    bad = BAD[kind]()
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 2)
+    before = everything(opt, params)
+    set_gradients(params, 2)
+    with pytest.raises(ANY) as caught:
+        opt.add_param_group({"params": [(NAME, bad)]})
+        if bad.grad is None and not bad.is_sparse:
+            pytest.fail("taken, and nothing to step it by")
+        opt.step()
+    assert NAME in str(caught.value), str(caught.value)
+    weights, saved = everything(opt, params) if len(opt.param_groups) == 1 else ([bits(p) for p in params.values()], None)
+    assert weights == before[0]
+    if saved is None:  # the group was taken, the step refused
+        opt.param_groups.pop()
+        saved = plain(opt.state_dict())
+    assert saved == before[1]
+    # It works on once the bad one is gone.
+    opt.step()
+    others, options = sound()
+    other = halfstep.AdamW(list(others.items()), **options)
+    run(other, others, 0, 3)
+    assert everything(opt, params)[0] == everything(other, others)[0]
+    assert states(opt) == states(other)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_parameters_without_a_name(kind):
+    """Places stand for names."""
+    good = torch.nn.Parameter(torch.ones(3))
+    good.grad = torch.ones(3)
+    with pytest.raises(ANY) as caught:
+        halfstep.AdamW([{"params": [good]}, {"params": [torch.nn.Parameter(torch.ones(2)), BAD[kind]()]}]).step()
+    assert "1 of group 1" in str(caught.value)
+    assert torch.equal(good, torch.ones(3))
+
+
+def test_names_given_to_the_module_stand_in_messages():
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4, sparse=True), torch.nn.Linear(4, 2))
+    halfstep.name_parameters(model, prefix="net")
+    opt = halfstep.AdamW(model.parameters())
+    model(torch.tensor([1, 3])).sum().backward()
+    before = everything(opt)
+    with pytest.raises(ANY, match=r"net\.0\.weight.*sparse"):
+        opt.step()
+    assert everything(opt)[0] == before[0]
+
+
+# ---- What goes wrong in mid-run -----------------------------------------------------------------------------------------
+
+
+def broken(change, match=None, release=False, rule="adamw", error=ANY):
+    """Runs two steps, breaks something, and sees that the next step raises and leaves everything as it was."""
+    params, options = sound()
+    opt = class_of(rule)(list(params.items()), gradient_release=release, **options)
+    run(opt, params, 0, 2)
+    set_gradients(params, 2)
+    weights = {n: bits(p) for n, p in params.items()}
+    before = states(opt)
+    touched = change(opt, params) or ()
+    with pytest.raises(error, match=match) as caught:
+        opt.step()
+    for n, p in params.items():
+        if n not in touched:
+            assert bits(p) == weights[n], n
+    return opt, params, before, caught
+
+
+def replace_data(name, data):
+    def change(opt, params):
+        params[name].data = data
+        params[name].grad = torch.ones_like(data)
+        return (name,)
+    return change
+
+
+@pytest.mark.parametrize("data", [torch.ones(5, 5, dtype=torch.bfloat16), torch.ones(24, 97, dtype=torch.bfloat16),
+                                  torch.ones(23, 96, dtype=torch.bfloat16), torch.ones(24 * 96, dtype=torch.bfloat16),
+                                  torch.ones(48, 96, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)])
+def test_shape_that_changes_in_mid_run(data):
+    """Also where the number of elements stays: rows and blocks are others."""
+    _, _, before, _ = broken(replace_data("body.weight", data), "body.weight")
+    assert before
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("view", [lambda t: t[:8], lambda t: t[:, :48], lambda t: t.view(48, 48), lambda t: t.view(torch.float32),
+                                  lambda t: t.view(-1), lambda t: t[:0], lambda t: t.as_strided((24, 96), (0, 1))],
+                         ids=["rows", "columns", "reshaped", "dtype", "flat", "nothing", "overlapping"])
+def test_shape_that_changes_at_the_same_address(view, release):
+    """The library would write beyond the end, or in the wrong places."""
+    memory = torch.ones(24, 96, dtype=torch.bfloat16)
+    p = torch.nn.Parameter(memory)
+    opt = halfstep.AdamW([("body.weight", p)], weights="bf16-ecc8", states="int8")
+    p.grad = torch.ones_like(p)
+    opt.step()
+    before = bits(memory)
+    p.grad = None
+    p.data = view(memory)
+    p.grad = torch.full_like(p, 0.5)
+    if release:
+        opt.prepare_gradient_release()
+    with pytest.raises(ANY, match="body.weight"):
+        opt.step_param(p) if release else opt.step()
+    assert bits(memory) == before
+
+
+@pytest.mark.parametrize("data", [torch.ones(24, 96, dtype=torch.float64), torch.ones(24, 96, dtype=torch.complex64),
+                                  torch.ones(24, 96), torch.ones(24, 96, dtype=torch.float16),
+                                  torch.ones(1, 96, dtype=torch.bfloat16).expand(24, 96)])
+def test_data_that_cannot_be_stepped_in_mid_run(data):
+    def change(opt, params):
+        params["body.weight"].grad = None
+        params["body.weight"].data = data
+        params["body.weight"].grad = torch.zeros_like(data)
+        return ("body.weight",)
+
+    broken(change, "body.weight")
+
+
+def test_gradient_that_does_not_fit_in_mid_run():
+    def sparse(opt, params):
+        params["head.weight"].grad = torch.ones(17, 50, dtype=torch.bfloat16).to_sparse()
+
+    def subclass(opt, params):
+        params["head.weight"].grad = torch.ones(17, 50, dtype=torch.bfloat16).as_subclass(Unknown)
+
+    for change in (sparse, subclass):
+        opt, params, before, _ = broken(change, "head.weight")
+        assert states(opt) == before
+        opt.zero_grad()
+        run(opt, params, 2, 3)
+        others, options = sound()
+        other = halfstep.AdamW(list(others.items()), **options)
+        run(other, others, 0, 3)
+        assert states(opt) == states(other)
+
+
+def in_group(key, value):
+    def change(opt, params):
+        opt.param_groups[0][key] = value
+    return change
+
+
+@pytest.mark.parametrize("key,value", [("lr", -1.0), ("lr", math.nan), ("lr", math.inf), ("lr", "fast"), ("lr", None),
+                                       ("lr", torch.tensor(-1.0)), ("lr", torch.tensor([1.0, 2.0])),
+                                       ("betas", (1.0, 0.999)), ("betas", (0.9, -0.1)), ("betas", (0.9,)), ("betas", 0.9),
+                                       ("eps", -1e-8), ("weight_decay", -0.1), ("weight_decay", math.nan),
+                                       ("weights", "bf17"), ("weights", "int8"), ("states", "int9"),
+                                       ("states", "int8+int8+int8+int8+int8"), ("decay", "sometimes"),
+                                       ("centralize", 2.0)])
+def test_options_edited_to_nonsense(key, value):
+    """A live edit of a group is judged at the step; put right, everything goes on."""
+    opt, params, before, caught = broken(in_group(key, value))
+    fresh = halfstep.AdamW(list(twins(params).items()), weights="bf16-ecc8", states="int8", lr=0.02)
+    opt.param_groups[0][key] = fresh.param_groups[0][key]
+    assert states(opt) == before
+    set_gradients(params, 2)
+    opt.step()
+    others, options = sound()
+    other = halfstep.AdamW(list(others.items()), **options)
+    run(other, others, 0, 3)
+    assert everything(opt, params)[0] == everything(other, others)[0]
+    assert states(opt) == states(other)
+
+
+def tamper(key, value):
+    def change(opt, params):
+        opt.state[params["body.weight"]][key] = value
+    return change
+
+
+@pytest.mark.parametrize("key,value", [
+    ("exp_avg", torch.zeros(3, dtype=torch.int8)), ("exp_avg", torch.zeros(24, 96)), ("exp_avg", None), ("exp_avg", 1.0),
+    ("exp_avg", torch.zeros(96, 24, dtype=torch.int8)), ("exp_avg_sq", torch.zeros(24, 95, dtype=torch.int8)),
+    ("exp_avg", torch.zeros(24, 96, dtype=torch.int8, device="meta")), ("weight.extra", torch.zeros(24, 96)),
+    ("exp_avg", torch.zeros(24, 96, dtype=torch.int8).to_sparse()), ("step", "three"), ("step", torch.zeros(3)),
+    ("step", -1.0), ("step", math.nan)])
+def test_states_edited_to_nonsense(key, value):
+    """The library writes where states say: none of another size or kind may get there."""
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 2)
+    weights = [bits(p) for p in params.values()]
+    tamper(key, value)(opt, params)
+    set_gradients(params, 2)
+    with pytest.raises(ANY, match="body.weight"):
+        opt.step()
+    assert [bits(p) for p in params.values()] == weights
+
+
+def test_states_of_equal_meaning_are_taken():
+    """Strided or moved copies are no nonsense."""
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 2)
+    state = opt.state[params["body.weight"]]
+    state["exp_avg"] = state["exp_avg"].t().clone(memory_format=torch.contiguous_format).t()
+    assert not state["exp_avg"].is_contiguous()
+    run(opt, params, 2, 4)
+    others, options = sound()
+    other = halfstep.AdamW(list(others.items()), **options)
+    run(other, others, 0, 4)
+    assert everything(opt, params)[0] == everything(other, others)[0]
+    assert states(opt) == states(other)
+
+
+# ---- Options ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["", "adamx", "adamw/bf17", "adamw/f32/int9", "adamw/bf16-sr/int8+int9",
+                                    "adamw/bf16-sr/int8+int8+int8+int8", "adamw/int8", "adamw/f32/int8/int8", "ADAMW/f32",
+                                    "adamw/bf16-sr/f16+f16", "ema/f32", "lion/f32/int8+int8", "adamw/f32/bf16-kahan+bf16-kahan"])
+def test_unknown_recipes(recipe):
+    p = torch.nn.Parameter(torch.ones(4, 64))
+    with pytest.raises(ValueError) as caught:
+        halfstep.optimizer(recipe, [("p", p)])
+    assert not recipe or any(part in str(caught.value) for part in (recipe, *recipe.split("/")) if part)
+
+
+@rules
+@pytest.mark.parametrize("options", [{"weights": "bf17"}, {"weights": "int8"}, {"weights": 8}, {"states": "int9"}, {"states": 8},
+                                     {"states": "f32+f32+f32+f32+f32"}, {"decay": "sometimes"}, {"clip": "never"},
+                                     {"scan": "maybe"}, {"generator": "dice"}, {"clip_norm": -1.0}, {"clip_norm": math.nan},
+                                     {"clip_norm": "x"}, {"threads": -1}, {"threads": 1 << 20}, {"seed": "x"}, {"lr": "x"},
+                                     {"lr": None}, {"centralize": -1.0}, {"reference_lr": -1.0}])
+def test_unknown_options(rule, options):
+    """In the constructor, before there is a step; those of groups in a group as well."""
+    p = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    key, value = next(iter(options.items()))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        class_of(rule)([("p", p)], **options)
+    assert key in str(caught.value) or str(value) in str(caught.value) or key == "lr", str(caught.value)
+    if key in ("weights", "states", "decay", "lr", "centralize", "reference_lr"):
+        good = torch.nn.Parameter(torch.ones(3))
+        opt = class_of(rule)([("good", good)])
+        before = plain(opt.state_dict())
+        with pytest.raises((ValueError, TypeError)):
+            opt.add_param_group({"params": [("p", p)], **options})
+        assert plain(opt.state_dict()) == before and len(opt.param_groups) == 1
+
+
+def test_formats_for_another_dtype():
+    """BF16 cannot be stored as fp32; fp32 stays as it is whatever is asked for."""
+    p = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="bfloat16.*f32|f32.*bfloat16") as caught:
+        halfstep.AdamW([(NAME, p)], weights="f32")
+    assert NAME in str(caught.value)
+    halfstep.AdamW([torch.nn.Parameter(torch.ones(4))], weights="bf16-kahan")
+
+
+def test_duplicate_names():
+    """Two tensors with one name would round alike."""
+    a, b = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    for p in (a, b):
+        p.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="same|twice|two|duplicate"):
+        halfstep.AdamW([("same", a), ("same", b)]).step()
+    assert torch.equal(a, torch.ones(4)) and torch.equal(b, torch.ones(4))
+
+
+def test_closures_that_raise():
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 1)
+    before = everything(opt, params)
+
+    def closure():
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        opt.step(closure)
+    assert everything(opt, params) == before
+
+
+def test_step_with_grad_enabled_leaves_no_graph():
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = halfstep.AdamW([p])
+    p.grad = torch.ones(4, requires_grad=True) * 2
+    opt.step()
+    assert p.grad_fn is None and p.is_leaf and p.requires_grad
+    opt.zero_grad(set_to_none=False)
+    assert p.grad.grad_fn is None and not p.grad.requires_grad
+
+
+@pytest.mark.parametrize("rule,options", [("sgd", {}), ("rmsprop", {}), ("schedulefree", {}),
+                                          ("adamw", {"decay": "l2", "weight_decay": 0.1}),
+                                          ("adam", {"weight_decay": 0.1})])
+def test_accumulation_that_would_lose_gradients(rule, options):
+    """Rules without a state to gather them in, and l2 decay, which only the last gradient would get."""
+    params = parameters()
+    opt = class_of(rule)(list(params.items()), lr=0.01, **options)
+    run(opt, params, 0, 1)
+    before = everything(opt, params)
+    opt.optimizer_accumulation = True
+    set_gradients(params, 1)
+    with pytest.raises(ANY, match="accumul|micro|l2"):
+        opt.step()
+    assert everything(opt, params) == before
+    opt.optimizer_accumulation = False
+    opt.step()
+
+
+# ---- Files --------------------------------------------------------------------------------------------------------------
+
+
+def altered(change):
+    def make(file):
+        file = copy.deepcopy(file)
+        change(file)
+        return file
+    return make
+
+
+def first_state(key, value):
+    def change(file):
+        file["state"][0][key] = value
+    return altered(change)
+
+
+BAD_FILES = {
+    "another number of groups": altered(lambda f: f["param_groups"].append({"params": [99]})),
+    "another number of parameters": altered(lambda f: f["param_groups"][0]["params"].pop()),
+    "no groups": altered(lambda f: f.pop("param_groups")),
+    "no states": altered(lambda f: f.pop("state")),
+    "a short state": first_state("exp_avg", torch.zeros(3, dtype=torch.int8)),
+    "a long state": first_state("exp_avg", torch.zeros(25, 96, dtype=torch.int8)),
+    "a state of another dtype": first_state("exp_avg", torch.zeros(24, 96, dtype=torch.float64)),
+    "scales of another shape": first_state("exp_avg.scale", torch.zeros(24, 4, dtype=torch.bfloat16)),
+    "a number for a state": first_state("exp_avg", 3.0),
+    "a negative learning rate": altered(lambda f: f["param_groups"][0].update(lr=-1.0)),
+    "betas out of bounds": altered(lambda f: f["param_groups"][0].update(betas=(0.9, 1.5))),
+    "an unknown recipe": altered(lambda f: f["param_groups"][0].update(recipes=["adamw/bf99"] * 6)),
+    "another rule": altered(lambda f: f["param_groups"][0].update(recipes=["lion/bf16-sr"] * 6)),
+    "a negative step": first_state("step", torch.tensor(-3.0)),
+    "not even a dictionary": lambda file: [1, 2],
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+@pytest.mark.parametrize("warm", [0, 2])
+def test_bad_files(kind, warm):
+    """A file that is refused changes nothing: the optimizer goes on as if nobody had tried."""
+    params, options = sound()
+    writer = halfstep.AdamW(list(params.items()), **options)
+    run(writer, params, 0, 2)
+    bad = BAD_FILES[kind](writer.state_dict())
+    fresh = parameters(torch.bfloat16)
+    opt = halfstep.AdamW(list(fresh.items()), **options)
+    run(opt, fresh, 0, warm)
+    before = everything(opt, fresh)
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+        opt.load_state_dict(bad)
+        set_gradients(fresh, warm)
+        opt.step()
+    assert [bits(p) for p in fresh.values()] == before[0]
+    assert everything(opt, fresh) == before, "refused at the step only"
+    run(opt, fresh, warm, warm + 1)
+
+
+def test_truncated_and_foreign_safetensors(tmp_path):
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 2)
+    path = tmp_path / "o.safetensors"
+    opt.save_safetensors(path)
+    whole = path.read_bytes()
+    before = everything(opt, params)
+    for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(Exception):
+            opt.load_safetensors(path)
+        assert everything(opt, params) == before
+    path.write_bytes(whole)
+    other = halfstep.Lion(list(twins(params).items()))
+    with pytest.raises(ValueError, match="adamw"):
+        other.load_safetensors(path)
+    from safetensors.torch import save_file
+    save_file({"a": torch.ones(3)}, path)
+    with pytest.raises(ValueError):
+        opt.load_safetensors(path)
+    with pytest.raises((FileNotFoundError, OSError)):
+        opt.load_safetensors(tmp_path / "nowhere.safetensors")
+    with pytest.raises((FileNotFoundError, OSError)):
+        opt.save_safetensors(tmp_path / "no" / "where.safetensors")
+    assert everything(opt, params) == before
+
+
+def test_reading_what_is_not_there():
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), **options)
+    run(opt, params, 0, 1)
+    stranger = torch.nn.Parameter(torch.ones(3))
+    for call in (lambda: opt.read_state(stranger, "exp_avg"), lambda: opt.recipe(stranger),
+                 lambda: opt.write_state(stranger, "exp_avg", torch.ones(3)), lambda: opt.scalar(stranger, "x"),
+                 lambda: opt.read_state(params["scale"], "no_such"), lambda: opt.scalar(params["scale"], "no_such"),
+                 lambda: opt.write_weight(params["body.weight"], torch.ones(5)),
+                 lambda: opt.write_state(params["body.weight"], "exp_avg", torch.full((24, 96), math.nan)),
+                 lambda: opt.write_state(params["body.weight"], "exp_avg_sq", torch.full((24, 96), -1.0))):
+        before = everything(opt, params)
+        with pytest.raises((ValueError, KeyError)):
+            call()
+        assert everything(opt, params) == before
+
+
+def test_errors_of_the_library_are_of_both_kinds():
+    with pytest.raises(halfstep.HalfstepError) as caught:
+        _abi.recipe_full("adamw/bf17")
+    assert isinstance(caught.value, ValueError) and caught.value.code < 0
+    assert "bf17" in str(caught.value)
+
+
+def test_files_that_torch_saves_hold_nothing_odd():
+    """Only what weights_only loading admits, even with every option set."""
+    params, options = sound()
+    opt = halfstep.AdamW(list(params.items()), clip_norm=1.0, scan="per-tensor", generator="philox7", seed=3, fused=True, **options)
+    run(opt, params, 0, 1)
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    torch.load(file, weights_only=True)

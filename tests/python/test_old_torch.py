@@ -1,0 +1,121 @@
+"""A short tour that any torch from 2.1 on must allow: steps, saving and loading, hooks, release, names. It runs with the pinned
+torch too; for another one see docs/packaging.md."""
+import copy
+import io
+
+import pytest
+import torch
+
+import halfstep
+
+RECIPES = [("f32", torch.float32, {}), ("bf16-sr/int8", torch.bfloat16, {"states": "int8"}),
+           ("bf16-kahan", torch.bfloat16, {"weights": "bf16-kahan"})]
+recipes = pytest.mark.parametrize("dtype, options", [r[1:] for r in RECIPES], ids=[r[0] for r in RECIPES])
+
+
+def model_of(dtype):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(dtype)
+
+
+def loss_of(model):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(128, 64, generator=generator).to(next(model.parameters()).dtype)
+    return torch.nn.functional.mse_loss(model(x).float().squeeze(1), x[:, 0].float() * x[:, 1].float())
+
+
+def train(model, opt, steps):
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_fp32_follows_torchs_own():
+    ours, theirs = model_of(torch.float32), model_of(torch.float32)
+    a = train(ours, halfstep.AdamW(ours.parameters(), lr=0.01), 20)
+    b = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), 20)
+    assert a == pytest.approx(b, rel=1e-5)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+@recipes
+def test_it_learns(dtype, options):
+    model = model_of(dtype)
+    losses = train(model, halfstep.AdamW(model.parameters(), lr=0.01, **options), 60)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@recipes
+def test_a_resumed_run_is_the_run(dtype, options):
+    whole = model_of(dtype)
+    halfstep.name_parameters(whole)
+    opt = halfstep.AdamW(whole.parameters(), lr=0.01, seed=11, **options)
+    train(whole, opt, 5)
+    file = io.BytesIO()
+    torch.save({"model": whole.state_dict(), "opt": opt.state_dict()}, file)
+    train(whole, opt, 5)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = model_of(dtype)
+    resumed.load_state_dict(saved["model"])
+    opt = halfstep.AdamW(resumed.parameters(), **options)
+    opt.load_state_dict(saved["opt"])
+    assert opt.param_groups[0]["lr"] == 0.01
+    train(resumed, opt, 5)
+    assert same(whole, resumed)
+
+
+@recipes
+def test_release_gives_the_bits_of_steps(dtype, options):
+    models = [model_of(dtype) for _ in range(2)]
+    for model in models:
+        halfstep.name_parameters(model)
+    train(models[0], halfstep.AdamW(models[0].parameters(), lr=0.01, **options), 4)
+    train(models[1], halfstep.AdamW(models[1].parameters(), lr=0.01, gradient_release=True, **options), 4)
+    assert same(*models)
+
+
+def test_hooks_schedulers_closures_copies():
+    model = model_of(torch.bfloat16)
+    opt = halfstep.AdamW(model.parameters(), lr=0.01, states="int8")
+    called = []
+    opt.register_step_pre_hook(lambda *_: called.append("before"))
+    opt.register_step_post_hook(lambda *_: called.append("after"))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.02, total_steps=10)
+    train(model, opt, 2)
+    scheduler.step()
+    assert called == ["before", "after"] * 2
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).item() > 0
+    both = copy.deepcopy((model, opt))
+    train(model, opt, 2)
+    train(*both, 2)
+    assert same(model, both[0])
+
+
+@pytest.mark.parametrize("name", [n for n in halfstep.__all__ if isinstance(getattr(halfstep, n), type)
+                                  and issubclass(getattr(halfstep, n), halfstep.Optimizer)
+                                  and getattr(halfstep, n).rule])
+def test_every_class_steps(name):
+    model = model_of(torch.bfloat16)
+    before = model[0].weight.detach().clone()
+    train(model, getattr(halfstep, name)(model.parameters(), lr=0.01), 2)
+    assert not torch.equal(model[0].weight, before)
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -1,0 +1,140 @@
+"""halfstep.plan: what it promises is, to the byte, what an optimizer then holds."""
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from conftest import RULES, SHAPES, class_of
+from halfstep import _abi
+from halfstep.plan import Plan, plan
+
+BLOCKS = {"table": (300, 257), "up": (96, 128), "short": (40, 20), "kernel": (16, 8, 3, 3), "bias": (5000,), "scale": ()}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def states_for(rule):
+    """One format for all states, where every state of the rule can take it."""
+    for states in (None, "f32", "bf16-sr", "int8", "int4", "fp8", "dyn8"):
+        try:
+            _abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))
+        except ValueError:
+            continue
+        yield states
+
+
+def optimizer_of(recipe, shapes):
+    rule, weights, *states = recipe.split("/")
+    dtype = DTYPES[_abi.formats[weights].code_dtype]
+    params = {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
+    options = {"weights": weights} if dtype != torch.float32 else {}
+    return class_of(rule)(params.items(), states=states[0] if states else None, **options), params
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_to_what_an_optimizer_holds(rule):
+    for shapes, weights, states in itertools.product((SHAPES, BLOCKS), ("f32", "bf16-sr", "bf16-ecc8", "f16-kahan"),
+                                                     states_for(rule)):
+        recipe = "/".join(part for part in (rule, weights, states) if part)
+        opt, params = optimizer_of(recipe, shapes)
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        opt.step()
+        row, = plan(shapes, recipe).rows
+        found = {"weights": row.weights, "gradients": row.gradients, "extras": row.extras, "states": row.states}
+        assert found == opt.memory(), recipe
+        held = {key: 0 for key in ("extra", "state")}
+        for p in params.values():
+            for key, value in opt.state[p].items():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    held["extra" if key == "weight.extra" else "state"] += value.numel() * value.element_size()
+        assert (row.extras, row.states) == (held["extra"], held["state"]), recipe
+        assert row.weights == sum(p.numel() * p.element_size() for p in params.values())
+        assert row.gradients == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
+        assert row.total == row.weights + row.extras + row.gradients + row.states and row.recipe == _abi.recipe_full(recipe)
+
+
+def test_the_readme_s_table():
+    rows = plan({"weight": (4096, 4096)}).rows
+    found = {row.recipe: row.total / 4096**2 for row in rows}
+    assert found == {"adamw/bf16-sr/int4": 5.125, "adamw/bf16-sr/int8": 6.125, "adamw/bf16-ecc8/int8": 7.125,
+                     "adamw/bf16-kahan/bf16-sr": 10.0, "adamw/f32/f32": 16.0}
+    assert [row.total for row in rows] == sorted(found[row.recipe] * 4096**2 for row in rows)
+
+
+def net():
+    return nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 1000))
+
+
+def test_modules_shapes_and_pairs_agree():
+    with torch.device("meta"):
+        model = net()
+    wanted = plan(model).rows
+    for given in (net(), {name: tuple(p.shape) for name, p in model.named_parameters()},
+                  [(name, list(p.shape)) for name, p in model.named_parameters()], model.named_parameters(),
+                  dict(model.named_parameters()), model.state_dict()):
+        assert plan(given).rows == wanted
+    assert plan([("bias", 7)], "adamw/f32").rows[0].total == 7 * 16
+    assert plan({}).rows[0].total == 0
+    model[3].weight = nn.Parameter(torch.empty(1000, 256, device="meta"))
+    tied = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 1000, bias=False))
+    tied[1].weight = tied[0].weight
+    assert plan(tied).rows == plan({"weight": (1000, 256)}).rows
+
+
+def test_the_dtype_of_the_model_does_not_matter():
+    assert plan(net()).rows == plan(net().bfloat16()).rows
+
+
+def test_release_keeps_the_largest_gradient():
+    whole, released = plan(net()).rows, plan(net(), release=True).rows
+    for row in released:
+        same, = (other for other in whole if other.recipe == row.recipe)
+        width = 4 if row.recipe == "adamw/f32/f32" else 2
+        assert row.gradients == 256 * 1000 * width and row.total == same.total - same.gradients + row.gradients
+
+
+def test_frozen_parameters_count_as_they_are():
+    model = net().bfloat16()
+    model[0].weight.requires_grad_(False)
+    frozen = plan(model, "adamw/f32")
+    rest = plan({name: p.shape for name, p in model.named_parameters() if p.requires_grad}, "adamw/f32")
+    assert frozen.rows[0].frozen == 64000 * 2 and frozen.rows[0].total == rest.rows[0].total + 128000
+    assert frozen.rows[0].states == rest.rows[0].states and frozen.parameters == rest.parameters
+    assert "frozen" in str(frozen) and "frozen" not in str(rest)
+
+
+@pytest.mark.parametrize("memory, n", [(14 * 2**20, 14 * 2**20), ("14M", 14 * 2**20), ("14 MiB", 14 * 2**20),
+                                       ("1.5G", 3 * 2**29), (24e9, 24 * 10**9), ("1000", 1000), ("2kb", 2048)])
+def test_memory(memory, n):
+    answer = plan(net(), memory=memory)
+    assert answer.memory == n
+    assert [row.fits for row in answer.rows] == [row.total <= n for row in answer.rows]
+    assert (f"{sum(row.fits for row in answer.rows)} of 5 recipes fit into") in str(answer)
+
+
+def test_text():
+    answer = plan({"a": (1024, 1024), "b": (1024,)}, ["adamw/f32", "lion/bf16-kahan/int8"], memory=2**20)
+    assert isinstance(answer, Plan) and repr(answer) == str(answer)
+    lines = str(answer).splitlines()
+    assert lines[0] == "1049600 parameters. Bytes per parameter:"
+    assert lines[2].split() == ["recipe", "weights", "extra", "gradients", "states", "total", "in", "all", "fits"]
+    assert lines[3].split() == "lion/bf16-kahan/int8 2.000 2.000 2.000 bf16 1.063 7.063 7.07 MiB no".split()
+    assert lines[4].split() == "adamw/f32/f32 4.000 0.000 4.000 f32 8.000 16.000 16.02 MiB no".split()
+    assert "0 of 2 recipes fit into 1.00 MiB. The smallest lacks 6.07 MiB; release=True may help." in lines
+    html = answer._repr_html_()
+    assert html.count("<tr>") == 3 and html.count("<td>") == 16 and "lion/bf16-kahan/int8" in html
+    assert "<b>" not in plan({"<b>": (1,)}, release=True)._repr_html_() and "released" in str(plan({}, release=True))
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (({"a": (2, 2)}, "adamw/bf17"), "bf17"), (({"a": (2, 2)}, ["adam", "nothing"]), "nothing"),
+    (({"a": (2, -2)},), "'a'"), (({"a": (2.5,)},), "'a'"), (({"a": (2,)}, None, False, "much"), "much")])
+def test_errors(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        plan(*arguments)
+
+
+def test_in_the_package():
+    assert halfstep.plan is plan

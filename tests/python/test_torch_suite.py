@@ -1,0 +1,649 @@
+"""PyTorch's own conventions for optimizers, in the form of its test suite.
+
+The names are those of the tests in torch's test/test_optim.py that run on a CPU; the descriptions of optimizers and their
+options are the wheel's torch.testing._internal.common_optimizers where torch has the rule, and made here where it has not.
+Each test runs over every class and every configuration of it.
+"""
+import copy
+import io
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import halfstep
+from conftest import RULES, class_of
+from halfstep import _abi
+
+common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="not in this torch's wheel")
+
+INFOS = {info.optim_cls.__name__.lower(): info for info in common.optim_db}
+#: what torch refuses for the sake of its foreach and graph implementations, which are hints here
+NOT_OURS = ("foreach=True", "betas must be either both floats or both Tensors", "Muon only supports 2D",
+            "does not support complex")
+
+
+def inputs(rule):
+    """Configurations (options, description) of a class: torch's own, then formats and what only this library has."""
+    found = []
+    if rule in INFOS:
+        found += [(dict(i.kwargs), i.desc) for i in INFOS[rule].optim_inputs_func(device="cpu")]
+    else:
+        found += [({}, "default"), ({"lr": 0.01}, "non-default lr"), ({"weight_decay": 0.1}, "nonzero weight_decay"),
+                  ({"weight_decay": 0.1, "maximize": True}, "maximize")]
+    found.append(({"decay": "fully-decoupled", "weight_decay": 1e-4}, "fully decoupled decay"))
+    found.append(({"centralize": 1.0}, "centralized gradients"))
+    found.append(({"clip_norm": 10.0, "scan": "per-tensor"}, "clipping"))
+    for weights, states in (("bf16-sr", "int8"), ("bf16-kahan", "int4"), ("bf16-ecc8", None)):
+        found.append(({"weights": weights, "states": states, "dtype": torch.bfloat16}, f"{weights}, {states}"))
+    return found
+
+
+def pairs():
+    return [pytest.param(class_of(rule), options, id=f"{rule}-{desc.replace(' ', '_')}")
+            for rule in RULES for options, desc in inputs(rule)]
+
+
+every = pytest.mark.parametrize("cls,options", pairs())
+rules = pytest.mark.parametrize("cls", [class_of(rule) for rule in RULES], ids=RULES)
+
+
+def split(options):
+    options = copy.deepcopy(options)  # schedulers edit tensors in place
+    return options.pop("dtype", torch.float32), options
+
+
+def equal(a, b):
+    """Equality of nested dictionaries, lists and tensors, dtypes included."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
+    return a == b
+
+
+class Problem:
+    """weight @ input + bias, squared: what the tests of torch minimise."""
+
+    def __init__(self, dtype=torch.float32, strided=False, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        if strided:
+            weight = torch.randn((10, 5, 2), generator=g).to(dtype)[..., 0]
+            bias = torch.randn((10, 2), generator=g).to(dtype)[..., 0]
+        else:
+            weight = torch.randn((10, 5), generator=g).to(dtype)
+            bias = torch.randn(10, generator=g).to(dtype)
+        self.weight, self.bias = Parameter(weight), Parameter(bias)
+        self.input = torch.randn(5, generator=g).to(dtype)
+
+    @property
+    def params(self):
+        return [self.weight, self.bias]
+
+    def closure(self, opt):
+        def run():
+            opt.zero_grad()
+            loss = (self.weight.mv(self.input) + self.bias).float().pow(2).sum()
+            loss.backward()
+            return loss
+        return run
+
+    def copy(self):
+        other = copy.copy(self)
+        other.weight, other.bias = Parameter(self.weight.detach().clone()), Parameter(self.bias.detach().clone())
+        return other
+
+
+def run(opt, problem, steps):
+    for _ in range(steps):
+        opt.step(problem.closure(opt))
+
+
+# ---- Construction -------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_optim_infos_do_not_specify_global_cliquey_kwargs(cls, options):
+    assert not {"foreach", "fused", "differentiable"} & set(options)
+
+
+@rules
+def test_errors(cls):
+    """What torch's own descriptions say must fail, in torch's words."""
+    tried = 0
+    info = INFOS.get(cls.rule, INFOS["sgd"])
+    for wrong in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
+        if wrong.error_regex and any(text in wrong.error_regex or text in wrong.optimizer_error_input.desc
+                                     for text in NOT_OURS):
+            continue
+        if cls.rule not in INFOS and "momentum" in wrong.optimizer_error_input.kwargs:
+            continue
+        tried += 1
+        given = wrong.optimizer_error_input
+        params = given.params if given.params is not None else [Parameter(torch.randn(2, 3)), Parameter(torch.randn(4))]
+        assert wrong.error_on == common.OptimizerErrorEnum.CONSTRUCTION_ERROR
+        if issubclass(wrong.error_type, Warning):
+            with pytest.warns(wrong.error_type, match=wrong.error_regex):
+                cls(params, **given.kwargs)
+        else:
+            with pytest.raises(wrong.error_type, match=wrong.error_regex):
+                cls(params, **given.kwargs)
+    assert tried >= 6
+
+
+@every
+def test_optimizer_can_be_printed(cls, options):
+    dtype, options = split(options)
+    params = [Parameter(torch.randn(2, 3, dtype=dtype)), Parameter(torch.randn(4, dtype=dtype))]
+    opt = cls(params, **options)
+    assert cls.__name__ in repr(opt)
+    for p in params:
+        p.grad = torch.rand_like(p)
+    opt.step()
+    assert cls.__name__ in repr(opt) and str(opt)
+
+
+# ---- Steps --------------------------------------------------------------------------------------------------------------
+
+
+def goes_right(cls, options, strided, scheduler=None):
+    dtype, options = split(options)
+    problem = Problem(dtype, strided)
+    opt = cls(problem.params, **options)
+    schedulers = [make(opt) for make in scheduler or ()]
+    closure = problem.closure(opt)
+    first = closure().item()
+    for _ in range(20):
+        loss = opt.step(closure)
+        for s in schedulers:
+            s.step(loss.item()) if isinstance(s, ReduceLROnPlateau) else s.step()
+    if options.get("maximize"):
+        assert closure().item() > first
+    else:
+        assert closure().item() < first
+
+
+@every
+@pytest.mark.parametrize("strided", [False, True])
+def test_forloop_goes_right_direction(cls, options, strided):
+    goes_right(cls, options, strided)
+
+
+@every
+def test_param_group_with_lrscheduler_goes_right_direction(cls, options):
+    """Two groups, and every scheduler that torch tries with the rule."""
+    info = INFOS.get(cls.rule, INFOS["adamw"])
+    dtype, options = split(options)
+    for makers in info.scheduler_inputs:
+        problem = Problem(dtype)
+        opt = cls([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01}], **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedulers = [make(opt) for make in (makers if isinstance(makers, (list, tuple)) else [makers])]
+        closure = problem.closure(opt)
+        first = closure().item()
+        for _ in range(20):
+            loss = opt.step(closure)
+            for s in schedulers:
+                s.step(loss.item()) if isinstance(s, ReduceLROnPlateau) else s.step()
+        now = closure().item()
+        assert now > first if options.get("maximize") else now < first
+
+
+@every
+def test_tensor_lr(cls, options):
+    """A tensor as lr gives the bits of the float it holds; schedulers may go on with either."""
+    dtype, options = split(options)
+    options.pop("lr", None)
+    for kind in (torch.tensor(0.5 ** 7), torch.tensor([0.5 ** 7])):
+        problem = Problem(dtype)
+        other = problem.copy()
+        names = ("weight", "bias")
+        opt = cls(list(zip(names, problem.params)), lr=kind, **options)
+        reference = cls(list(zip(names, other.params)), lr=0.5 ** 7, **options)
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (opt, reference)]
+        for _ in range(5):
+            run(opt, problem, 1)
+            run(reference, other, 1)
+            for s in schedulers:
+                s.step()
+            for p, q in zip(problem.params, other.params):
+                assert torch.equal(p, q)
+            assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
+            assert float(opt.param_groups[0]["lr"]) == reference.param_groups[0]["lr"]
+
+
+@rules
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_param_groups_weight_decay(cls, dtype):
+    """Decay in one group only makes that group's norm smaller than it would be."""
+    moved = {}
+    for decay in (0.0, 0.9):
+        problem = Problem(dtype)
+        opt = cls([{"params": [("w", problem.weight)], "weight_decay": decay}, {"params": [("b", problem.bias)]}],
+                  weight_decay=0.0, lr=0.05)
+        for _ in range(10):
+            problem.weight.grad = torch.ones_like(problem.weight) * 1e-3
+            problem.bias.grad = torch.ones_like(problem.bias) * 1e-3
+            opt.step()
+        moved[decay] = problem
+    assert torch.equal(moved[0.0].bias, moved[0.9].bias)
+    assert moved[0.9].weight.float().norm() < 0.95 * moved[0.0].weight.float().norm()
+
+
+@rules
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_param_groups_lr(cls, dtype):
+    """A group with lr 0 stands still; the options' order does not matter."""
+    for groups in (lambda p: [{"params": [p.weight]}, {"params": [p.bias], "lr": 0.0}],
+                   lambda p: [{"params": [p.weight], "lr": 0.1}, {"params": [p.bias]}]):
+        problem = Problem(dtype)
+        before = problem.copy()
+        base = groups(problem)
+        opt = cls(base, lr=0.0 if "lr" in base[0] else 0.1)
+        run(opt, problem, 5)
+        assert torch.equal(problem.bias, before.bias)
+        assert not torch.equal(problem.weight, before.weight)
+
+
+@every
+def test_step_is_noop_when_params_have_no_grad(cls, options):
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    before = problem.copy()
+    opt = cls(problem.params, **options)
+    opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(problem.params, before.params))
+    problem.weight.grad = torch.arange(1.0, 51.0).reshape(10, 5).to(dtype)
+    opt.step()
+    assert torch.equal(problem.bias, before.bias)
+    assert not torch.equal(opt.read_weight(problem.weight), before.weight.float())
+
+
+@every
+def test_step_is_noop_for_zero_grads(cls, options):
+    """Zero gradients and no decay: not one bit, however often."""
+    dtype, options = split(options)
+    options["weight_decay"] = 0.0
+    problem = Problem(dtype)
+    before = problem.copy()
+    opt = cls(problem.params, **options)
+    for _ in range(5):
+        for p in problem.params:
+            p.grad = torch.zeros_like(p)
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(problem.params, before.params))
+
+
+@rules
+def test_fused_matches_forloop(cls):
+    """fused= and foreach= are hints: the bits are the same."""
+    problems = [Problem() for _ in range(4)]
+    opts = [cls(list(zip("wb", p.params)), **kw) for p, kw in
+            zip(problems, ({}, {"fused": True}, {"foreach": True}, {"capturable": True}))]
+    for o, p in zip(opts, problems):
+        run(o, p, 5)
+    for p in problems[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(p.params, problems[0].params))
+
+
+@rules
+def test_fused_error_on_params_on_meta(cls):
+    """Built on meta and stepped there: an error; materialised afterwards: fine."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 3)
+    with pytest.raises((RuntimeError, ValueError, TypeError), match="meta"):
+        opt = cls(model.parameters(), fused=True)
+        for p in model.parameters():
+            p.grad = torch.rand_like(p)
+        opt.step()
+    model = model.to_empty(device="cpu")
+    for p in model.parameters():
+        torch.nn.init.zeros_(p)
+        p.grad = torch.ones_like(p)
+    opt = cls(model.parameters(), fused=True)
+    opt.step()
+    assert all((p != 0).any() for p in model.parameters())
+
+
+# ---- State dicts --------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_state_dict_deterministic(cls, options):
+    """20 steps, a copy by state_dict, 20 more side by side: equal weights, equal states, and nobody's dictionary changes."""
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+    run(opt, problem, 20)
+    other = problem.copy()
+    loaded = cls(other.params, **options)
+    given, kept = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
+    loaded.load_state_dict(given)
+    for _ in range(20):
+        run(opt, problem, 1)
+        run(loaded, other, 1)
+        assert all(torch.equal(p, q) for p, q in zip(problem.params, other.params))
+    assert equal(given, kept)
+    assert equal(opt.state_dict(), loaded.state_dict())
+    # Repeated parameters get the same numbers.
+    loaded.param_groups.extend(copy.copy(loaded.param_groups))
+    assert equal(loaded.state_dict()["param_groups"][0], opt.state_dict()["param_groups"][0])
+    assert equal(loaded.state_dict()["param_groups"][-1], opt.state_dict()["param_groups"][0])
+
+
+@every
+def test_can_load_older_state_dict(cls, options):
+    """Flags that came later are missing in old files."""
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+    run(opt, problem, 6)
+    for flag in ("maximize", "foreach", "fused", "capturable", "differentiable", "decay", "centralize", "reference_lr",
+                 "group_steps", "amsgrad", "decoupled_weight_decay"):
+        file = copy.deepcopy(opt.state_dict())
+        for group in file["param_groups"]:
+            group.pop(flag, None)
+        opt.load_state_dict(file)
+        run(opt, problem, 1)
+        assert flag in opt.param_groups[0] or flag in ("group_steps", "amsgrad", "decoupled_weight_decay")
+
+
+@every
+def test_can_load_from_to_named_state_dict(cls, options):
+    """Between named and unnamed optimizers in all four directions; names of the file win, else those that were there."""
+    dtype, options = split(options)
+    for from_named, to_named in ((True, True), (True, False), (False, True), (False, False)):
+        problem = Problem(dtype)
+        opt = cls(list(zip(("weight", "bias"), problem.params)) if from_named else problem.params, **options)
+        run(opt, problem, 5)
+        other = problem.copy()
+        loaded = cls(list(zip(("w", "b"), other.params)) if to_named else other.params, **options)
+        loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+        for _ in range(5):
+            run(opt, problem, 1)
+            run(loaded, other, 1)
+            assert all(torch.equal(p, q) for p, q in zip(problem.params, other.params))
+        ours, theirs = loaded.state_dict(), opt.state_dict()
+        if from_named:
+            assert ours["param_groups"][0]["param_names"] == ["weight", "bias"]
+        elif to_named:
+            assert ours["param_groups"][0]["param_names"] == ["w", "b"]
+        else:
+            assert "param_names" not in ours["param_groups"][0]
+        for d in (ours, theirs):
+            d["param_groups"][0].pop("param_names", None)
+        assert equal(ours, theirs)
+
+
+@every
+def test_save_load_equality_with_weights_only(cls, options):
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+    run(opt, problem, 3)
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert equal(loaded, opt.state_dict())
+    other = problem.copy()
+    again = cls(other.params, **options)
+    again.load_state_dict(loaded)
+    assert equal(again.state_dict(), opt.state_dict())
+
+
+@every
+def test_load_nontensor_step(cls, options):
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+    run(opt, problem, 3)
+    file = opt.state_dict()
+    for state in file["state"].values():
+        if torch.is_tensor(state["step"]):
+            state["step"] = state["step"].item()
+    opt.load_state_dict(file)
+    run(opt, problem, 2)
+    assert all(state["step"].item() == 5 for state in opt.state.values())
+
+
+@every
+def test_non_empty_state(cls, options):
+    """Every parameter has a state after a step, and every state something in it."""
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+    run(opt, problem, 1)
+    assert len(opt.state) == 2
+    for state in opt.state.values():
+        assert len(state) > 0
+
+
+@every
+def test_deepcopy_copies_all_public_attrs(cls, options):
+    dtype, options = split(options)
+    problem = Problem(dtype)
+    opt = cls(problem.params, **options)
+
+    def public(o):
+        return {k for k in o.__dict__ if not k.startswith("_")}
+
+    assert public(copy.deepcopy(opt)) == public(opt)
+    run(opt, problem, 2)
+    assert public(copy.deepcopy(opt)) == public(opt)
+    for key in public(opt) - {"state", "param_groups", "defaults"}:
+        assert getattr(copy.deepcopy(opt), key) == getattr(opt, key), key
+
+
+# ---- Hooks --------------------------------------------------------------------------------------------------------------
+
+
+def ready(cls):
+    problem = Problem()
+    opt = cls(problem.params, lr=0.01)
+    run(opt, problem, 1)
+    return problem, opt
+
+
+@rules
+def test_step_post_hook(cls):
+    problem, opt = ready(cls)
+    calls = []
+
+    def hook(optimizer, args, kwargs):
+        assert optimizer is opt
+        calls.append((problem.weight.detach().clone(), args, kwargs))
+
+    before = problem.weight.detach().clone()
+    handle = opt.register_step_post_hook(hook)
+    opt.step()
+    opt.step(None)
+    assert len(calls) == 2 and not torch.equal(calls[0][0], before)  # after the update
+    handle.remove()
+    opt.step()
+    assert len(calls) == 2
+
+
+@rules
+def test_step_pre_hook(cls):
+    problem, opt = ready(cls)
+    calls = []
+
+    def hook(optimizer, args, kwargs):
+        assert optimizer is opt
+        calls.append(problem.weight.detach().clone())
+
+    before = problem.weight.detach().clone()
+    handle = opt.register_step_pre_hook(hook)
+    opt.step()
+    opt.step()
+    assert len(calls) == 2 and torch.equal(calls[0], before)  # before the update
+    handle.remove()
+    opt.step()
+    assert len(calls) == 2
+
+
+@rules
+def test_step_pre_hook_changes_arguments(cls):
+    problem, opt = ready(cls)
+    opt.register_step_pre_hook(lambda o, args, kwargs: ((o, lambda: 5.0), {}))
+    assert opt.step() == 5.0
+
+
+@rules
+def test_step_all_hooks(cls):
+    """Global and local, in torch's order, once each."""
+    problem, opt = ready(cls)
+    order = []
+    handles = [register_optimizer_step_pre_hook(lambda o, a, k: order.append(0)),
+               opt.register_step_pre_hook(lambda o, a, k: order.append(1)),
+               opt.register_step_post_hook(lambda o, a, k: order.append(2)),
+               register_optimizer_step_post_hook(lambda o, a, k: order.append(3))]
+    try:
+        opt.step()
+        assert order == [0, 1, 2, 3]
+        opt.step(lambda: None)
+        assert order == [0, 1, 2, 3] * 2
+    finally:
+        for h in handles:
+            h.remove()
+    opt.step()
+    assert order == [0, 1, 2, 3] * 2
+
+
+@rules
+def test_state_dict_pre_hook(cls):
+    _, opt = ready(cls)
+    opt.register_state_dict_pre_hook(lambda o: o.param_groups[0].update(lr=0.75))
+    assert opt.state_dict()["param_groups"][0]["lr"] == 0.75
+
+
+@rules
+def test_state_dict_post_hook(cls):
+    """In place and by return value."""
+    _, opt = ready(cls)
+
+    def change(optimizer, state_dict):
+        state_dict["mine"] = 1
+
+    opt.register_state_dict_post_hook(change)
+    assert opt.state_dict()["mine"] == 1
+    opt.register_state_dict_post_hook(lambda o, d: {"replaced": d["mine"]})
+    assert opt.state_dict() == {"replaced": 1}
+
+
+@rules
+def test_state_dict_pre_post_hook(cls):
+    _, opt = ready(cls)
+    order = []
+    opt.register_state_dict_pre_hook(lambda o: order.append("pre"))
+    opt.register_state_dict_pre_hook(lambda o: order.append("first"), prepend=True)
+    opt.register_state_dict_post_hook(lambda o, d: order.append("post"))
+    opt.register_state_dict_post_hook(lambda o, d: order.append("middle"), prepend=True)
+    opt.state_dict()
+    assert order == ["first", "pre", "middle", "post"]
+
+
+@rules
+def test_load_state_dict_pre_hook_and_prepend(cls):
+    problem, opt = ready(cls)
+    file = opt.state_dict()
+    lr = file["param_groups"][0]["lr"]
+
+    def in_place(optimizer, state_dict):
+        state_dict["param_groups"][0]["lr"] = 0.002
+
+    def returned(optimizer, state_dict):
+        state_dict = copy.copy(state_dict)
+        state_dict["param_groups"] = [dict(g, lr=0.125) for g in state_dict["param_groups"]]
+        return state_dict
+
+    handle = opt.register_load_state_dict_pre_hook(returned)
+    opt.load_state_dict(file)
+    assert opt.param_groups[0]["lr"] == 0.125
+    assert file["param_groups"][0]["lr"] == lr
+    opt.register_load_state_dict_pre_hook(in_place, prepend=True)
+    opt.load_state_dict(copy.deepcopy(file))
+    assert opt.param_groups[0]["lr"] == 0.125
+    handle.remove()
+    opt.load_state_dict(copy.deepcopy(file))
+    assert opt.param_groups[0]["lr"] == 0.002
+    run(opt, problem, 1)
+
+
+@rules
+def test_load_state_dict_pre_hook_sees_what_was_given(cls):
+    """A hook that rewrites states finds tensors there, not somebody's wrapping."""
+    problem, opt = ready(cls)
+    run(opt, problem, 1)
+    seen = []
+
+    def hook(optimizer, state_dict):
+        for state in state_dict["state"].values():
+            assert isinstance(state, dict) and isinstance(state["step"], torch.Tensor)
+            state["step"] = torch.tensor(9.0)
+            seen.append(1)
+
+    opt.register_load_state_dict_pre_hook(hook)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert len(seen) == 2
+    assert all(s["step"].item() == 9 for s in opt.state.values())
+
+
+@rules
+def test_load_state_dict_post_hook(cls):
+    problem, opt = ready(cls)
+    handle = opt.register_load_state_dict_post_hook(lambda o: o.param_groups[0].update(lr=0.25))
+    opt.load_state_dict(opt.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.25
+    handle.remove()
+    states = []
+    opt.register_load_state_dict_post_hook(lambda o: states.append({k: type(v) for k, v in o.state.items()}))
+    opt.load_state_dict(opt.state_dict())
+    assert set(states[0].values()) == {dict}  # everything is in place when it runs
+    run(opt, problem, 1)
+
+
+@rules
+def test_load_state_dict_pre_post_hook(cls):
+    _, opt = ready(cls)
+    order = []
+    opt.register_load_state_dict_pre_hook(lambda o, d: order.append("pre"))
+    opt.register_load_state_dict_post_hook(lambda o: order.append("post"))
+    opt.register_load_state_dict_pre_hook(lambda o, d: order.append("first"), prepend=True)
+    opt.register_load_state_dict_post_hook(lambda o: order.append("middle"), prepend=True)
+    opt.load_state_dict(opt.state_dict())
+    assert order == ["first", "pre", "middle", "post"]
+    assert isinstance(opt._optimizer_load_state_dict_pre_hooks, OrderedDict)
+    assert len(opt._optimizer_load_state_dict_pre_hooks) == 2  # nothing of the loader's own stays behind
+
+
+@rules
+def test_profile_hook_wraps_the_step_once(cls):
+    """Classes, subclasses and copies: one wrapping, so one call of a hook."""
+    class Sub(cls):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    problem = Problem()
+    for kind in (cls, Sub):
+        opt = kind(problem.params)
+        opt = copy.deepcopy(opt)
+        calls = []
+        opt.register_step_post_hook(lambda o, a, k: calls.append(1))
+        opt.step()
+        # A subclass's step and the step it calls are two functions, as in torch.
+        assert len(calls) == (1 if kind is cls else 2)
+
+
+def test_rules_of_torch_are_all_described():
+    """Every optimizer of ours that torch has uses torch's own configurations."""
+    assert {"sgd", "adam", "adamw", "radam", "rmsprop"} <= set(INFOS) & set(_abi.rules)
+    assert halfstep.AdamW in [class_of(r) for r in RULES]
