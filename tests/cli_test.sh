@@ -120,6 +120,24 @@ assert some == {"lion/bf16/bf16", "adamw/f32/f32"}, some
 PY
 ok "info and plan"
 
+"$halfstep" bench --recipes adamw/f32,adamw/bf16-sr/int8 --params 8192 --tensors 8 --rounds 1 --threads 1 --csv bench.csv --json >bench.json
+valid bench.json "bench --json"
+python3 - bench.json bench.csv <<'PY' || fail "bench"
+import csv, json, sys
+cases = json.load(open(sys.argv[1]))["cases"]
+assert [(c["recipe"], c["tensors"]) for c in cases] == [(r, n) for r in ("adamw/f32/f32", "adamw/bf16-sr/int8") for n in (1, 8)], cases
+# Weights and states read and written, gradients read: 28 bytes in fp32.
+assert cases[0]["bytes_per_param"] == 28 and 10 < cases[2]["bytes_per_param"] < 10.6, cases
+for case in cases:
+    assert case["ns_per_param"] > 0 and 0 < case["stream_fraction"] < 100, case
+assert cases[1]["time_over_one_tensor"] > 0 and cases[0]["cache_ns_per_param"] > 0, cases
+rows = list(csv.DictReader(open(sys.argv[2])))
+assert [r["recipe"] for r in rows] == [c["recipe"] for c in cases], rows
+PY
+expect 2 'unknown rule' bench --recipes adamx
+expect 2 'at least 4096' bench --params 1
+ok "bench"
+
 lm --steps 8 --json >run.json 2>progress
 valid run.json "train lm --json"
 python3 - run.json <<'PY' || fail "keys of train lm --json"

@@ -8,6 +8,7 @@ script=$1
 # The installed package is tested, with its own library. Tests run side by side, so each has one thread; what torch.compile
 # and DeepSpeed compile stays in the build folder, and they look for ninja on the path.
 unset HALFSTEP_LIBRARY PYTHONPATH
+export HALFSTEP_BUILD=$build_dir
 export OMP_NUM_THREADS=1 PATH="$build_dir/venv/bin:$PATH"
 export TORCHINDUCTOR_CACHE_DIR="$build_dir/inductor" TORCH_EXTENSIONS_DIR="$build_dir/torch_extensions"
 if grep -qE '^ *def test_' "$script"; then

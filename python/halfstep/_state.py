@@ -319,6 +319,7 @@ def save_safetensors(optimizer, path):
     tensors, metadata = {}, {"format": "halfstep optimizer 1", "rule": optimizer.rule, "seed": str(optimizer.seed)}
     rule = _abi.rules[optimizer.rule]
     first = optimizer.param_groups[0]
+    metadata["generator"] = optimizer.generator or _abi.choices("generator")[0]
     metadata["skipped_steps"] = str(first.get("skipped_steps", 0))
     metadata["gradient_norm"] = float(first.get("last_norm", 0.0)).hex()
     for g, group in enumerate(optimizer.param_groups):
@@ -387,7 +388,8 @@ def load_safetensors(optimizer, path):
         for g, group in enumerate(optimizer.param_groups):
             saved = found["param_groups"][g]
             saved["ids"], saved["recipes"] = list(saved["ids"]), list(saved["recipes"])
-            source = None
+            # The C program's files do not say which tensor is of which group; theirs are then taken in order.
+            source = str(g)
             for i, p in enumerate(group["params"]):
                 name = optimizer._name_of(g, i)
                 source = metadata.get(f"group_of.{name}", source)
@@ -406,14 +408,17 @@ def load_safetensors(optimizer, path):
                 elif p in optimizer.state:
                     raise ValueError(f"halfstep: {path} has nothing of parameter {name!r}")
                 flat += 1
-            if source is not None:
-                saved["group_steps"] = int(metadata.get(f"group.{source}.steps", 0))
-                _take_hypers(optimizer, saved, metadata, source)
+            saved["group_steps"] = int(metadata.get(f"group.{source}.steps", 0))
+            _take_hypers(optimizer, saved, metadata, source)
         found["param_groups"][0]["skipped_steps"] = int(metadata.get("skipped_steps", 0))
         found["param_groups"][0]["last_norm"] = float.fromhex(metadata.get("gradient_norm", "0x0p0"))
         for saved in found["param_groups"]:
             saved["seed"] = int(metadata.get("seed", saved.get("seed", 0)))
+        generator = metadata.get("generator", optimizer.generator)
+        if generator is not None and generator not in _abi.choices("generator"):
+            raise ValueError(f"halfstep: {path} draws random bits from {generator!r}, which this library does not have")
     optimizer.load_state_dict(found)
+    optimizer.generator = generator
 
 
 def _take_hypers(optimizer, saved, metadata, source):

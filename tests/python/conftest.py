@@ -1,4 +1,5 @@
-"""What several test files share: the classes under test, recipes, parameters with gradients, and all bits of an optimizer."""
+"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer."""
+import io
 import os
 import warnings
 
@@ -21,6 +22,17 @@ RECIPES = {
 #: a matrix of whole blocks, one of short ones, an image kernel, a vector, a scalar, nothing at all
 SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "conv.weight": (8, 4, 3, 3), "body.bias": (33,), "scale": (),
           "empty": (0, 4)}
+
+TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam,
+         "rmsprop": torch.optim.RMSprop}
+if hasattr(torch.optim, "Muon"):
+    TORCH["muon"] = torch.optim.Muon
+#: the rules that torch has, with options that use all of their states
+TORCH_OPTIONS = [("sgd", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}), ("adam", {"amsgrad": True}), ("adamw", {}),
+                 ("radam", {"lr": 1e-2}), ("rmsprop", {"lr": 1e-3, "momentum": 0.5, "centered": True})]
+
+rules = pytest.mark.parametrize("rule", RULES)
+recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def class_of(rule):
@@ -82,6 +94,45 @@ def states(opt):
 def group_options(opt):
     """The options of all groups, without what tells one parameter from another."""
     return [{k: plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
+
+
+def make(rule, recipe="f32", named=True, shapes=None, **options):
+    """Parameters by name and an optimizer for them."""
+    dtype, formats = RECIPES[recipe]
+    params = parameters(dtype, shapes)
+    return params, class_of(rule)(list(params.items()) if named else list(params.values()), **formats, **options)
+
+
+def saved(state_dict):
+    """The same from a file, read as torch.load() does by default."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(a, b, params_a, params_b):
+    assert [bits(p) for p in params_a.values()] == [bits(p) for p in params_b.values()]
+    assert states(a) == states(b)
+
+
+def assert_close(params, others, rtol=1e-5, atol=1e-6):
+    for (name, p), q in zip(params.items(), others.values()):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(4)
+    return torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Tanh(),
+                               torch.nn.Linear(32, 4)).to(dtype)
+
+
+def batch(step, dtype=torch.float32):
+    return torch.randn(8, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(model, step):
+    return model(batch(step, next(model.parameters()).dtype)).float().pow(2).mean()
 
 
 @pytest.fixture(autouse=True)

@@ -68,9 +68,9 @@ def test_compiled_training_step(backend, recipe, compile_option):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule,recipe", [("adamw", "f32"), ("adamw", "bf16-sr"), ("adamw", "ecc8-int8"), ("adamw", "sr-int4"),
-                                         ("sgd", "f32"), ("lion", "sr-int4"), ("muon", "kahan"), ("lamb", "ecc8-int8"),
-                                         ("schedulefree", "kahan")])
+@pytest.mark.parametrize("rule,recipe", [("adamw", "f32"), ("adamw", "bf16-sr"), ("adamw", "ecc8-int8"),
+                                         ("adamw", "sr-int4"), ("sgd", "f32"), ("lion", "sr-int4"), ("muon", "kahan"),
+                                         ("lamb", "ecc8-int8"), ("schedulefree", "kahan")])
 def test_compiled_optimizer_step(backend, rule, recipe):
     """compile=True: one graph, no break, the same bits as step() of an ordinary optimizer."""
     found = []
@@ -237,7 +237,7 @@ def test_inductor():
 
 
 def test_inductor_training_step():
-    """A whole training step by inductor. Its kernels may round otherwise than eager's, so the gradient is one that cannot."""
+    """A whole training step by inductor. Its kernels may round otherwise than eager's: this gradient cannot."""
     def loss_of(p, x):
         return (p * x).sum()
 

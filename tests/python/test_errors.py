@@ -1,6 +1,4 @@
 """Bad input: a Python exception that names the parameter, and not one bit changed anywhere."""
-import copy
-import io
 import math
 
 import pytest
@@ -8,7 +6,6 @@ import torch
 
 import halfstep
 from conftest import RULES, bits, class_of, everything, parameters, plain, run, set_gradients, states, twins
-from halfstep import _abi
 
 ANY = (TypeError, ValueError, RuntimeError, NotImplementedError)
 NAME = "layers.7.odd one"
@@ -243,8 +240,9 @@ def test_shape_that_changes_in_mid_run(data):
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("view", [lambda t: t[:8], lambda t: t[:, :48], lambda t: t.view(48, 48), lambda t: t.view(torch.float32),
-                                  lambda t: t.view(-1), lambda t: t[:0], lambda t: t.as_strided((24, 96), (0, 1))],
+@pytest.mark.parametrize("view", [lambda t: t[:8], lambda t: t[:, :48], lambda t: t.view(48, 48),
+                                  lambda t: t.view(torch.float32), lambda t: t.view(-1), lambda t: t[:0],
+                                  lambda t: t.as_strided((24, 96), (0, 1))],
                          ids=["rows", "columns", "reshaped", "dtype", "flat", "nothing", "overlapping"])
 def test_shape_that_changes_at_the_same_address(view, release):
     """The library would write beyond the end, or in the wrong places."""
@@ -369,7 +367,8 @@ def test_states_of_equal_meaning_are_taken():
 
 @pytest.mark.parametrize("recipe", ["", "adamx", "adamw/bf17", "adamw/f32/int9", "adamw/bf16-sr/int8+int9",
                                     "adamw/bf16-sr/int8+int8+int8+int8", "adamw/int8", "adamw/f32/int8/int8", "ADAMW/f32",
-                                    "adamw/bf16-sr/f16+f16", "ema/f32", "lion/f32/int8+int8", "adamw/f32/bf16-kahan+bf16-kahan"])
+                                    "adamw/bf16-sr/f16+f16", "ema/f32", "lion/f32/int8+int8",
+                                    "adamw/f32/bf16-kahan+bf16-kahan"])
 def test_unknown_recipes(recipe):
     p = torch.nn.Parameter(torch.ones(4, 64))
     with pytest.raises(ValueError) as caught:
@@ -378,8 +377,9 @@ def test_unknown_recipes(recipe):
 
 
 @rules
-@pytest.mark.parametrize("options", [{"weights": "bf17"}, {"weights": "int8"}, {"weights": 8}, {"states": "int9"}, {"states": 8},
-                                     {"states": "f32+f32+f32+f32+f32"}, {"decay": "sometimes"}, {"clip": "never"},
+@pytest.mark.parametrize("options", [{"weights": "bf17"}, {"weights": "int8"}, {"weights": 8}, {"states": "int9"},
+                                     {"states": 8}, {"states": "f32+f32+f32+f32+f32"}, {"decay": "sometimes"},
+                                     {"clip": "never"},
                                      {"scan": "maybe"}, {"generator": "dice"}, {"clip_norm": -1.0}, {"clip_norm": math.nan},
                                      {"clip_norm": "x"}, {"threads": -1}, {"threads": 1 << 20}, {"seed": "x"}, {"lr": "x"},
                                      {"lr": None}, {"centralize": -1.0}, {"reference_lr": -1.0}])
@@ -458,123 +458,3 @@ def test_accumulation_that_would_lose_gradients(rule, options):
     assert everything(opt, params) == before
     opt.optimizer_accumulation = False
     opt.step()
-
-
-# ---- Files --------------------------------------------------------------------------------------------------------------
-
-
-def altered(change):
-    def make(file):
-        file = copy.deepcopy(file)
-        change(file)
-        return file
-    return make
-
-
-def first_state(key, value):
-    def change(file):
-        file["state"][0][key] = value
-    return altered(change)
-
-
-BAD_FILES = {
-    "another number of groups": altered(lambda f: f["param_groups"].append({"params": [99]})),
-    "another number of parameters": altered(lambda f: f["param_groups"][0]["params"].pop()),
-    "no groups": altered(lambda f: f.pop("param_groups")),
-    "no states": altered(lambda f: f.pop("state")),
-    "a short state": first_state("exp_avg", torch.zeros(3, dtype=torch.int8)),
-    "a long state": first_state("exp_avg", torch.zeros(25, 96, dtype=torch.int8)),
-    "a state of another dtype": first_state("exp_avg", torch.zeros(24, 96, dtype=torch.float64)),
-    "scales of another shape": first_state("exp_avg.scale", torch.zeros(24, 4, dtype=torch.bfloat16)),
-    "a number for a state": first_state("exp_avg", 3.0),
-    "a negative learning rate": altered(lambda f: f["param_groups"][0].update(lr=-1.0)),
-    "betas out of bounds": altered(lambda f: f["param_groups"][0].update(betas=(0.9, 1.5))),
-    "an unknown recipe": altered(lambda f: f["param_groups"][0].update(recipes=["adamw/bf99"] * 6)),
-    "another rule": altered(lambda f: f["param_groups"][0].update(recipes=["lion/bf16-sr"] * 6)),
-    "a negative step": first_state("step", torch.tensor(-3.0)),
-    "not even a dictionary": lambda file: [1, 2],
-}
-
-
-@pytest.mark.parametrize("kind", BAD_FILES)
-@pytest.mark.parametrize("warm", [0, 2])
-def test_bad_files(kind, warm):
-    """A file that is refused changes nothing: the optimizer goes on as if nobody had tried."""
-    params, options = sound()
-    writer = halfstep.AdamW(list(params.items()), **options)
-    run(writer, params, 0, 2)
-    bad = BAD_FILES[kind](writer.state_dict())
-    fresh = parameters(torch.bfloat16)
-    opt = halfstep.AdamW(list(fresh.items()), **options)
-    run(opt, fresh, 0, warm)
-    before = everything(opt, fresh)
-    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
-        opt.load_state_dict(bad)
-        set_gradients(fresh, warm)
-        opt.step()
-    assert [bits(p) for p in fresh.values()] == before[0]
-    assert everything(opt, fresh) == before, "refused at the step only"
-    run(opt, fresh, warm, warm + 1)
-
-
-def test_truncated_and_foreign_safetensors(tmp_path):
-    params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), **options)
-    run(opt, params, 0, 2)
-    path = tmp_path / "o.safetensors"
-    opt.save_safetensors(path)
-    whole = path.read_bytes()
-    before = everything(opt, params)
-    for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(Exception):
-            opt.load_safetensors(path)
-        assert everything(opt, params) == before
-    path.write_bytes(whole)
-    other = halfstep.Lion(list(twins(params).items()))
-    with pytest.raises(ValueError, match="adamw"):
-        other.load_safetensors(path)
-    from safetensors.torch import save_file
-    save_file({"a": torch.ones(3)}, path)
-    with pytest.raises(ValueError):
-        opt.load_safetensors(path)
-    with pytest.raises((FileNotFoundError, OSError)):
-        opt.load_safetensors(tmp_path / "nowhere.safetensors")
-    with pytest.raises((FileNotFoundError, OSError)):
-        opt.save_safetensors(tmp_path / "no" / "where.safetensors")
-    assert everything(opt, params) == before
-
-
-def test_reading_what_is_not_there():
-    params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), **options)
-    run(opt, params, 0, 1)
-    stranger = torch.nn.Parameter(torch.ones(3))
-    for call in (lambda: opt.read_state(stranger, "exp_avg"), lambda: opt.recipe(stranger),
-                 lambda: opt.write_state(stranger, "exp_avg", torch.ones(3)), lambda: opt.scalar(stranger, "x"),
-                 lambda: opt.read_state(params["scale"], "no_such"), lambda: opt.scalar(params["scale"], "no_such"),
-                 lambda: opt.write_weight(params["body.weight"], torch.ones(5)),
-                 lambda: opt.write_state(params["body.weight"], "exp_avg", torch.full((24, 96), math.nan)),
-                 lambda: opt.write_state(params["body.weight"], "exp_avg_sq", torch.full((24, 96), -1.0))):
-        before = everything(opt, params)
-        with pytest.raises((ValueError, KeyError)):
-            call()
-        assert everything(opt, params) == before
-
-
-def test_errors_of_the_library_are_of_both_kinds():
-    with pytest.raises(halfstep.HalfstepError) as caught:
-        _abi.recipe_full("adamw/bf17")
-    assert isinstance(caught.value, ValueError) and caught.value.code < 0
-    assert "bf17" in str(caught.value)
-
-
-def test_files_that_torch_saves_hold_nothing_odd():
-    """Only what weights_only loading admits, even with every option set."""
-    params, options = sound()
-    opt = halfstep.AdamW(list(params.items()), clip_norm=1.0, scan="per-tensor", generator="philox7", seed=3, fused=True, **options)
-    run(opt, params, 0, 1)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    torch.load(file, weights_only=True)

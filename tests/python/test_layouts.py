@@ -309,7 +309,7 @@ with_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), re
 @with_grad_dtype
 @pytest.mark.parametrize("rule", [r for r in RULES if r not in ("muon",)])
 def test_fp32_gradients_on_bf16_parameters(rule):
-    """Exact weights (bf16-ecc16) and f32 states under fp32 gradients are fp32 training, bit for bit: no gradient is rounded."""
+    """Exact weights (bf16-ecc16) and f32 states under fp32 gradients are fp32 training, bit for bit."""
     dense = parameters(torch.float32, SHAPES)
     with torch.no_grad():
         for p in dense.values():

@@ -1,0 +1,148 @@
+"""What distributed checkpoints and sharding wrappers do to an optimizer, in one process."""
+
+import pytest
+import torch
+
+import halfstep
+from conftest import (RECIPES, assert_close, bits, class_of, loss_of, make, network, parameters, recipes, rules, run,
+                      same, saved, set_gradients, states, twins)
+
+
+@rules
+@recipes
+@pytest.mark.parametrize("decay", ["decoupled", "fully-decoupled", "l2"])
+def test_a_step_with_zero_lr_and_zero_gradients_moves_no_weight(rule, recipe, decay):
+    """torch.distributed.checkpoint primes an optimizer so, before it loads."""
+    for warm in (0, 2):
+        params, opt = make(rule, recipe, lr=0.02, weight_decay=0.5, decay=decay)
+        run(opt, params, 0, warm)
+        held = {n: opt.read_weight(p) for n, p in params.items()} if warm else None
+        before = [bits(p) for p in params.values()]
+        for group in opt.param_groups:
+            group["lr"] = 0.0
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        opt.step()
+        assert [bits(p) for p in params.values()] == before
+        if warm:
+            assert all(torch.equal(held[n], opt.read_weight(p)) for n, p in params.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rule", ["adamw", "muon", "ranger"])
+def test_distributed_checkpoint_state_dicts(rule, recipe):
+    """get_ and set_optimizer_state_dict(), by names, in one process; the fake step happens inside."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    dtype, formats = RECIPES[recipe]
+    model, other = network(dtype), network(dtype)
+    opt = class_of(rule)(model.named_parameters(), lr=0.02, **formats)
+    for step in range(3):
+        loss_of(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+    state = dcp.get_optimizer_state_dict(model, opt)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    fresh = class_of(rule)(other.named_parameters(), lr=0.5, **formats)
+    other.load_state_dict(weights)
+    before = [bits(p) for p in other.parameters()]
+    dcp.set_optimizer_state_dict(other, fresh, saved(state))
+    assert [bits(p) for p in other.parameters()] == before
+    assert fresh.param_groups[0]["lr"] == 0.02
+    for step in range(3, 5):
+        for m, o in ((model, opt), (other, fresh)):
+            loss_of(m, step).backward()
+            o.step()
+            o.zero_grad()
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
+    assert states(opt) == states(fresh)
+
+
+@recipes
+def test_parameters_replaced_before_the_first_step(recipe):
+    """As sharding wrappers do after the optimizer was made."""
+    params, opt = make("adamw", recipe, lr=0.02)
+    others, other = make("adamw", recipe, lr=0.02)
+    swapped = twins(params)
+    opt.param_groups[0]["params"] = list(swapped.values())
+    run(opt, swapped, 0, 3)
+    run(other, others, 0, 3)
+    same(opt, other, swapped, others)
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), parameters(RECIPES[recipe][0]).values()))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_parameters_replaced_in_mid_run_start_anew(in_place):
+    """As torch: state belongs to the tensor object."""
+    params = parameters()
+    others = twins(params)
+    opt, other = halfstep.AdamW(list(params.values()), lr=0.05), torch.optim.AdamW(list(others.values()), lr=0.05)
+    run(opt, params, 0, 3)
+    run(other, others, 0, 3)
+    for o, ps in ((opt, params), (other, others)):
+        ps["head.weight"] = torch.nn.Parameter(ps["head.weight"].detach().clone())
+        if in_place:
+            o.param_groups[0]["params"][1] = ps["head.weight"]
+        else:
+            o.param_groups[0]["params"] = list(ps.values())
+        run(o, ps, 3, 5)
+    assert opt.state[params["head.weight"]]["step"].item() == 2
+    assert opt.state[params["body.weight"]]["step"].item() == 5
+    assert_close(params, others)
+
+
+@rules
+@recipes
+def test_data_that_moves(rule, recipe):
+    """p.data replaced by equal bytes elsewhere changes nothing."""
+    params, opt = make(rule, recipe, lr=0.02)
+    others, other = make(rule, recipe, lr=0.02)
+    held = []
+    for step in range(5):
+        for ps, o in ((params, opt), (others, other)):
+            set_gradients(ps, step)
+            o.step()
+        for p in params.values():
+            held.append(p.data)
+            p.data = p.data.clone()
+    same(opt, other, params, others)
+
+
+def test_states_that_move():
+    """state[p]["exp_avg"] replaced by equal values elsewhere: the new tensor is read and written."""
+    params, opt = make("adamw", "ecc8-int8", lr=0.02)
+    others, other = make("adamw", "ecc8-int8", lr=0.02)
+    held = []
+    for step in range(5):
+        run(opt, params, step, step + 1)
+        run(other, others, step, step + 1)
+        for p in params.values():
+            for key, value in opt.state[p].items():
+                if isinstance(value, torch.Tensor):
+                    held.append((value, bits(value)))
+                    opt.state[p][key] = value.clone()
+    same(opt, other, params, others)
+    assert all(bits(value) == before for value, before in held)
+
+
+def test_states_thrown_away_start_anew():
+    params, opt = make("adamw", "ecc8-int8", lr=0.02)
+    run(opt, params, 0, 3)
+    opt.state.clear()
+    fresh = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    other = halfstep.AdamW(list(fresh.items()), lr=0.02, weights="bf16-ecc8", states="int8")
+    run(opt, params, 0, 2)
+    run(other, fresh, 0, 2)
+    assert opt.state[params["scale"]]["step"].item() == 2
+    for n in params:  # the write counter may go on: random bits differ, values hardly
+        torch.testing.assert_close(params[n], fresh[n], rtol=2 ** -7, atol=1e-2)
+
+
+def test_model_cast_before_the_first_step():
+    params, opt = make("adamw", lr=0.02)
+    for p in params.values():
+        p.data = p.data.bfloat16()
+    others, other = make("adamw", "bf16-sr", lr=0.02)
+    run(opt, params, 0, 2)
+    run(other, others, 0, 2)
+    assert opt.recipe(params["scale"]).startswith("adamw/bf16-sr/")
+    same(opt, other, params, others)

@@ -1,0 +1,470 @@
+"""Steps as users of torch.optim make them: learning rates, closures, gradients of all kinds, scaling, clipping."""
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import halfstep
+from conftest import (RECIPES, SHAPES, TORCH, TORCH_OPTIONS, assert_close, bits, class_of, everything, make, parameters,
+                      plain, recipes, rules, run, same, saved, set_gradients, states, twins)
+from halfstep import _abi
+
+# ---- Learning rates -----------------------------------------------------------------------------------------------------
+
+
+@rules
+def test_tensor_lr(rule):
+    """A 0-dim or 1-element tensor as lr, edited in place or not, is the number it holds."""
+    params, opt = make(rule, lr=0.02)
+    for lr in (torch.tensor(0.02), torch.tensor([0.02]), torch.tensor(0.02, dtype=torch.float64)):
+        others, other = make(rule, lr=lr)
+        start, again = make(rule, lr=0.02 if lr.dtype == torch.float64 else float(lr))
+        run(again, start, 0, 3)
+        run(other, others, 0, 3)
+        lr.mul_(0.5)
+        again.param_groups[0]["lr"] = float(lr)
+        run(again, start, 3, 6)
+        run(other, others, 3, 6)
+        assert other.param_groups[0]["lr"] is lr
+        same(other, again, others, start)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        class_of(rule)(list(params.values()), lr=torch.tensor(-1.0))
+
+
+def test_tensor_betas_and_decay():
+    params, opt = make("adamw", betas=(torch.tensor(0.8), torch.tensor(0.99)), weight_decay=torch.tensor(0.25))
+    others, other = make("adamw", betas=(float(torch.tensor(0.8)), float(torch.tensor(0.99))), weight_decay=0.25)
+    run(opt, params, 0, 3)
+    run(other, others, 0, 3)
+    assert [bits(p) for p in params.values()] == [bits(p) for p in others.values()]
+
+
+SCHEDULERS = {
+    "lambda": lambda o: LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=10, eta_min=1e-4),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=1, factor=0.1),
+    "onecycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=20),
+}
+
+
+def schedule(opt, params, scheduler, steps=12):
+    for step in range(steps):
+        set_gradients(params, step)
+        opt.step()
+        scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("rule,options", TORCH_OPTIONS)
+def test_schedulers_as_with_torch(rule, options, name, caught):
+    params = parameters()
+    others = twins(params)
+    opt, other = class_of(rule)(list(params.values()), **options), TORCH[rule](list(others.values()), **options)
+    for o, ps in ((opt, params), (other, others)):
+        schedule(o, ps, SCHEDULERS[name](o))
+    assert opt.param_groups[0]["lr"] == other.param_groups[0]["lr"] != options.get("lr", 1e-3)
+    if name == "onecycle":
+        for key in ("betas", "momentum"):
+            assert opt.param_groups[0].get(key) == other.param_groups[0].get(key)
+    assert_close(params, others, 1e-4, 2e-5)
+    assert not caught, [str(w.message) for w in caught]
+
+
+@rules
+def test_schedulers_work_with_every_rule(rule):
+    for name, scheduler in SCHEDULERS.items():
+        params, opt = make(rule, "sr-int4", lr=0.01)
+        if name == "onecycle" and not {"betas", "momentum"} & set(opt.defaults):
+            continue
+        start = [bits(p) for p in params.values()]
+        schedule(opt, params, scheduler(opt))
+        assert opt.param_groups[0]["lr"] != 0.01
+        assert all(torch.isfinite(p).all() for p in params.values())
+        assert all(a != bits(p) for a, p in zip(start, params.values()) if p.numel() > 1)
+
+
+def test_schedule_of_the_library_and_scheduler_agree():
+    """schedule="cosine" of the library and torch's scheduler give one trajectory."""
+    params = parameters()
+    opt = halfstep.AdamW([{"params": list(params.items()), "schedule": "cosine", "total_steps": 20}], lr=0.05)
+    others, other = make("adamw", lr=0.05)
+    schedule(other, others, CosineAnnealingLR(other, T_max=20))
+    run(opt, params, 0, 12)
+    assert_close(params, others, 1e-5, 1e-6)
+
+
+# ---- Closures -----------------------------------------------------------------------------------------------------------
+
+
+@rules
+@pytest.mark.parametrize("release", [False, True])
+def test_closure(rule, release):
+    model = torch.nn.Linear(5, 3)
+    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=release)
+    calls = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        opt.zero_grad()
+        loss = model(torch.ones(2, 5)).pow(2).sum()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    before = [bits(p) for p in model.parameters()]
+    with torch.no_grad():
+        assert opt.step(closure) is calls[0]
+    assert len(calls) == 1
+    assert all(a != bits(p) for a, p in zip(before, model.parameters()))
+    assert opt.step() is None
+    assert not any(p.requires_grad is False for p in model.parameters())
+
+
+def test_closure_runs_though_the_step_is_refused():
+    params, opt = make("adamw")
+
+    def closure():
+        set_gradients(params, 0)
+        params["head.weight"].grad[3, 3] = math.nan
+        return 7.5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert opt.step(closure) == 7.5
+    assert opt.skipped_steps == 1
+
+
+# ---- Gradients ----------------------------------------------------------------------------------------------------------
+
+
+@rules
+def test_zero_grad(rule):
+    params, opt = make(rule)
+    set_gradients(params, 0)
+    held = [p.grad for p in params.values()]
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is g for p, g in zip(params.values(), held))
+    assert not any(g.any() for g in held if g.numel())
+    opt.zero_grad()
+    assert all(p.grad is None for p in params.values())
+
+
+@rules
+@recipes
+def test_parameters_without_gradient_are_left_alone(rule, recipe):
+    """Frozen, thawed and frozen again in mid-run: the others do not notice, states wait."""
+    params, opt = make(rule, recipe, lr=0.02)
+    others, other = make(rule, recipe, lr=0.02)
+    frozen = "head.weight"
+    for step in range(6):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        if step in (0, 1, 4):
+            params[frozen].grad = None
+            before = bits(params[frozen]), plain(opt.state_dict()["state"].get(1, {}))
+        opt.step()
+        other.step()
+        if step in (0, 1, 4):
+            assert (bits(params[frozen]), plain(opt.state_dict()["state"].get(1, {}))) == before
+    assert opt.state[params[frozen]]["step"].item() == 3
+    for name in params:
+        if name != frozen:
+            assert bits(params[name]) == bits(others[name])
+    ours, theirs = states(opt), states(other)
+    assert ours.pop(1) != theirs.pop(1) and ours == theirs
+    assert bits(params[frozen]) != bits(others[frozen])
+
+
+def test_first_gradient_arrives_late():
+    """Bias corrections count a tensor's own steps, as torch's do."""
+    params = parameters()
+    others = twins(params)
+    opt, other = halfstep.AdamW(list(params.values()), lr=0.05), torch.optim.AdamW(list(others.values()), lr=0.05)
+    for step in range(5):
+        for o, ps in ((opt, params), (other, others)):
+            set_gradients(ps, step)
+            if step < 3:
+                ps["body.weight"].grad = None
+            o.step()
+    assert_close(params, others)
+
+
+def test_gradients_of_frozen_parameters_count():
+    """As in torch: what has a gradient is stepped, whether or not it asks for one."""
+    params, opt = make("adamw", lr=0.05)
+    others, other = make("adamw", lr=0.05)
+    for ps, o in ((params, opt), (others, other)):
+        set_gradients(ps, 0)
+        if ps is params:
+            ps["head.weight"].requires_grad_(False)
+        o.step()
+    same(opt, other, params, others)
+
+
+@rules
+def test_gradients_that_are_the_weights(rule):
+    """p.grad sharing the weight's memory is the weight as it was."""
+    shapes = {"w": (40, 96), "b": (33,)}
+    params, opt = make(rule, shapes=shapes, lr=0.02, weight_decay=0.1)
+    others, other = make(rule, shapes=shapes, lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        for p, q in zip(params.values(), others.values()):
+            p.grad, q.grad = p.detach(), q.detach().clone()
+        opt.step()
+        other.step()
+    same(opt, other, params, others)
+
+
+@rules
+@recipes
+def test_lr_of_zero_moves_no_weight(rule, recipe):
+    """With real gradients and decay; the states go on."""
+    params, opt = make(rule, recipe, lr=0.02, weight_decay=0.1)
+    run(opt, params, 0, 3)
+    weights, before = [bits(p) for p in params.values()], states(opt)
+    opt.param_groups[0]["lr"] = 0.0
+    run(opt, params, 3, 10)
+    assert [bits(p) for p in params.values()] == weights
+    assert states(opt) != before
+    assert all(opt.state[p]["step"].item() == 10 for p in params.values())
+
+
+@rules
+def test_no_gradient_at_all(rule):
+    params, opt = make(rule)
+    before = everything(opt, params)
+    opt.step()
+    assert everything(opt, params)[0] == before[0]
+    assert not any(len(s) for s in opt.state.values()) or all(s["step"] == 0 for s in opt.state.values())
+
+
+@rules
+@recipes
+def test_empty_and_scalar_tensors(rule, recipe):
+    """Beside others and alone."""
+    for shapes in (SHAPES, {"empty": (0,)}, {"scalar": ()}, {"empty": (3, 0), "scalar": ()}, {"one": (1, 1, 1)}):
+        params, opt = make(rule, recipe, shapes=shapes)
+        run(opt, params, 0, 2)
+        for p in params.values():
+            assert opt.state[p]["step"].item() == 2
+            assert p.shape == next(s for n, s in shapes.items() if params[n] is p)
+        again, other = make(rule, recipe, shapes=shapes)
+        run(other, again, 0, 1)
+        restored = {n: torch.nn.Parameter(p.detach().clone()) for n, p in again.items()}
+        third = class_of(rule)(list(restored.items()), **RECIPES[recipe][1])
+        third.load_state_dict(saved(other.state_dict()))
+        run(third, restored, 1, 2)
+        same(third, opt, restored, params)
+
+
+@rules
+@recipes
+def test_state_of_a_parameter(rule, recipe):
+    """Only tensors and numbers; step is a float32 number on the CPU; each state under the table's name."""
+    params, opt = make(rule, recipe)
+    run(opt, params, 0, 1)
+    for p in params.values():
+        state = opt.state[p]
+        assert len(state) > 0
+        step = state["step"]
+        assert step.dtype == torch.float32 and step.shape == () and step.device.type == "cpu" and step.item() == 1
+        for key, value in state.items():
+            assert isinstance(value, (torch.Tensor, int, float)), (key, type(value))
+    run(opt, params, 1, 4)
+    assert step is opt.state[p]["step"] or opt.state[p]["step"].item() == 4
+    p = params["body.bias"]
+    for described in _abi.rules[rule].states:
+        if described.name in opt.state[p]:
+            value = opt.read_state(p, described.name)
+            assert value.dtype == torch.float32 and value.shape == p.shape and value.any()
+    missing = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1}.get(rule, 0)  # what the default options do not need
+    assert sum(s.name in opt.state[p] for s in _abi.rules[rule].states) == len(_abi.rules[rule].states) - missing
+    file = saved(opt.state_dict())
+    assert plain(file) == plain(opt.state_dict())
+
+
+# ---- Gradients that are not finite --------------------------------------------------------------------------------------
+
+
+@rules
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_non_finite_gradients_change_nothing(rule, wrong, caught):
+    params, opt = make(rule, "ecc8-int8", lr=0.02)
+    run(opt, params, 0, 2)
+    before = everything(opt, params)[0], states(opt)
+    set_gradients(params, 2)
+    params["head.weight"].grad[16, 49] = wrong
+    opt.step()
+    assert (everything(opt, params)[0], states(opt)) == before
+    assert opt.skipped_steps == 1
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert "head.weight" in str(caught[0].message)
+    assert "body.weight" not in str(caught[0].message)
+    run(opt, params, 2, 4)
+    others, other = make(rule, "ecc8-int8", lr=0.02)
+    run(other, others, 0, 4)
+    same(opt, other, params, others)  # it is as if the step had never been
+    assert other.skipped_steps == 0 and opt.skipped_steps == 1
+
+
+def test_non_finite_in_the_first_step(caught):
+    params, opt = make("adamw", "ecc8-int8")
+    weights = [bits(p) for p in params.values()]
+    set_gradients(params, 0)
+    params["scale"].grad.fill_(math.nan)
+    opt.step()
+    assert [bits(p) for p in params.values()] == weights
+    assert opt.skipped_steps == 1 and len(caught) == 1
+    run(opt, params, 0, 2)
+    others, other = make("adamw", "ecc8-int8")
+    run(other, others, 0, 2)
+    same(opt, other, params, others)
+
+
+def test_non_finite_per_tensor(caught):
+    """scan="per-tensor": the others are stepped."""
+    params, opt = make("adamw", scan="per-tensor")
+    set_gradients(params, 0)
+    params["head.weight"].grad[0, 0] = math.nan
+    before = {n: bits(p) for n, p in params.items()}
+    opt.step()
+    moved = {n for n, p in params.items() if bits(p) != before[n]}
+    assert moved == set(SHAPES) - {"head.weight", "empty"}
+    assert "head.weight" in str(caught[0].message)
+    assert opt.state[params["head.weight"]]["step"].item() == 0
+    assert opt.state[params["body.weight"]]["step"].item() == 1
+
+
+def test_skipped_steps_are_saved():
+    params, opt = make("adamw")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            set_gradients(params, step)
+            params["scale"].grad.fill_(math.inf)
+            opt.step()
+    run(opt, params, 0, 1)
+    assert opt.skipped_steps == 3
+    other = halfstep.AdamW(list(twins(params).items()))
+    other.load_state_dict(saved(opt.state_dict()))
+    assert other.skipped_steps == 3
+    assert copy.deepcopy(opt).skipped_steps == 3
+
+
+# ---- Gradient scaling ---------------------------------------------------------------------------------------------------
+
+
+def scaled_run(recipe, fused, poison=(), clip=None, steps=6, scale=2.0 ** 6):
+    params, opt = make("adamw", recipe, lr=0.02, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3, backoff_factor=0.5)
+    for step in range(steps):
+        opt.zero_grad()
+        loss = 0
+        for n, p in params.items():
+            generator = torch.Generator().manual_seed(1000 * step + sum(n.encode()))
+            x = torch.randn(p.shape, generator=generator).to(p.dtype)
+            if step in poison and n == "head.weight":
+                x[0, 0] = math.inf
+            loss = loss + (p * x).float().sum()
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(params.values(), clip)
+        scaler.step(opt)
+        scaler.update()
+    return params, opt, scaler
+
+
+@pytest.mark.parametrize("fused", [True, None])
+@pytest.mark.parametrize("recipe", ["f32", "sr-int4"])
+def test_grad_scaler(fused, recipe):
+    """A power of two as scale changes no bit."""
+    params, opt, scaler = scaled_run(recipe, fused)
+    assert scaler.get_scale() == 2.0 ** 8
+    assert bool(getattr(opt, "_step_supports_amp_scaling", False)) == bool(fused)
+    others, other = make("adamw", recipe, lr=0.02)
+    run(other, others, 0, 6)
+    same(opt, other, params, others)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_grad_scaler_after_unscale(fused):
+    """Unscaled by hand, as clipping wants it: not a second time."""
+    params, opt, _ = scaled_run("f32", fused, clip=1.0)
+    others, other = make("adamw", lr=0.02)
+    for step in range(6):
+        set_gradients(others, step)
+        torch.nn.utils.clip_grad_norm_(others.values(), 1.0)
+        other.step()
+    same(opt, other, params, others)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+@pytest.mark.parametrize("recipe", ["f32", "ecc8-int8"])
+def test_grad_scaler_skips_overflows(fused, recipe):
+    """Found infinities: neither weights nor states nor steps change, and the scale falls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        params, opt, scaler = scaled_run(recipe, fused, poison=(1,), steps=2)
+    assert scaler.get_scale() == 2.0 ** 5
+    others, other = make("adamw", recipe, lr=0.02)
+    run(other, others, 0, 1)
+    same(opt, other, params, others)
+    assert opt.state[params["head.weight"]]["step"].item() == 1
+
+
+def test_fused_with_found_inf_by_hand():
+    """What GradScaler hands over: a step with found_inf moves nothing even if the gradients are sound."""
+    params, opt = make("adamw", "ecc8-int8", fused=True)
+    run(opt, params, 0, 1)
+    before = everything(opt, params)[0], states(opt)
+    set_gradients(params, 1)
+    opt.grad_scale, opt.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    opt.step()
+    del opt.grad_scale, opt.found_inf
+    assert (everything(opt, params)[0], states(opt)) == before
+
+
+# ---- Clipping -----------------------------------------------------------------------------------------------------------
+
+
+@rules
+@pytest.mark.parametrize("limit", [0.5, 1e4])
+def test_clip_norm(rule, limit):
+    params, opt = make(rule, lr=0.02, clip_norm=limit)
+    others, other = make(rule, lr=0.02)
+    assert opt.grad_norm == 0.0
+    for step in range(4):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        opt.step()
+        norm = torch.nn.utils.clip_grad_norm_(others.values(), limit)
+        other.step()
+        assert isinstance(opt.grad_norm, float)
+        assert math.isclose(opt.grad_norm, float(norm), rel_tol=1e-6)
+    assert_close(params, others, 1e-4 if rule != "lion" else 1e-3, 1e-5)
+    set_gradients(params, 9)
+    before = {n: p.grad.clone() for n, p in params.items()}
+    opt.step()
+    assert all(torch.equal(before[n], p.grad) for n, p in params.items())  # gradients are the caller's
+
+
+def test_clip_norm_can_be_changed():
+    params, opt = make("sgd", lr=1.0, clip_norm=1.0)
+    start = {n: p.detach().clone() for n, p in params.items()}
+    for limit in (1.0, 0.25, 0.0):
+        opt.clip_norm = limit
+        with torch.no_grad():
+            for n, p in params.items():
+                p.copy_(start[n])
+        set_gradients(params, 0)
+        opt.step()
+        moved = math.sqrt(sum(float((p.detach() - start[n]).double().pow(2).sum()) for n, p in params.items()))
+        assert math.isclose(moved, limit or opt_norm(params), rel_tol=1e-4), limit
+
+
+def opt_norm(params):
+    return math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in params.values()))
