@@ -1,0 +1,561 @@
+#!/usr/bin/env python3
+"""Traps of low precision, measured on every recipe of AdamW here and on every peer that is installed.
+
+    python bench/traps.py                    everything: some minutes of one processor
+    python bench/traps.py --recipes short    of ours, only those that a page has room for
+
+Each figure is a quotient: what the optimizer does over what torch's AdamW does with fp32 weights and states on the same
+gradients (rounded to what the optimizer is given), so that 1 is as it should be. Tensors are 16 x 512.
+
+movement    weights of 1.0, gradients of 0.5, lr 1e-5, 2000 steps: the way that the weights went
+decay       no gradients, lr and weight decay 2^-10, so a millionth a step, 10000 steps: what normal weights lost (with 1e-3
+            for both the factor 1 - 1e-6 that torch multiplies by would be off by 1.3 % when it is rounded to fp32)
+fall        normal gradients, a hundredth of them after 1000 steps: mean size of the last 400 of 12000 updates
+block       every 256th element has gradients 10000 times the others': largest update of 2500 steps but the first 50
+tiny        gradients of 1e-10 (IEEE half has none), eps 1e-30: root mean square of the updates of 800 steps but the first 50
+NaN         one NaN in one gradient, lr 1: weights not finite after five more sound steps, counted; weights that moved in
+            that step, in per cent; both should be 0
+resume      20 steps = 10, save, load in a new process, 10: the same bits; "+ rng": only if torch's generator is saved too
+
+For fall, block and tiny the weights are set to zero before each step and lr is 1, so that no weight's rounding can hide or
+add anything: what is compared is the update. Weights are read with their residuals and error codes.
+
+EMA: averages of normal weights that follow their halves at decay 0.9999 for 2000 updates; the way that they went over that
+of torch's AveragedModel in fp32.
+
+Longer than 500 lines because every trap is a small experiment of its own."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Callable, Dict, List, Optional
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import peers_common as common  # noqa: E402
+
+SHAPE = (16, 512)
+EMA_DECAY = 0.9999
+POOL = 61  # normal gradients are used again after so many steps
+
+class NotApplicable(Exception):
+    """The question cannot be asked."""
+
+
+REFERENCE = common.Contestant("reference", "torch AdamW, fp32", "torch", "f32",
+                              common._class_of("torch.optim", "AdamW", foreach=False, fused=False))
+
+
+def normals(seed: int, *shape: int):
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """A contestant on one parameter. Gradients are written anew before each step, since some compute in their memory."""
+
+    def __init__(self, contestant: common.Contestant, start, hyper: Dict):
+        import torch
+
+        self.contestant = contestant
+        self.p = torch.nn.Parameter(start.to(contestant.dtype()))
+        self.optimizer = contestant.build([self.p], hyper)
+        self.gradient = torch.zeros_like(self.p.detach())
+
+    def step(self, gradient) -> None:
+        self.gradient.copy_(gradient)
+        if self.p.grad is not self.gradient:
+            self.p.grad = self.gradient
+        self.optimizer.step()
+
+    def weight(self):
+        return self.contestant.weight(self.optimizer, self.p).double()
+
+    def update(self, gradient):
+        """What this step takes from weights of zero, at lr 1."""
+        self.contestant.set_to_zero(self.optimizer, self.p)
+        self.step(gradient)
+        return self.p.detach().float().neg()
+
+
+def as_given(values, half: bool):
+    """Rounded to what the optimizer will see: BF16 for BF16 and fp32 weights, IEEE half for its own."""
+    return (values.half() if half else values.bfloat16()).float()
+
+
+# ---- The traps. Each returns a number that is divided by the reference's; `short` divides the steps. ---------------------
+
+
+def movement(contestant, short: float, half: bool) -> float:
+    import torch
+
+    run = Run(contestant, torch.ones(SHAPE), {"lr": 1e-5})
+    gradient = torch.full(SHAPE, 0.5)
+    for _ in range(max(2, round(2000 / short))):
+        run.step(gradient)
+    return 1.0 - run.weight().mean().item()
+
+
+def decay(contestant, short: float, half: bool) -> float:
+    import torch
+
+    run = Run(contestant, as_given(normals(7, *SHAPE), half), {"lr": 2.0**-10, "weight_decay": 2.0**-10})
+    before, gradient = as_given(normals(7, *SHAPE), half).double(), torch.zeros(SHAPE)
+    for _ in range(max(2, round(10000 / short))):
+        run.step(gradient)
+    return ((before - run.weight()) * before).sum().item() / before.square().sum().item()
+
+
+def _open_loop(contestant, scales, half: bool, eps: float):
+    """Yields (step, update) for gradients that are normals times scales(step)."""
+    import torch
+
+    run = Run(contestant, torch.zeros(SHAPE), {"lr": 1.0, "eps": eps})
+    pool = [normals(1000 + k, *SHAPE) for k in range(POOL)]
+    rounded: Dict = {}
+    for step, scale in enumerate(scales):
+        key = (id(scale), step % POOL)
+        if key not in rounded:
+            rounded[key] = as_given(pool[step % POOL] * scale, half)
+        yield step, run.update(rounded[key])
+
+
+def fall(contestant, short: float, half: bool) -> float:
+    before, after = max(2, round(1000 / short)), max(4, round(12000 / short))
+    last = max(2, round(400 / short))
+    total = count = 0.0
+    high, low = 1.0, 0.01
+    for step, update in _open_loop(contestant, [high] * before + [low] * after, half, 1e-8):
+        if step >= before + after - last:
+            total += update.abs().double().sum().item()
+            count += update.numel()
+    return total / count
+
+
+def block(contestant, short: float, half: bool) -> float:
+    import torch
+
+    scale = torch.full(SHAPE, 1e-3)
+    scale[:, 5::256] = 10.0
+    steps, skip = max(4, round(2500 / short)), min(50, max(1, round(500 / short)))
+    # A maximum that is not finite must not vanish.
+    largest = 0.0
+    for step, update in _open_loop(contestant, [scale] * steps, half, 1e-8):
+        if step >= skip:
+            worst = update.abs().max().item()
+            largest = worst if not worst <= largest else largest
+            if not math.isfinite(largest):
+                break
+    return largest
+
+
+def tiny(contestant, short: float, half: bool) -> float:
+    if half:
+        raise NotApplicable  # there is no 1e-10 in IEEE half
+    total = count = 0.0
+    scale = 1e-10
+    skip = min(50, max(1, round(400 / short)))
+    for step, update in _open_loop(contestant, [scale] * max(4, round(800 / short)), half, 1e-30):
+        if step >= skip:
+            total += update.double().square().sum().item()
+            count += update.numel()
+    return math.sqrt(total / count)
+
+
+FIGURES: Dict[str, Callable] = {"movement": movement, "decay": decay, "fall": fall, "block": block, "tiny": tiny}
+
+
+def nan(contestant, half: bool) -> Dict[str, int]:
+    """Weights that one NaN poisons for good, and weights that moved in its step."""
+    import torch
+
+    run = Run(contestant, as_given(normals(3, *SHAPE), half), {"lr": 1.0})
+    gradients = [as_given(normals(200 + k, *SHAPE), half) for k in range(11)]
+    for gradient in gradients[:5]:
+        run.step(gradient)
+    before = run.p.detach().clone()
+    bad = gradients[5].clone()
+    bad[3, 77] = math.nan
+    run.step(bad)
+    now = run.p.detach()
+    moved = int((now != before).sum())
+    for gradient in gradients[6:]:
+        run.step(gradient)
+    return {"poisoned": int((~torch.isfinite(run.weight())).sum()), "moved": moved}
+
+
+# ---- Resume: in processes of their own ------------------------------------------------------------------------------------
+
+
+def _resume_gradient(step: int):
+    return normals(500 + step, *SHAPE).bfloat16().float() * 0.125
+
+
+def resume_save(contestants: List[common.Contestant], folder: str) -> None:
+    """10 steps, a file, 10 more; the file holds where both ended."""
+    import torch
+
+    for i, contestant in enumerate(contestants):
+        torch.manual_seed(0)
+        try:
+            run = Run(contestant, normals(3, *SHAPE).bfloat16().float(), {"weight_decay": 1e-2})
+            for step in range(10):
+                run.step(_resume_gradient(step))
+            saved = {"weight": run.p.detach().clone(), "optimizer": run.optimizer.state_dict(), "rng": torch.get_rng_state()}
+            torch.save(saved, os.path.join(folder, f"{i}.middle"))
+            for step in range(10, 20):
+                run.step(_resume_gradient(step))
+            torch.save([run.p.detach().clone(), run.weight()], os.path.join(folder, f"{i}.end"))
+        except Exception as error:
+            with open(os.path.join(folder, f"{i}.error"), "w", encoding="utf-8") as file:
+                file.write(common.reason(error))
+
+
+def resume_load(contestants: List[common.Contestant], folder: str) -> Dict[str, str]:
+    """Goes on from the file: 'yes' where the end is the same, '+ rng' where it is with torch's generator put back, 'no'."""
+    import torch
+
+    found = {}
+    for i, contestant in enumerate(contestants):
+        error_file = os.path.join(folder, f"{i}.error")
+        if os.path.exists(error_file):
+            with open(error_file, encoding="utf-8") as file:
+                found[contestant.key] = "error: " + file.read()
+            continue
+        try:
+            note = ""
+            try:
+                saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=True)
+            except Exception:
+                saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=False)
+                note = ", pickle only"
+            end = torch.load(os.path.join(folder, f"{i}.end"), weights_only=True)
+            same = []
+            for with_generator in (False, True):
+                torch.manual_seed(0)
+                run = Run(contestant, saved["weight"].float(), {"weight_decay": 1e-2})
+                run.optimizer.load_state_dict(saved["optimizer"])
+                with torch.no_grad():
+                    run.p.copy_(saved["weight"])  # some make the weight anew when they load
+                if with_generator:
+                    torch.set_rng_state(saved["rng"])
+                for step in range(10, 20):
+                    run.step(_resume_gradient(step))
+                same.append(torch.equal(run.p.detach(), end[0]) and torch.equal(run.weight(), end[1]))
+                saved = torch.load(os.path.join(folder, f"{i}.middle"), weights_only=not note)  # loading may share memory
+            found[contestant.key] = ("yes" if same[0] else "+ rng" if same[1] else "no") + note
+        except Exception as error:
+            found[contestant.key] = "error: " + common.reason(error)
+    return found
+
+
+def _resume_pair(group: List[common.Contestant], seconds: float):
+    """Answers by key from one process that saves and one that loads, or the reason why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "keys"), "w", encoding="utf-8") as file:
+            json.dump([c.key for c in group], file)
+        for phase in ("save", "load"):
+            command = [sys.executable, os.path.abspath(__file__), "--resume", phase, "--folder", folder]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds * len(group), check=False)
+            except subprocess.TimeoutExpired:
+                return {}, "took too long"
+            if done.returncode:
+                return {}, f"its process ended with {done.returncode}"
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+
+
+def resume(contestants: List[common.Contestant], seconds: float) -> Dict[str, str]:
+    """All in one pair of processes; should one of them die, a pair for each package, so that none can end another's."""
+    found, why = _resume_pair(contestants, seconds)
+    if not why:
+        return found
+    for package in dict.fromkeys(c.package for c in contestants):
+        group = [c for c in contestants if c.package == package]
+        answers, why = _resume_pair(group, seconds)
+        found.update(answers if not why else {c.key: "error: " + why for c in group})
+    return found
+
+
+def resume_child(phase: str, folder: str) -> None:
+    with open(os.path.join(folder, "keys"), encoding="utf-8") as file:
+        keys = json.load(file)
+    known = {c.key: c for c in common.peers()}
+    group = [known.get(key) or common.ours(key) for key in keys]
+    if phase == "save":
+        resume_save(group, folder)
+    else:
+        print(json.dumps(resume_load(group, folder)))
+
+
+# ---- Averages of weights --------------------------------------------------------------------------------------------------
+
+
+def _first():
+    return normals(3, *SHAPE).bfloat16().float()
+
+
+def _way(average) -> float:
+    """How far an average went from the first weights to nothing."""
+    first = _first().double()
+    return ((first - average.detach().double()) * first).sum().item() / first.square().sum().item()
+
+
+def _model(factor: float, dtype):
+    import torch
+
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter((_first() * factor).to(dtype))
+    return module
+
+
+def _averaged(dtype, make: Callable, updates: int) -> float:
+    """make(model) -> an AveragedModel; the way of its average."""
+    average = make(_model(1.0, dtype))
+    average.update_parameters(_model(1.0, dtype))  # the first one is taken as it is
+    live = _model(0.5, dtype)
+    for _ in range(updates):
+        average.update_parameters(live)
+    read = getattr(average, "full_state_dict", None)
+    tensors = [t for t in read().values() if tuple(t.shape) == SHAPE] if read else [average.module.weight]
+    return _way(tensors[0])
+
+
+def _heavyball_average(dtype, updates: int) -> float:
+    import heavyball
+    import torch
+
+    p = torch.nn.Parameter(_first().to(dtype))
+    optimizer = heavyball.AdamW([p], lr=0.0)
+    optimizer.ema_decay = 1 - EMA_DECAY
+    for turn in range(updates + 1):
+        if turn == 1:
+            p.data.mul_(0.5)
+        optimizer.ema_update()
+    return _way(optimizer.state_(p)["param_ema"])
+
+
+def averages(updates: int, only: Optional[str]) -> List[Dict]:
+    """Every way to average that is installed, over torch's in fp32."""
+    import torch
+    from torch.optim import swa_utils
+
+    def of_torch(multi: bool) -> Callable:
+        def make(model):
+            if multi:
+                return swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(EMA_DECAY))
+            return swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(EMA_DECAY))
+        return make
+
+    bf16 = torch.bfloat16
+    jobs = [("torch AveragedModel, multi_avg_fn, BF16", lambda: _averaged(bf16, of_torch(True), updates)),
+            ("torch AveragedModel, avg_fn, BF16", lambda: _averaged(bf16, of_torch(False), updates)),
+            ("HeavyBall ema_update, fp32", lambda: _heavyball_average(torch.float32, updates)),
+            ("HeavyBall ema_update, BF16", lambda: _heavyball_average(bf16, updates))]
+    try:
+        import halfstep
+        from halfstep import _abi
+
+        for name, form in _abi.formats.items():
+            if form.roles & _abi.ROLE_WEIGHT:
+                dtype = {"f32": torch.float32, "bf1": bf16, "f16": torch.float16}[name[:3]]
+                jobs.append((f"`ema/{name}`", lambda name=name, dtype=dtype: _averaged(
+                    dtype, lambda model: halfstep.EMA(model, decay=EMA_DECAY, weights=name), updates)))
+    except ImportError as error:
+        jobs.append(("halfstep.EMA", lambda error=error: (_ for _ in ()).throw(error)))
+    exact = _averaged(torch.float32, of_torch(True), updates)
+    rows = [{"title": "torch AveragedModel, fp32", "movement": exact / exact}]
+    for title, job in jobs:
+        if only and not any(word in title for word in only.split(",")):
+            continue
+        try:
+            rows.append({"title": title, "movement": job() / exact})
+        except Exception as error:
+            rows.append({"title": title, "reason": common.reason(error)})
+    return rows
+
+
+# ---- All of it ------------------------------------------------------------------------------------------------------------
+
+
+def examine(contestant: common.Contestant, exact: Dict, short: float, patience: float) -> Dict:
+    """All figures of one contestant; where one fails, its reason."""
+    half = contestant.weights == "f16"
+    found: Dict = {"title": contestant.title, "package": contestant.package, "reasons": {}}
+    for name, trap in FIGURES.items():
+        try:
+            with common.patience(patience):
+                if (name, half) not in exact:
+                    exact[name, half] = trap(REFERENCE, short, half)
+                found[name] = trap(contestant, short, half) / exact[name, half]
+        except NotApplicable:
+            continue
+        except Exception as error:
+            found["reasons"][name] = common.reason(error)
+            # What is missing for one is missing for all.
+            if isinstance(error, ImportError) or name == "movement":
+                return found
+    try:
+        with common.patience(patience):
+            found.update(nan(contestant, half))
+    except Exception as error:
+        found["reasons"]["NaN"] = common.reason(error)
+    return found
+
+
+def number(value) -> str:
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def outside(rows: Dict) -> List[str]:
+    """Of ours, what the design holds to 1 within 0.02, and largest updates to 1.5, and is not."""
+    found = []
+    for key, row in rows.items():
+        if row["package"] != "halfstep":
+            continue
+        _, weights, states = key.split("/")
+        narrow = weights not in ("bf16", "f16") and all(
+            state in ("f32", "bf16-sr", "bf16-ecc8", "bf16-ecc16", "int8") for state in states.split("+"))
+        for name in FIGURES:
+            value = row.get(name)
+            if value is None:
+                continue
+            if name == "block" and not value <= 1.5:
+                found.append(f"`{key}`: largest update {number(value)}")
+            elif name != "block" and narrow and not abs(value - 1) <= 0.02:
+                found.append(f"`{key}`: {name} {number(value)}")
+        found += [f"`{key}`: {name} {row[name]}" for name in ("poisoned", "moved") if row.get(name)]
+        if row.get("resume", "yes") != "yes":
+            found.append(f"`{key}`: resume {row['resume']}")
+    return found
+
+
+def print_report(report: Dict) -> None:
+    print(", ".join(f"{k} {v}" for k, v in report["versions"].items()) +
+          (f"; steps divided by {report['short']:g}" if report["short"] != 1 else "") + "\n")
+    columns = ["optimizer", "movement", "decay", "fall", "block", "tiny", "NaN: poisoned", "moved, %", "resume"]
+    table, reasons = [], []
+    total = SHAPE[0] * SHAPE[1]
+    for row in report["traps"].values():
+        reasons += [(row["title"], name, why) for name, why in row["reasons"].items()]
+        if len(row["reasons"]) and "decay" not in row:
+            continue  # nothing was measured
+        moved = None if row.get("moved") is None else 100 * row["moved"] / total
+        table.append([row["title"]] + [number(row.get(name)) for name in FIGURES] +
+                     [str(row.get("poisoned", "-")), "-" if moved is None else f"{moved:.0f}",
+                      row.get("resume", "-")])
+    print(common.markdown(columns, table))
+    print(f"\nEMA at decay {EMA_DECAY}\n")
+    print(common.markdown(["average", "movement"], [[row["title"], number(row.get("movement"))] for row in report["averages"]
+                                                   if "reason" not in row]))
+    reasons += [(row["title"], "EMA", row["reason"]) for row in report["averages"] if "reason" in row]
+    if reasons:
+        print("\nNot measured\n")
+        cells = [[cell.replace("|", "/") for cell in line] for line in reasons]
+        print(common.markdown(["optimizer", "trap", "why"], cells, left=3))
+    print(f"\nOurs outside of what the design holds them to: {len(report['outside'])}" + (":" if report["outside"] else "."))
+    for line in report["outside"]:
+        print(f"* {line}")
+
+
+def write_csv(report: Dict, path: str) -> None:
+    fields = ["key", "title", *FIGURES, "poisoned", "moved", "resume", "reasons"]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fields, extrasaction="ignore")
+        writer.writeheader()
+        for key, row in report["traps"].items():
+            line = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow({**line, "key": key, "reasons": "; ".join(f"{k}: {v}" for k, v in row["reasons"].items())})
+        for row in report["averages"]:
+            writer.writerow({"key": "ema", "title": row["title"], "movement": f"{row.get('movement', math.nan):.6g}",
+                             "reasons": row.get("reason", "")})
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", help="contestants whose key contains or matches one of these words, separated by commas")
+    add("--recipes", default="all", help="of ours: all, short, or recipes separated by commas")
+    add("--short", type=float, default=1, help="divide numbers of steps by this; the figures are then not the page's")
+    add("--patience", type=float, default=300, help="seconds for each figure, compilers included")
+    add("--no-resume", action="store_true", help="leave out the column that needs processes of its own")
+    add("--threads", type=int, default=1)
+    add("--json", metavar="FILE", help="write everything; - prints it instead of the tables")
+    add("--csv", metavar="FILE")
+    add("--resume", choices=("save", "load"), help=argparse.SUPPRESS)
+    add("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def our_recipes(which: str) -> List[str]:
+    if which == "short":
+        return list(common.RECIPES)
+    if which != "all":
+        return [recipe for recipe in which.split(",") if recipe]
+    try:
+        return common.every_recipe()
+    except ImportError:
+        return list(common.RECIPES)  # each of them will say that the package is not there
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    threads = common.threads_before_torch(options.threads)
+    try:
+        import torch
+    except ImportError as error:
+        print(f"traps.py: needs torch: {error}", file=sys.stderr)
+        return 1
+    torch.set_num_threads(threads)
+    if options.resume:
+        resume_child(options.resume, options.folder)
+        return 0
+    everyone = common.peers() + [common.ours(recipe) for recipe in our_recipes(options.recipes)]
+    chosen = common.select(everyone, options.only)
+    if not chosen:
+        print(f"traps.py: no contestant matches '{options.only}'", file=sys.stderr)
+        return 2
+    exact: Dict = {}
+    traps = {}
+    for contestant in chosen:
+        began = time.perf_counter()
+        torch.manual_seed(0)
+        traps[contestant.key] = examine(contestant, exact, options.short, options.patience)
+        print(f"{contestant.title}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    if not options.no_resume:
+        able = [c for c in chosen if "decay" in traps[c.key]]
+        for key, answer in resume(able, options.patience).items():
+            if answer.startswith("error: "):
+                traps[key]["reasons"]["resume"] = answer[7:]
+            else:
+                traps[key]["resume"] = answer
+    report = {"versions": common.versions(chosen), "short": options.short, "traps": traps,
+              "averages": averages(max(2, round(2000 / options.short)), options.only and None)}
+    report["outside"] = outside(traps)
+    if options.csv:
+        write_csv(report, options.csv)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    if options.json == "-":
+        print(text)
+    else:
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        print_report(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

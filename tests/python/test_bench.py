@@ -1,0 +1,280 @@
+"""bench/peers.py and bench/traps.py on sizes that take seconds: what they print is measured, and nobody is left out."""
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halfstep import _abi
+
+BENCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench")
+sys.path.insert(0, BENCH)
+import peers  # noqa: E402
+import peers_common as common  # noqa: E402
+import traps  # noqa: E402
+
+PEERS = ("optimi", "torchao", "heavyball", "torchastic", "adamw_bf16", "deepspeed", "bitsandbytes", "flashoptim")
+
+
+def run(script, *arguments, missing=(), status=0):
+    """The script in a process of its own in which some packages cannot be imported; what it printed."""
+    code = (f"import runpy, sys; sys.modules.update(dict.fromkeys({tuple(missing)!r})); "
+            f"sys.argv = {[script, *arguments]!r}; runpy.run_path({os.path.join(BENCH, script)!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr[-2000:]
+    return done.stdout + (done.stderr if status else "")
+
+
+# ---- Without peers --------------------------------------------------------------------------------------------------------
+
+
+def test_everybody_is_listed_where_no_peer_is_installed():
+    printed = run("peers.py", "--list", missing=("torch", *PEERS))
+    keys = [line.split()[0] for line in printed.splitlines()]
+    assert len(keys) == len(set(keys)) == len(peers.contestants())
+    for package in ("optimi", "torchao-8bit", "heavyball", "deepspeed-bf16", "bitsandbytes", "adamw/bf16-sr/int4:finite"):
+        assert package in keys
+
+
+@pytest.mark.parametrize("script", ["peers.py", "traps.py"])
+def test_without_torch_they_say_so(script):
+    assert "needs torch" in run(script, missing=("torch",), status=1)
+
+
+def test_nobody_matches():
+    assert "no contestant matches 'nobody'" in run("peers.py", "--only", "nobody", status=2)
+    assert "no contestant matches 'nobody'" in run("traps.py", "--only", "nobody", status=2)
+
+
+def test_selection():
+    keys = [c.key for c in common.select(peers.contestants(), "^torch$,adamw/bf16-sr/int4,kahan")]
+    assert keys == ["adamw/bf16-kahan/bf16-sr", "adamw/bf16-kahan/bf16-sr:finite", "adamw/bf16-sr/int4",
+                    "adamw/bf16-sr/int4:finite", "torch", "optimi-kahan"]
+
+
+# ---- peers.py -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peers")
+    only = "^torch$,^torch-bf16$,^optimi-kahan$,^adamw/f32/f32,^adamw/bf16-sr/int8$,^flashoptim$,^torchastic$"
+    text = run("peers.py", "--only", only, "--elements", "65536", "--scale", "1e-4", "--tensors", "20", "--rounds", "3",
+               "--settle", "0", "--threads", "1", "--memory-elements", "0", "--json", str(folder / "out.json"), "--csv",
+               str(folder / "out.csv"), missing=("torchastic",))
+    found = json.loads((folder / "out.json").read_text())
+    found["text"] = text
+    found["csv"] = list(csv.DictReader((folder / "out.csv").open()))
+    return found
+
+
+RAN = {"torch", "torch-bf16", "adamw/f32/f32", "adamw/f32/f32:finite", "adamw/bf16-sr/int8"}
+
+
+def test_everyone_ran_or_has_a_reason(report):
+    failed = {(f["key"], f["where"]) for f in report["failures"]}
+    for kind in ("one", "model", "small"):
+        rows = report["results"][kind]
+        assert RAN <= set(rows)
+        for key in ("optimi-kahan", "flashoptim", "torchastic"):
+            assert (key in rows) != ((key, kind) in failed)
+    assert all(("torchastic", kind) in failed for kind in ("one", "model", "small"))
+    reasons = {f["key"]: f["reason"] for f in report["failures"]}
+    assert reasons["torchastic"].startswith("not installed")
+    for title in ("torchastic AdamW, all BF16, SR", "One tensor", "Tensors of a model", "Small tensors", "One flat tensor",
+                  "## Aims", "Per tensor and step"):
+        assert title in report["text"]
+    lines = [(row["shapes"], row["key"]) for row in report["csv"]]
+    assert len(lines) == len(set(lines)) == sum(map(len, report["results"].values())) + len(report["failures"])
+
+
+def test_bytes_are_those_that_are_held(report):
+    one = report["results"]["one"]
+    (rows, length), = peers.one_shape(65536)
+    _, _, states = _abi.recipe_bytes("adamw/bf16-sr/int8", 2, rows, length)
+    # Besides, 4 bytes for each tensor that count its steps.
+    assert one["adamw/bf16-sr/int8"]["bytes_of_states_per_param"] * rows * length == pytest.approx(states, abs=4)
+    assert one["torch"]["bytes_of_states_per_param"] * rows * length == pytest.approx(8 * rows * length, abs=4)
+    assert one["torch-bf16"]["bytes_of_states_per_param"] * rows * length == pytest.approx(4 * rows * length, abs=4)
+    # Ours reads gradients twice, unless told that they are finite.
+    moved = [one[key]["bytes_moved_per_param"] for key in ("torch", "adamw/f32/f32", "adamw/f32/f32:finite")]
+    assert moved == pytest.approx([28, 32, 28], abs=0.01)
+
+
+def test_figures_belong_together(report):
+    for kind, rows in report["results"].items():
+        params = report["shapes"][kind]["elements"]
+        for row in rows.values():
+            assert row["rounds"] == 3 and row["params"] == params
+            assert row["ms"] > 0 and row["ns_per_param"] == pytest.approx(row["ms"] * 1e6 / params)
+            assert 0 < row["of_stream"] < math.inf and 0 < row["to_torch"] < math.inf
+            assert row["stream"] in common.Stream.forms
+    assert report["shapes"]["model"]["tensors"] == 201 and report["shapes"]["small"]["tensors"] == 20
+    assert report["shapes"]["flat"]["elements"] == report["shapes"]["small"]["elements"]
+
+
+def test_aims_are_judged_by_what_was_measured(report):
+    one = report["results"]["one"]
+    by_name = {a["aim"]: a for a in report["aims"]}
+    line = by_name["`adamw/bf16-sr/int8` against torch fused fp32"]
+    assert line["measured"] == pytest.approx(one["torch"]["to_torch"] / one["adamw/bf16-sr/int8"]["to_torch"])
+    assert line["reached"] == (line["measured"] >= 1.0)
+    cost = report["overhead"]
+    assert cost["tensors"] == 20 and cost["bare_us"] > 0 and cost["torch_fused_us"] > 0
+    assert not any("deepspeed" in name.lower() for name in by_name), "no aim without its contestants"
+
+
+def test_one_that_is_too_slow_is_given_up():
+    def slow(params, hyper):
+        class Slow(torch.optim.SGD):
+            def step(self, closure=None):
+                while True:
+                    pass
+        return Slow(params, lr=0.1)
+
+    contestant = common.Contestant("slow", "slow", "torch", "f32", slow)
+    options = peers.parse(["--patience", "0.2"])
+    with pytest.raises(common.GaveUp, match="gave up after 0.2 s"):
+        peers.measure(contestant, None, None, [(4, 64)], options)
+
+
+def test_gradients_come_back():
+    def spoiler(params, hyper):
+        class Spoiler(torch.optim.SGD):
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.grad.zero_()
+                        p.grad = None
+        return Spoiler(params, lr=0.1)
+
+    subject = common.Subject(common.Contestant("spoiler", "spoiler", "torch-optimi", "f32", spoiler), [(4, 64)])
+    before = subject.params[0].grad.clone()
+    assert before.abs().min() > 0
+    peers.timed_step(subject)
+    assert torch.equal(subject.params[0].grad, before)
+
+
+@pytest.mark.parametrize("form", range(len(common.Stream.forms)))
+def test_stream_touches_every_byte(form):
+    stream = common.Stream(2)
+    stream.set(8 * peers.MiB + 4, 3 * peers.MiB + 8)
+    assert stream.written == 2 * peers.MiB + 1 and stream.only == 3 * peers.MiB // 4 + 2
+    stream.form = form
+    before, read = stream.changed.clone(), stream.read.clone()
+    assert stream.run() > 0
+    assert bool((stream.changed[:stream.written] != before[:stream.written]).all())
+    assert torch.equal(stream.read, read)
+
+
+def test_memory_of_a_process():
+    found = json.loads(run("peers.py", "--memory-of", "torch", "--elements", str(8 * peers.MiB), "--threads", "1"))
+    assert found["states_per_param"] == pytest.approx(8, abs=0.01)
+    assert 7.9 < found["peak_per_param"] < 12  # torch's fused step needs nothing besides
+    failed = json.loads(run("peers.py", "--memory-of", "torchastic", "--elements", "65536", missing=("torchastic",)))
+    assert failed["error"].startswith("not installed")
+
+
+# ---- traps.py -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traps") / "out.json"
+    text = run("traps.py", "--short", "100", "--recipes", "adamw/f32/f32,adamw/bf16-sr/int8,adamw/bf16/bf16", "--only",
+               "^adamw/,^torch-bf16$,^flashoptim$,^torchastic$", "--json", str(path), missing=("torchastic",))
+    return {**json.loads(path.read_text()), "text": text}
+
+
+def test_traps_tell_arithmetic_apart(measured):
+    rows = measured["traps"]
+    exact = rows["adamw/f32/f32"]
+    for name in traps.FIGURES:
+        assert exact[name] == pytest.approx(1, abs=2e-3), name
+    for key in ("torch-bf16", "adamw/bf16/bf16"):  # to nearest: nothing arrives
+        assert rows[key]["movement"] == 0 and rows[key]["decay"] == 0
+    assert rows["torch-bf16"]["poisoned"] >= 1 and rows["torch-bf16"]["moved"] > 4000
+    for key in ("adamw/f32/f32", "adamw/bf16-sr/int8", "adamw/bf16/bf16"):
+        assert (rows[key]["poisoned"], rows[key]["moved"], rows[key]["resume"]) == (0, 0, "yes")
+    assert rows["torch-bf16"]["resume"] == "yes"
+    for name in ("fall", "block", "tiny"):
+        assert rows["adamw/bf16-sr/int8"][name] == pytest.approx(1, abs=0.2), name
+
+
+def test_reasons_are_printed(measured):
+    assert measured["traps"]["torchastic"]["reasons"]["movement"].startswith("not installed")
+    assert "flashoptim" in measured["traps"] and "FlashOptim" in measured["text"]
+    assert "| torchastic AdamW, all BF16, SR | movement | not installed" in measured["text"]
+
+
+def test_averages():
+    rows = {row["title"]: row["movement"] for row in traps.averages(500, "multi_avg_fn,`ema")}
+    assert rows["torch AveragedModel, fp32"] == 1
+    assert rows["torch AveragedModel, multi_avg_fn, BF16"] == 0
+    assert rows["`ema/bf16`"] == 0
+    assert rows["`ema/f32`"] == pytest.approx(1, abs=1e-3)
+    for name in ("bf16-kahan", "bf16-ecc8", "bf16-ecc16"):
+        assert rows[f"`ema/{name}`"] == pytest.approx(1, abs=0.01), name
+    assert rows["`ema/bf16-sr`"] == pytest.approx(1, abs=0.1)
+
+
+def test_every_recipe_is_measured_by_default():
+    recipes = traps.our_recipes("all")
+    assert len(recipes) == len(set(recipes)) and set(common.RECIPES) <= set(recipes)
+    weights = {name for name, form in _abi.formats.items() if form.roles & _abi.ROLE_WEIGHT}
+    assert {recipe.split("/")[1] for recipe in recipes} == weights
+
+
+def altered(**changes):
+    """torch's AdamW with other hyper-parameters than it is asked for: its figures must differ."""
+    def make(params, hyper):
+        hyper = {**hyper, **{name: change(hyper) for name, change in changes.items()}}
+        return torch.optim.AdamW(params, **hyper, foreach=False)
+
+    return common.Contestant("altered", "altered", "torch", "f32", make)
+
+
+@pytest.mark.parametrize("name, contestant, expected", [
+    ("movement", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
+    ("decay", altered(lr=lambda hyper: 3 * hyper["lr"]), 3),
+    ("fall", altered(lr=lambda hyper: 0.5 * hyper["lr"]), 0.5), ("block", altered(lr=lambda hyper: 2 * hyper["lr"]), 2),
+    ("tiny", altered(lr=lambda hyper: 2 * hyper["lr"]), 2), ("tiny", altered(eps=lambda hyper: 1e-8), 0.01)])
+def test_figures_are_quotients(name, contestant, expected):
+    trap = traps.FIGURES[name]
+    found = trap(contestant, 100, False) / trap(traps.REFERENCE, 100, False)
+    assert found == pytest.approx(expected, rel=0.15 if expected < 0.1 else 0.01)
+
+
+def test_resume_tells_what_is_missing(tmp_path):
+    class Random(torch.optim.SGD):
+        """Takes random bits from torch."""
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.rand_like(p))
+
+    class Forgetful(torch.optim.SGD):
+        """Counts outside of its state."""
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(float(self.count))
+
+    def contestant(cls):
+        return common.Contestant(cls.__name__, cls.__name__, "torch", "f32", lambda params, hyper: cls(params, lr=0.1))
+
+    group = [contestant(Random), contestant(Forgetful), traps.REFERENCE]
+    traps.resume_save(group, str(tmp_path))
+    assert traps.resume_load(group, str(tmp_path)) == {"Random": "+ rng", "Forgetful": "no", "reference": "yes"}
+
+
+@pytest.mark.filterwarnings("ignore:halfstep. the gradient of parameter")
+def test_nan_is_counted():
+    found = traps.nan(traps.REFERENCE, False)
+    assert found["poisoned"] == 1 and found["moved"] > 8000
+    assert traps.nan(common.ours("adamw/bf16-kahan/bf16-sr"), False) == {"poisoned": 0, "moved": 0}
