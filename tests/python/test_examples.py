@@ -15,8 +15,7 @@ ROOT = os.path.join(HERE, os.pardir, os.pardir)
 FINETUNE = os.path.join(ROOT, "examples", "finetune.py")
 CLAIMS = os.path.join(ROOT, "bench", "claims.py")
 REFERENCE = "torch.optim.AdamW, fp32"
-SMALL = ["--width", "64", "--depth", "1", "--heads", "2", "--context", "32", "--batch", "4", "--pretrain", "60", "--steps", "30",
-         "--lr", "2e-5", "--threads", "1"]
+SMALL = "--width 64 --depth 1 --heads 2 --context 32 --batch 4 --pretrain 60 --steps 30 --lr 2e-5 --threads 1".split()
 
 
 def load(path):
@@ -72,7 +71,8 @@ def test_bytes_are_those_of_the_formats(result):
     total = {row["recipe"]: row["bytes_per_param"]["total"] for row in result[0]["rows"]}
     # Vectors keep plain states, and every tensor has a step count of four bytes.
     for recipe, wanted in ((REFERENCE, 16), ("adamw/f32", 16), ("adamw/bf16-kahan", 10), ("adamw/bf16-sr", 8),
-                           ("adamw/bf16-sr/int8", 6.125), ("adamw/f16-ecc8/int4", 6.125), ("lion/bf16-sr", 6), ("adamw/bf16", 8)):
+                           ("adamw/bf16-sr/int8", 6.125), ("adamw/f16-ecc8/int4", 6.125), ("lion/bf16-sr", 6),
+                           ("adamw/bf16", 8)):
         assert wanted <= total[recipe] < wanted + 0.1, recipe
 
 
