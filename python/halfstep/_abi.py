@@ -378,11 +378,24 @@ def choices(name: str) -> Tuple[str, ...]:
 # ---- Functions of names and numbers -------------------------------------------------------------------------------------
 
 
+def _about_recipe(recipe: str) -> str:
+    """What to say of a recipe that the library refuses: without a handle it gives no sentence of its own."""
+    rule, *rest = recipe.split("/")
+    if rule not in rules:
+        return f"recipe '{recipe}': there is no rule '{rule}'; there are {', '.join(rules)}"
+    for part in rest:
+        for name in part.split("+"):
+            if name not in formats:
+                return f"recipe '{recipe}': there is no format '{name}'; there are {', '.join(formats)}"
+    return f"recipe '{recipe}'"
+
+
 def recipe_full(recipe: str) -> str:
     """The full form of a recipe, every part spelled out."""
     text = create_string_buffer(256)
-    # No handle, so no sentence from the library.
-    check(lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text)), detail=f"recipe '{recipe}'")
+    code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
+    if code:
+        check(code, detail=_about_recipe(recipe))
     return _text(text.value)
 
 
