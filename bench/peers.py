@@ -461,16 +461,7 @@ def main(arguments=None) -> int:
               "memory": memory, "results": results, "failures": failures, "overhead": cost,
               "aims": aims(results, sizes, cost),
               "command": "python bench/peers.py " + " ".join(sys.argv[1:] if arguments is None else arguments)}
-    if options.csv:
-        write_csv(report, options.csv)
-    text = json.dumps(report, indent=1, ensure_ascii=False)
-    if options.json == "-":
-        print(text)
-    else:
-        if options.json:
-            with open(options.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        print_report(report)
+    common.deliver(report, options, write_csv, print_report)
     return 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import logging
 import math
 import os
@@ -25,6 +26,20 @@ HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 # The recipes that a page has room for. traps.py takes every other from the library's tables.
 RECIPES = ("adamw/f32/f32", "adamw/bf16/bf16", "adamw/bf16-sr/bf16-sr", "adamw/bf16-kahan/bf16-sr",
            "adamw/bf16-ecc8/bf16-sr", "adamw/bf16-ecc8/int8", "adamw/bf16-sr/int8", "adamw/bf16-sr/int4")
+
+
+def deliver(report: dict, options, write_csv: Callable, print_report: Callable) -> None:
+    """The report where the options --csv and --json want it, and printed unless --json says "-"."""
+    if options.csv:
+        write_csv(report, options.csv)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    if options.json == "-":
+        print(text)
+        return
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    print_report(report)
 
 
 def threads_before_torch(threads: Optional[int]) -> int:

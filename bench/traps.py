@@ -544,16 +544,7 @@ def main(arguments=None) -> int:
     report = {"versions": common.versions(chosen), "short": options.short, "traps": traps,
               "averages": averages(max(2, round(2000 / options.short)), options.only and None)}
     report["outside"] = outside(traps)
-    if options.csv:
-        write_csv(report, options.csv)
-    text = json.dumps(report, indent=1, ensure_ascii=False)
-    if options.json == "-":
-        print(text)
-    else:
-        if options.json:
-            with open(options.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        print_report(report)
+    common.deliver(report, options, write_csv, print_report)
     return 0
 
 

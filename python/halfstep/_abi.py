@@ -36,6 +36,9 @@ GEOMETRY_ROWS = 0
 GEOMETRY_FLAT = 1
 GEOMETRY_TENSOR = 2
 
+#: rates that users give together, as "betas"
+BETAS = ("beta1", "beta2", "beta3")
+
 MAX_STATES = 4
 MAX_SCALARS = 4
 ALL_GROUPS = -1

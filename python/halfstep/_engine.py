@@ -22,12 +22,23 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I
           "I16": torch.int16}
 #: what a weight or gradient may be -> its plain format
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-
-
 #: lists of a group that hold something of each parameter
 _NO_HYPERS = ("params", "param_names", "ids", "recipes")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
     torch.Tensor, torch.nn.Parameter)
+
+no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+#: of torch, as (major, minor)
+VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def increment_versions(tensors):
+    """Tells autograd that these tensors were changed, so that it notices where it has saved one of them."""
+    if VERSION >= (2, 5):
+        torch.autograd.graph.increment_version(tensors)
+    else:  # which take one at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def rows_of(shape):
@@ -108,8 +119,8 @@ def add_group(handle, recipe, hypers, choices):
 def add_tensor(handle, group, name, identity, shape, gradient):
     rows, length = rows_of(shape)
     index = c_int32()
-    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity,
-                         ndim=len(shape), rows=rows, row_length=length, gradient=gradient.encode())
+    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity, ndim=len(shape), rows=rows, row_length=length,
+                             gradient=gradient.encode())
     check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
     return index.value
 
@@ -117,15 +128,20 @@ def add_tensor(handle, group, name, identity, shape, gradient):
 class Stream:
     """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle."""
 
-    __slots__ = ("slot", "extra", "key", "dtype", "shape", "format", "role")
+    __slots__ = ("slot", "extra", "key", "dtype", "shape", "role")
 
-    def __init__(self, slot, extra, key, dtype, shape, format, role):
-        self.slot, self.extra, self.key, self.dtype, self.shape = slot, extra, key, dtype, shape
-        self.format, self.role = format, role
+    def __init__(self, slot, extra, key, dtype, shape, role):
+        self.slot, self.extra, self.key, self.dtype, self.shape, self.role = slot, extra, key, dtype, shape, role
 
     def fits(self, tensor):
         return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
                 and tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous())
+
+    def initial(self, p):
+        """What it begins with beside the weight p."""
+        if self.role == _abi.ROLE_WEIGHT and not self.extra:
+            return p.detach().clone(memory_format=torch.contiguous_format)
+        return torch.zeros(self.shape, dtype=self.dtype)
 
 
 def streams_of(handle, index, rule, shape):
@@ -151,7 +167,7 @@ def streams_of(handle, index, rule, shape):
                 code_shape = (rows, code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
-            found.append(Stream(slot, False, name, code, code_shape, fmt.name, role))
+            found.append(Stream(slot, False, name, code, code_shape, role))
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -161,21 +177,50 @@ def streams_of(handle, index, rule, shape):
                 extra_shape = (rows, n // rows)
             else:
                 extra_shape = (n,)
-            found.append(Stream(slot, True, f"{name}.{'scale' if fmt.block else 'extra'}", extra, extra_shape, fmt.name, role))
+            found.append(Stream(slot, True, f"{name}.{'scale' if fmt.block else 'extra'}", extra, extra_shape, role))
     return found, fell_back
+
+
+def bind_streams(handle, index, streams, tensors):
+    """Gives the library the addresses of a tensor's streams, by key."""
+    places = {}
+    for s in streams:
+        places.setdefault(s.slot, [None, None])[s.extra] = tensors[s.key].data_ptr()
+    for slot, (main, extra) in places.items():
+        check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
+
+
+def read_rows(function, handle, index, shape, *arguments):
+    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average()."""
+    out = torch.empty(shape, dtype=torch.float32)
+    if out.numel():
+        check(function(handle, index, *arguments, 0, shape[0] if shape else 1, out.data_ptr()), handle)
+    return out
+
+
+def write_rows(handle, index, slot, data, values):
+    """Stores fp32 values, in memory order, as all of a slot."""
+    if values.numel():
+        check(lib.halfstep_write_slot(handle, index, slot, data, 0, values.shape[0] if values.dim() else 1, values.data_ptr()),
+              handle)
 
 
 class Member:
     """One parameter in the handle."""
 
     __slots__ = ("p", "group", "position", "name", "index", "gradient", "recipe", "streams", "bound", "step", "shape", "dtype",
-                 "strides", "dense", "address", "fell_back", "c_group")
+                 "strides", "dense", "address")
 
     def __init__(self, p, group, position, name):
         self.p, self.group, self.position, self.name = p, group, position, name
         self.shape, self.dtype, self.strides, self.dense = tuple(p.shape), p.dtype, p.stride(), p.is_contiguous()
         self.address = p.data_ptr()
         self.bound = ()
+
+
+def formats_of(groups):
+    """The formats that the groups ask for, which a handle is made for."""
+    return [(group.get("weights"), group.get("states")) for group in groups]
 
 
 class Plain:
@@ -203,41 +248,45 @@ class Plain:
         self.streams = [(key, *held) for key, held in streams.items()]
 
 
+def declare(handle, optimizer, wanted):
+    """Adds the groups and tensors of `wanted` (parameter, group index, position in the group, gradient format) to an empty
+    handle: the members, the library's groups by (group index, recipe), and the names of those too small for blocks."""
+    rule = _abi.rules[optimizer.rule]
+    members, c_groups, fallen = [], {}, []
+    for p, g, position, gradient in wanted:
+        group = optimizer.param_groups[g]
+        m = Member(p, g, position, optimizer._name_of(g, position))
+        m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
+        key = (g, m.recipe)
+        if key not in c_groups:
+            c_groups[key] = add_group(handle, m.recipe, optimizer._hypers(group), optimizer._choices(group))
+        m.index = add_tensor(handle, c_groups[key], m.name, group["ids"][position], m.shape, gradient)
+        m.streams, fell_back = streams_of(handle, m.index, rule, m.shape)
+        if fell_back:
+            fallen.append(m.name)
+        members.append(m)
+    return members, c_groups, fallen
+
+
 class Engine:
     """A handle for some of an optimizer's parameters. `members` says which, in the order of the handle's tensors."""
 
+    handle = None
+
     def __init__(self, optimizer, wanted):
-        """wanted: (parameter, group index, position in the group, gradient format)."""
+        """wanted: as for declare()."""
         self.optimizer_state = optimizer.state
         self.rule = _abi.rules[optimizer.rule]
         self.threads = optimizer._threads_now()
-        self.handle = None
-        self.members = []
-        self.index_of = {}
-        self.groups = []  # (python group, c group, cached values, hypers)
         groups = optimizer.param_groups
+        self.formats = formats_of(groups)
         self.handle = create_handle(self.threads, optimizer.seed)
         handle = self.handle
         try:
-            self._set_optimizer_choices(optimizer)
-            c_groups = {}
-            for p, g, position, gradient in wanted:
-                group = groups[g]
-                name = optimizer._name_of(g, position)
-                weights, states = optimizer._recipe_parts(group, p)
-                weights = weight_format(weights, p.dtype, name)
-                recipe = "/".join(part for part in (self.rule.name, weights, states) if part)
-                key = (g, recipe)
-                if key not in c_groups:
-                    c_groups[key] = add_group(handle, recipe, optimizer._hypers(group), optimizer._choices(group))
-                m = Member(p, g, position, name)
-                m.gradient, m.c_group = gradient, c_groups[key]
-                m.recipe = _abi.recipe_full(recipe)
-                m.index = add_tensor(handle, m.c_group, name, group["ids"][position], m.shape, gradient)
-                self.index_of[p] = m.index
-                self.members.append(m)
-            for m in self.members:
-                m.streams, m.fell_back = streams_of(handle, m.index, self.rule, m.shape)
+            self.choices = {}
+            self.clip_norm = self.gradient_scale = None
+            self.members, c_groups, _ = declare(handle, optimizer, wanted)
+            self.index_of = {m.p: m.index for m in self.members}
             # From here on nothing can go wrong but memory: states come into being all together.
             fresh = [(m, self._create_state(optimizer, m)) for m in self.members]
             for m, made in fresh:
@@ -250,6 +299,7 @@ class Engine:
                 self._restore_counters(m, optimizer.state[m.p])
             for (g, _), c in c_groups.items():
                 check(lib.halfstep_set_group_steps(handle, c, int(groups[g].get("group_steps", 0))), handle)
+            # Group here, group in the handle, values seen last, hyper-parameters set last.
             self.groups = [[g, c, None, {}] for (g, _), c in c_groups.items()]
             first = groups[0]
             check(lib.halfstep_set_skipped_steps(handle, int(first.get("skipped_steps", 0))), handle)
@@ -265,14 +315,6 @@ class Engine:
         self.plain = Plain(self, optimizer.state) if n and all(m.dense and m.address for m in self.members) else None
 
     # ---- Building ----
-
-    def _set_optimizer_choices(self, optimizer):
-        chosen = {"scan": optimizer.scan, "clip": optimizer.clip, "generator": optimizer.generator}
-        for key, value in chosen.items():
-            if value is not None:
-                check(lib.halfstep_set_choice(self.handle, -1, key.encode(), value.encode()), self.handle)
-        self.choices = chosen
-        self.clip_norm = self.gradient_scale = None
 
     def _create_state(self, optimizer, m):
         """The tensors of `state[p]` that are not there yet, or not as the recipe wants them."""
@@ -296,18 +338,12 @@ class Engine:
                     moved = _state.adopt(state[s.key], s, m.name)
                     if moved is not state[s.key]:
                         made[s.key] = moved
-            elif s.role == _abi.ROLE_WEIGHT and not s.extra:
-                made[s.key] = m.p.detach().clone(memory_format=torch.contiguous_format)
             else:
-                made[s.key] = torch.zeros(s.shape, dtype=s.dtype)
+                made[s.key] = s.initial(m.p)
         return made
 
     def _bind(self, m, state):
-        code = {}
-        for s in m.streams:
-            code.setdefault(s.slot, [None, None])[s.extra] = state[s.key].data_ptr()
-        for slot, (main, extra) in code.items():
-            check(lib.halfstep_bind_slot(self.handle, m.index, slot, main, extra), self.handle)
+        bind_streams(self.handle, m.index, m.streams, state)
         m.step = state["step"]
         m.bound = tuple((s.key, state[s.key], state[s.key].data_ptr()) for s in m.streams)
 
@@ -317,11 +353,10 @@ class Engine:
         # float32 counts to 2^24; beyond, the number beside it knows better, as long as both mean the same.
         if exact is not None and struct.unpack("f", struct.pack("f", exact))[0] == steps:
             steps = int(exact)
-        counters = _abi.Counters.new(state_steps=steps,
-                                 full_steps=int(state.get("full_steps", steps)), writes=int(state.get("writes", steps)))
+        counters = _abi.Counters.new(state_steps=steps, full_steps=int(state.get("full_steps", steps)),
+                                     writes=int(state.get("writes", steps)))
         check(lib.halfstep_set_counters(self.handle, m.index, byref(counters)), self.handle)
-        check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()),
-              self.handle)
+        check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()), self.handle)
         for scalar in self.rule.scalars:
             if scalar in state:
                 check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), float(state[scalar])), self.handle)
@@ -389,9 +424,11 @@ class Engine:
         if self.clip_norm != optimizer.clip_norm:
             check(lib.halfstep_set_hyper(handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), handle)
             self.clip_norm = optimizer.clip_norm
-        chosen = {"scan": optimizer.scan, "clip": optimizer.clip, "generator": optimizer.generator}
-        if chosen != self.choices:
-            self._set_optimizer_choices(optimizer)
+        for key in ("scan", "clip", "generator"):
+            value = getattr(optimizer, key)
+            if value is not None and value != self.choices.get(key):
+                check(lib.halfstep_set_choice(handle, -1, key.encode(), value.encode()), handle)
+                self.choices[key] = value
         threads = optimizer._threads_now()
         if threads != self.threads:
             check(lib.halfstep_set_threads(handle, threads), handle)

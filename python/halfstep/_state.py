@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 import torch
 
 from . import _abi
-from ._abi import check, lib
+from ._abi import lib
 
 #: group keys that only this package has
 OURS = ("weights", "states", "decay", "reference_lr", "seed", "ids", "recipes", "group_steps", "skipped_steps", "last_norm",
@@ -128,7 +128,7 @@ def _check(optimizer):
                     raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {state[key]!r}, not a number")
             if recipe is None:
                 # Of torch, or of this package before it kept recipes: the streams themselves are as good.
-                there = optimizer._full_recipe(group, p, i)
+                there = optimizer._full_recipe(g, i)
                 if any(key in state and key not in names for key in (s.key for s in _streams(streams, there, hypers, p, name))):
                     recipe = group["recipes"][i] = there
             if recipe is not None:
@@ -158,12 +158,12 @@ def _streams(known, recipe, hypers, p, name):
 
 
 def _warn_of_conversions(optimizer):
-    for group in optimizer.param_groups:
+    for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             there = group["recipes"][i]
             if there is None or p not in optimizer.state:
                 continue
-            here = optimizer._full_recipe(group, p, i)
+            here = optimizer._full_recipe(g, i)
             if there != here:
                 warnings.warn(f"halfstep: the loaded states are {there}, this optimizer is {here}; they are converted at the "
                               "next step", UserWarning, stacklevel=4)
@@ -178,6 +178,7 @@ class _Codec:
 
     def __init__(self, recipe, hypers, shape, name):
         from . import _engine  # which needs this module in turn
+        self.engine = _engine
         self.rule = _abi.rules[recipe.partition("/")[0]]
         self.handle = _engine.create_handle(1, 0)
         try:
@@ -194,32 +195,22 @@ class _Codec:
         lib.halfstep_destroy(self.handle)
 
     def bind(self, tensors):
-        places = {}
-        for s in self.streams:
-            places.setdefault(s.slot, [None, None])[s.extra] = tensors[s.key].data_ptr()
-        for slot, (main, extra) in places.items():
-            check(lib.halfstep_bind_slot(self.handle, self.index, slot, main, extra), self.handle)
+        self.engine.bind_streams(self.handle, self.index, self.streams, tensors)
 
     def read(self, slot, data=None):
-        out = torch.empty(self.shape, dtype=torch.float32)
-        if out.numel():
-            check(lib.halfstep_read_slot(self.handle, self.index, slot, data, 0, self.shape[0] if self.shape else 1,
-                                         out.data_ptr()), self.handle)
-        return out
+        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data)
 
     def write(self, slot, values, data=None):
-        values = values.contiguous()
-        if values.numel():
-            check(lib.halfstep_write_slot(self.handle, self.index, slot, data, 0, self.shape[0] if self.shape else 1,
-                                          values.data_ptr()), self.handle)
+        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous())
 
 
 def adopt(tensor, stream, name, take=True):
     """A state tensor of another device or layout as the stream wants it; ValueError where it is something else."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != stream.dtype or tuple(tensor.shape) != stream.shape \
             or tensor.device.type == "meta" or tensor.layout != torch.strided:
-        found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else \
-            type(tensor).__name__
+        found = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
         raise ValueError(f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype} of shape "
                          f"{stream.shape}")
     return tensor.detach().cpu().contiguous() if take else tensor
@@ -258,10 +249,7 @@ def convert(optimizer, m, state, old):
         # The same tensor, so the same streams.
         made = {}
         for s in m.streams:
-            if s.role == _abi.ROLE_WEIGHT and not s.extra and s.key not in values:
-                made[s.key] = m.p.detach().clone(memory_format=torch.contiguous_format)
-            else:
-                made[s.key] = torch.zeros(s.shape, dtype=s.dtype)
+            made[s.key] = torch.zeros(s.shape, dtype=s.dtype) if s.key in values else s.initial(m.p)
         target.bind(made)
         for i, s in enumerate(target.rule.states):
             if s.name in values and s.name in made:
@@ -429,8 +417,8 @@ def _take_hypers(optimizer, saved, metadata, source):
         if text is None:
             continue
         value = float(text)
-        if name in ("beta1", "beta2", "beta3") and betas:
-            place = int(name[-1]) - 1
+        if name in _abi.BETAS and betas:
+            place = _abi.BETAS.index(name)
             if place < len(betas):
                 betas[place] = value
         elif name in saved and not isinstance(saved[name], torch.Tensor):

@@ -12,13 +12,10 @@ import torch
 
 from . import _abi
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
-from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, check_parameter, create_handle, rows_of,
-                      weight_format)
+from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, check_parameter, create_handle, increment_versions,
+                      no_dynamo, read_rows, weight_format, write_rows)
 
 __all__ = ["EMA"]
-
-_no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-_increment_version = getattr(torch.autograd.graph, "increment_version", None)
 
 _BY_ID = {f.id: f.name for f in _abi.formats.values()}
 #: dtypes of a weight and of the residual or error code beside it -> the format that they are
@@ -126,11 +123,10 @@ def _codec(fmt, weight, extra, values=None):
         index = add_tensor(handle, add_group(handle, "ema/" + fmt, {}, {}), "average", 1, tuple(weight.shape), "f32")
         if extra is not None:
             check(lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle)
-        function = lib.halfstep_read_slot if values is None else lib.halfstep_write_slot
-        out = torch.empty(weight.shape, dtype=torch.float32) if values is None else values
-        rows, _ = rows_of(tuple(weight.shape))
-        check(function(handle, index, SLOT_WEIGHT, weight.data_ptr(), 0, rows, out.data_ptr()), handle)
-        return out
+        if values is None:
+            return read_rows(lib.halfstep_read_slot, handle, index, tuple(weight.shape), SLOT_WEIGHT, weight.data_ptr())
+        write_rows(handle, index, SLOT_WEIGHT, weight.data_ptr(), values)
+        return values
     finally:
         lib.halfstep_destroy(handle)
 
@@ -315,7 +311,7 @@ class EMA(torch.nn.Module):
 
     # ---- Updates ----
 
-    @_no_dynamo
+    @no_dynamo
     @torch.no_grad()
     def update_parameters(self, model, optimizer=None):
         """Moves the averages towards the weights of `model`, which match them in order.
@@ -367,9 +363,7 @@ class EMA(torch.nn.Module):
         check(code, handle.handle)
         for average, dense in back:
             average.copy_(dense)
-        if _increment_version is not None:
-            for member in members:  # older versions of torch take one tensor only
-                _increment_version(member[3])
+        increment_versions([member[3] for member in members])
         self._follow_buffers(others, first)
         self.n_averaged += 1
         self.counters[0] += 1

@@ -13,22 +13,17 @@ import torch
 
 from . import _abi, _state
 from ._abi import check, lib
-from ._engine import (PLAIN, STATE, WEIGHT, Engine, add_group, add_tensor, check_device, check_gradient, check_parameter,
-                      create_handle, streams_of, weight_format)
+from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, check_device, check_gradient, check_parameter, create_handle,
+                      declare, formats_of, increment_versions, no_dynamo, read_rows, weight_format, write_rows)
 
 _Tensor = torch.Tensor
-_no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-_increment_version = torch.autograd.graph.increment_version
 _optimizers = itertools.count()
-_BETAS = ("beta1", "beta2", "beta3")
 # Called through map(), which costs half of what a loop does.
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
 # From this version on torch itself takes (name, tensor) pairs.
-_version = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-_NAMED = _version >= (2, 6)
-_many_versions = _version >= (2, 5)
+_NAMED = VERSION >= (2, 6)
 #: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance
 _TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "grad_scale", "found_inf",
               "_zero_grad_profile_name", "step", "_opt_called")
@@ -116,16 +111,14 @@ class Optimizer(torch.optim.Optimizer):
         betas = group.get("betas")
         if betas is not None and not isinstance(betas, (tuple, list)):
             raise TypeError(f"halfstep: betas={betas!r} is not a sequence of numbers")
-        wanted = sum(name in _abi.rules[self.rule].hypers for name in _BETAS)
+        wanted = sum(name in _abi.rules[self.rule].hypers for name in _abi.BETAS)
         if betas is not None and len(betas) != wanted:
             raise ValueError(f"Invalid betas {tuple(betas)}: {self.rule} has {wanted}")
         for name, hyper in _abi.rules[self.rule].hypers.items():
             if hyper.per_optimizer:
                 continue
-            if name in _BETAS and betas is not None:
-                place = _BETAS.index(name)
-                if place < len(betas):
-                    out[name] = float(betas[place])
+            if name in _abi.BETAS and betas is not None:
+                out[name] = float(betas[_abi.BETAS.index(name)])
             elif name in group:
                 if group[name] is None:
                     raise TypeError(f"halfstep: the option {name!r} is None; it has to be a number")
@@ -160,8 +153,8 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             if name == "lr":
                 raise ValueError(f"Invalid learning rate: {value}")
-            if name in _BETAS and "betas" in group:
-                raise ValueError(f"Invalid beta parameter at index {_BETAS.index(name)}: {value}")
+            if name in _abi.BETAS and "betas" in group:
+                raise ValueError(f"Invalid beta parameter at index {_abi.BETAS.index(name)}: {value}")
             raise ValueError(f"Invalid {'epsilon' if name.endswith('eps') else name} value: {value}")
         if "dampening" in rule.hypers and group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
@@ -182,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
             if value is not None and value not in _abi.choices(choice):
                 raise ValueError(f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}")
 
-    @_no_dynamo
+    @no_dynamo
     def add_param_group(self, param_group):
         """As torch's; parameters that no step could take are refused here."""
         if not isinstance(param_group, dict):
@@ -197,9 +190,8 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_options(group)
-            names = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                name = names[i] if names else self._given_name(p) or f"{i} of group {len(self.param_groups) - 1}"
+                name = self._name_of(len(self.param_groups) - 1, i)
                 check_parameter(p, name)
                 weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
         except BaseException:
@@ -280,7 +272,7 @@ class Optimizer(torch.optim.Optimizer):
                 check_device(p, name)
                 wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else check_gradient(p, grad, name)))
         engine = Engine(self, wanted)
-        engine.formats = [(g.get("weights"), g.get("states")) for g in self.param_groups]
+        engine.refresh(self)
         self._flat = flat
         self._indices = [engine.index_of.get(p, -1) for p in flat]
         self._empty = [p for p in flat if p.numel() == 0]
@@ -294,16 +286,9 @@ class Optimizer(torch.optim.Optimizer):
             flat = [p for group in self.param_groups for p in group["params"]]
             known = self._flat
             if len(flat) != len(known) or not all(map(is_, flat, known)) or self.state is not engine.optimizer_state \
-                    or not self._formats_stand(engine) or not engine.refresh(self):
+                    or engine.formats != formats_of(self.param_groups) or not engine.refresh(self):
                 engine = None
-        if engine is None:
-            engine = self._build()
-            engine.refresh(self)
-        return engine
-
-    def _formats_stand(self, engine):
-        """Whether `weights` and `states` of the groups are what they were when the handle was made."""
-        return engine.formats == [(g.get("weights"), g.get("states")) for g in self.param_groups]
+        return self._build() if engine is None else engine
 
     def _stale(self, m, state):
         """Whether a state of a parameter is no longer where the handle thinks it is."""
@@ -425,7 +410,7 @@ class Optimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
-    @_no_dynamo
+    @no_dynamo
     @torch.no_grad()
     def _step(self, given=None):
         """The step itself; `given` are the weights and gradients by parameter that a compiled step has."""
@@ -460,11 +445,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count_empty(self, only=None):
         """Parameters without elements are not in the handle; their steps are counted here."""
-        for group in self.param_groups:
+        for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 if p.numel() or p.grad is None or p is not (only if only is not None else p):
                     continue
-                state, recipe = self.state[p], self._full_recipe(group, p, i)
+                state, recipe = self.state[p], self._full_recipe(g, i)
                 if "step" not in state or group["recipes"][i] != recipe:
                     group["recipes"][i] = recipe
                     state.setdefault("step", torch.zeros((), dtype=torch.float32))
@@ -483,12 +468,7 @@ class Optimizer(torch.optim.Optimizer):
             self._count_empty()
         for p, weight in back:
             p.detach().copy_(weight)
-        # So that autograd notices where a weight that it has saved was changed.
-        if _many_versions:
-            _increment_version(stepped)
-        else:
-            for p in stepped:
-                _increment_version(p)
+        increment_versions(stepped)
 
     def _report_nonfinite(self, engine):
         if "nonfinite" in self._warned:
@@ -507,17 +487,15 @@ class Optimizer(torch.optim.Optimizer):
             engine = self._current()
         if p not in engine.index_of:
             engine = self._build({p: p.grad})
-            engine.refresh(self)
             if p not in engine.index_of:
                 raise ValueError("halfstep: a parameter that this optimizer does not have")
         m = engine.members[engine.index_of[p]]
         if self._stale(m, self.state.get(p)):
             engine = self._build({p: p.grad})
-            engine.refresh(self)
             m = engine.members[engine.index_of[p]]
         return engine, m
 
-    @_no_dynamo
+    @no_dynamo
     @torch.no_grad()
     def step_param(self, p, group=None):
         """One update of one parameter from its gradient, which stays. The protocol of trainers that step inside the backward
@@ -535,7 +513,6 @@ class Optimizer(torch.optim.Optimizer):
         found = self._place(engine, m, p, p.grad, keep, back)
         if found is None:
             engine = self._build({p: p.grad})
-            engine.refresh(self)
             m = engine.members[engine.index_of[p]]
             keep, back = [], []
             found = self._place(engine, m, p, p.grad, keep, back)
@@ -632,15 +609,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def recipe(self, p):
         """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
-        for group in self.param_groups:
+        for g, group in enumerate(self.param_groups):
             for i, other in enumerate(group["params"]):
                 if other is p:
-                    return self._full_recipe(group, p, i)
+                    return self._full_recipe(g, i)
         raise ValueError("halfstep: a parameter that this optimizer does not have")
 
-    def _full_recipe(self, group, p, position):
+    def _full_recipe(self, group_index, position):
+        group = self.param_groups[group_index]
+        p = group["params"][position]
         weights, states = self._recipe_parts(group, p)
-        weights = weight_format(weights, p.dtype, f"{position} of its group")
+        weights = weight_format(weights, p.dtype, self._name_of(group_index, position))
         return _abi.recipe_full("/".join(part for part in (self.rule, weights, states) if part))
 
     def _survey(self):
@@ -648,22 +627,14 @@ class Optimizer(torch.optim.Optimizer):
         self._resolve_ids()
         handle = create_handle(1, 0)
         try:
-            groups, fallen = {}, []
-            rule = _abi.rules[self.rule]
-            seen = set()
+            wanted, seen = [], set()
             for g, group in enumerate(self.param_groups):
                 for i, p in enumerate(group["params"]):
-                    if id(p) in seen or p.numel() == 0:
-                        continue
-                    seen.add(id(p))
-                    key = (g, self._full_recipe(group, p, i))
-                    if key not in groups:
-                        groups[key] = add_group(handle, key[1], self._hypers(group), self._choices(group))
-                    dtype = p.dtype if p.grad is None else p.grad.dtype
-                    index = add_tensor(handle, groups[key], self._name_of(g, i), group["ids"][i], tuple(p.shape),
-                                       PLAIN.get(dtype, PLAIN[p.dtype]))
-                    if streams_of(handle, index, rule, tuple(p.shape))[1]:
-                        fallen.append(self._name_of(g, i))
+                    if id(p) not in seen and p.numel():
+                        seen.add(id(p))
+                        dtype = p.dtype if p.grad is None else p.grad.dtype
+                        wanted.append((p, g, i, PLAIN.get(dtype, PLAIN[p.dtype])))
+            fallen = declare(handle, self, wanted)[2]
             out = [c_uint64() for _ in range(4)]
             check(lib.halfstep_memory(handle, *[byref(x) for x in out], byref(c_int32())), handle)
             return dict(zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))), fallen
@@ -681,9 +652,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self):
         recipes = []
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                recipe = self._full_recipe(group, p, i)
+        for g, group in enumerate(self.param_groups):
+            for i in range(len(group["params"])):
+                recipe = self._full_recipe(g, i)
                 if recipe not in recipes:
                     recipes.append(recipe)
         memory, fallen = self._survey()
@@ -710,7 +681,6 @@ class Optimizer(torch.optim.Optimizer):
             if p not in self.state:
                 raise ValueError("halfstep: this parameter has no states yet")
             engine = self._build()
-            engine.refresh(self)
         return engine.members[engine.index_of[p]]
 
     def _slot(self, name):
@@ -721,12 +691,7 @@ class Optimizer(torch.optim.Optimizer):
         raise KeyError(f"halfstep: {self.rule} has no state {name!r}; it has {', '.join(s.name for s in rule.states)}")
 
     def _read(self, m, function, *arguments):
-        out = torch.empty(m.shape, dtype=torch.float32)
-        if out.numel():
-            rows = m.shape[0] if m.shape else 1
-            check(function(self._engine.handle, m.index, *arguments, 0, rows,
-                           out.data_ptr()), self._engine.handle)
-        return out
+        return read_rows(function, self._engine.handle, m.index, m.shape, *arguments)
 
     @torch.no_grad()
     def read_weight(self, p):
@@ -756,10 +721,7 @@ class Optimizer(torch.optim.Optimizer):
         values = values.detach().to(torch.float32).contiguous()
         if tuple(values.shape) != m.shape:
             raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.shape}, not {tuple(values.shape)}")
-        if values.numel():
-            rows = m.shape[0] if m.shape else 1
-            check(lib.halfstep_write_slot(self._engine.handle, m.index, slot, data, 0, rows,
-                                          values.data_ptr()), self._engine.handle)
+        write_rows(self._engine.handle, m.index, slot, data, values)
 
     @torch.no_grad()
     def write_weight(self, p, values):
@@ -794,14 +756,14 @@ class Optimizer(torch.optim.Optimizer):
                 steps = int(self.state[p]["step"])
                 self.state[p].update(state_steps=steps, full_steps=steps, writes=steps)
 
-    @_no_dynamo
+    @no_dynamo
     def state_dict(self):
         """As torch's. `state` holds tensors and numbers only, exactly as they are stored; identities, recipes, the seed and
         the counters of the groups are in `param_groups`. Loads with torch.load(weights_only=True)."""
         self._sync()
         return super().state_dict()
 
-    @_no_dynamo
+    @no_dynamo
     def load_state_dict(self, state_dict):
         """Takes back what state_dict() gave, bit for bit; also the states of torch's own optimizers of the same rule.
 

@@ -10,7 +10,6 @@ import torch
 from . import _abi
 from .optimizer import Optimizer
 
-_BETAS = ("beta1", "beta2", "beta3")
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
 _SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
 _COMMON = inspect.signature(Optimizer.__init__).parameters
@@ -77,7 +76,7 @@ def _options_of(rule):
             continue
         if name in ("maximize", "centralize"):
             common[name] = _value(hyper)
-        elif name in _BETAS:
+        elif name in _abi.BETAS:
             betas.append(hyper.initial)
             own.setdefault("betas", None)
         else:

@@ -22,7 +22,6 @@ __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableada
 
 #: float types that a Kahan residual serves
 LOW = (torch.bfloat16, torch.float16)
-_increment_version = getattr(torch.autograd.graph, "increment_version", None)
 _SETTLED = 2 ** 40
 _HANDLES = 64
 
@@ -232,8 +231,8 @@ def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, optio
         for item in batch:
             item.store(code == _abi.OK)
             item.identity[1] += code == _abi.OK
-        if code == _abi.OK and not accumulate and _increment_version is not None:
-            _increment_version([item.owner for item in batch])
+        if code == _abi.OK and not accumulate:
+            _engine.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
             made = _refused(lib.halfstep_nonfinite_tensor(lists.handle).decode())
         else:

@@ -238,9 +238,9 @@ class FlashOptimizer(Optimizer):
     def _coded(self):
         """The parameters that have an error code or residual, by id."""
         found = {}
-        for group in self.param_groups:
+        for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
-                if _abi.formats[self._full_recipe(group, p, i).split("/")[1]].extra_bits:
+                if _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits:
                     found[id(p)] = p
         return found
 

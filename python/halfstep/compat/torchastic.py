@@ -16,7 +16,6 @@ not of torch's global generator. Where the arithmetic differs:
 * `centralization`, a factor in [0, 1], acts on parameters of two or more dimensions; the package also takes the mean of
   vectors from them, and scalars to zero.
 """
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..accumulate import GradientAccumulator, complain
