@@ -179,7 +179,7 @@ static void test_building(void)
         options.threads = -1;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_RANGE);
         options.threads = 1;
-        options.struct_size = 4;
+        options.struct_size = 0;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_create(NULL, NULL), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_set_threads(NULL, 1), HALFSTEP_ERROR_ARGUMENT);
