@@ -225,6 +225,9 @@ HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimiz
 
 /* A group is a recipe with its hyper-parameters. Its index goes to *group. */
 HALFSTEP_API int halfstep_add_group(halfstep_optimizer *optimizer, const char *recipe, int32_t *group);
+HALFSTEP_API int32_t halfstep_group_count(const halfstep_optimizer *optimizer);
+/* The full form of a group's recipe, as halfstep_recipe_full() writes it (64 bytes are enough for any). */
+HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, int32_t group, char *text, size_t size);
 /* Hyper-parameters are doubles, set by name, checked against their bounds, and read at each step. NaN is out of bounds.
  * Those that belong to the optimizer ("gradient_scale", "clip_norm") and any that shall be set in every group that has it
  * take group = HALFSTEP_ALL_GROUPS. Common to all rules:
@@ -283,6 +286,9 @@ typedef struct halfstep_tensor {
  * elements is fine. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
+/* A tensor as it was added, with the id and the part that zeros stood for; name lives as long as the handle. The caller sets
+ * tensor->struct_size. */
+HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* The hash that id 0 stands for; 0 for NULL. */
 HALFSTEP_API uint64_t halfstep_name_id(const char *name);
 /* Row by name, or -1. */

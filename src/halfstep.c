@@ -230,6 +230,17 @@ static int check_group(const halfstep_optimizer *o, int32_t group)
     return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d (%d exist)", (int)group, o->n_groups);
 }
 
+int32_t halfstep_group_count(const halfstep_optimizer *o) { return o ? o->n_groups : 0; }
+
+int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *text, size_t size)
+{
+    if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_group(o, group);
+    if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
+        return hstep_fail(o, error, "%zu bytes are too few for a recipe", size);
+    return error;
+}
+
 /* Row among common and own hyper-parameters, or -1. */
 static int find_hyper(int rule, const char *name)
 {
@@ -596,6 +607,19 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *given, int
 uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name) : 0; }
 
 int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
+
+int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_tensor *d)
+{
+    if (!o || !d) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, index);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[index];
+    halfstep_tensor ours = {.group = t->group, .name = t->name, .id = t->id, .ndim = t->ndim,
+                            .rows = t->rows, .row_length = t->row_length, .first_row = t->first_row, .n_rows = t->n_rows,
+                            .first_column = t->first_column, .n_columns = t->n_columns,
+                            .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
+    return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
 
 int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
 {

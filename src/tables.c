@@ -312,25 +312,29 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
     return rule->formats ? parse_states(text, rule->formats, recipe, detail, size) : HALFSTEP_OK;
 }
 
-int halfstep_recipe_full(const char *recipe, char *text, size_t size)
+int hstep_recipe_text(const struct hstep_recipe *r, char *text, size_t size)
 {
-    struct hstep_recipe r;
     char full[160];
-    if (!recipe || !text) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
-    if (error) return error;
-    int n = snprintf(full, sizeof full, "%s/%s", hstep_rules[r.rule].name, hstep_formats[r.weight].name);
-    int which[HALFSTEP_MAX_STATES], optional, named = named_states(r.rule, which, &optional), same = 1, inherits = 1;
+    int n = snprintf(full, sizeof full, "%s/%s", hstep_rules[r->rule].name, hstep_formats[r->weight].name);
+    int which[HALFSTEP_MAX_STATES], optional, named = named_states(r->rule, which, &optional), same = 1, inherits = 1;
     for (int i = 1; i < named; i++) {
-        same &= r.state[which[i]] == r.state[which[0]];
-        if (i >= named - optional) inherits &= r.state[which[i]] == inherited_format(&r, which[i]);
+        same &= r->state[which[i]] == r->state[which[0]];
+        if (i >= named - optional) inherits &= r->state[which[i]] == inherited_format(r, which[i]);
     }
     int shown = same && named ? 1 : inherits ? named - optional : named;
     for (int i = 0; i < shown; i++)
-        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r.state[which[i]]].name);
+        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r->state[which[i]]].name);
     if ((size_t)n >= size) return HALFSTEP_ERROR_RANGE;
     memcpy(text, full, (size_t)n + 1);
     return HALFSTEP_OK;
+}
+
+int halfstep_recipe_full(const char *recipe, char *text, size_t size)
+{
+    struct hstep_recipe r;
+    if (!recipe || !text) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    return error ? error : hstep_recipe_text(&r, text, size);
 }
 
 int64_t hstep_row_stride(int64_t row_length)

@@ -109,6 +109,8 @@ struct hstep_recipe {
 
 /* HALFSTEP_OK, or an error with a sentence in detail[size]. */
 int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size);
+/* The full form; errors with RANGE where size is too small. */
+int hstep_recipe_text(const struct hstep_recipe *recipe, char *text, size_t size);
 
 /* What a block format becomes for a tensor that it cannot serve. */
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length);
