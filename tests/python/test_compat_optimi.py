@@ -2,8 +2,8 @@
 import copy
 import importlib.metadata
 import inspect
-import math
 import io
+import math
 import random
 import re
 import warnings
