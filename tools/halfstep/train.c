@@ -416,15 +416,17 @@ int train_run(const struct run_config *config, const struct run_data *data, stru
     memset(result, 0, sizeof *result);
     result->weights_changed = result->tokens_per_s = NAN;
     error[0] = 0;
-    int status = run_build(&run);
+    int status = run_open_directory(&run);
+    if (!status) status = run_build(&run);
     if (!status) status = config->resume ? run_resume(&run) : run_initialize(&run);
-    if (!status) status = run_check_outputs(&run);
+    if (!status) status = run_open_log(&run);
     if (!status) {
         progress_begin(progress, run.step, config->steps);
         status = loop(&run);
         progress_end(progress);
     }
     if (log_close(run.log) != 0 && status == 0) status = run_fail(&run, "the log %s is not complete", config->log);
+    run_lock_release(run.lock);
     run_dismantle(&run);
     return status;
 }
