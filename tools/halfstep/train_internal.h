@@ -47,6 +47,8 @@ struct run {
     double started, optimizer_seconds, trained_seconds;
     int64_t saved_step;             /* -1: never */
     uint64_t sequence;              /* of the last checkpoint that this run has saved or resumed; 0: none */
+    int unread;                     /* the last one was saved and could not be read back */
+    uint64_t unread_step;
     int shares;                     /* the directory holds checkpoints that are not this run's */
     struct run_lock *lock;
 };
@@ -68,6 +70,8 @@ int run_initialize(struct run *run);
 int run_open_directory(struct run *run);
 int run_resume(struct run *run);
 int run_open_log(struct run *run);
+/* What is worth telling beside what succeeds: on stderr, once, and in the results. */
+void run_tell(struct run *run, const char *note);
 /* Saves, and reads back what was saved. */
 int run_save(struct run *run);
 

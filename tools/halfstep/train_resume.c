@@ -186,8 +186,7 @@ int run_resume(struct run *run)
 
 /* ---- The directory ------------------------------------------------------------------------------------------------------ */
 
-/* Something worth telling beside what succeeds: on stderr once, and in the results. */
-static void tell(struct run *run, const char *note)
+void run_tell(struct run *run, const char *note)
 {
     if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
 }
@@ -284,7 +283,7 @@ int run_open_directory(struct run *run)
     char note[1024];
     run->lock = run_lock_take(c->checkpoint, note, sizeof note);
     if (!run->lock) return run_fail(run, "%s", note);
-    if (note[0]) tell(run, note);
+    if (note[0]) run_tell(run, note);
     if (!c->resume) status = refuse_occupied(run);
     if (!status) status = check_paths(run);
     if (status) return status;
@@ -315,7 +314,7 @@ static void look_for_others(struct run *run)
     int code = halfstep_open_checkpoint(&there, run->config->checkpoint, &quick, why, sizeof why), others;
     if (code == HALFSTEP_OK) {
         halfstep_get_checkpoint_info(there, &info);
-        others = info.sequence != run->sequence;
+        others = info.sequence != run->sequence && !(run->unread && info.step == run->unread_step);
         halfstep_close_checkpoint(there);
     } else {
         others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
@@ -324,7 +323,7 @@ static void look_for_others(struct run *run)
     run->shares = 1;
     snprintf(why, sizeof why, "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
              run->config->checkpoint);
-    tell(run, why);
+    run_tell(run, why);
 }
 
 /* Opens what was saved with all its checksums, and compares what it says of the run. */
@@ -360,9 +359,14 @@ int run_save(struct run *run)
         status = checkpoint_save(c->checkpoint, keep, (uint64_t)run->step, &run->holding, c->recipe, trainer.data,
                                  &run->result->history, note, sizeof note) != 0;
         if (status) run_fail(run, "%s", note);
-        else if (note[0]) tell(run, note);
+        else if (note[0]) run_tell(run, note);
     }
-    if (!status) status = read_back(run, trainer.data);
+    if (!status) {
+        run->unread = 1;
+        run->unread_step = (uint64_t)run->step;
+        status = read_back(run, trainer.data);
+        run->unread = status != 0;
+    }
     text_free(&trainer);
     if (status) return 1;
     run->saved_step = run->step;

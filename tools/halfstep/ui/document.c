@@ -155,12 +155,26 @@ void document_free(struct document *document)
     memset(document, 0, sizeof *document);
 }
 
+/* Not json_dumps(): its growing buffer can fail without the dump being told, and leaves bytes out. Here jansson writes into
+ * memory of known size. */
+static char *dump(const json_t *root, size_t *n)
+{
+    const size_t flags = JSON_INDENT(2) | JSON_REAL_PRECISION(10);
+    *n = json_dumpb(root, NULL, 0, flags);
+    char *text = *n ? malloc(*n) : NULL;
+    if (text && json_dumpb(root, text, *n, flags) == *n) return text;
+    free(text);
+    return NULL;
+}
+
 void document_write(struct document *document, struct text *text)
 {
-    char *dump = document->failed || !document->root ? NULL : json_dumps(document->root, JSON_INDENT(2) | JSON_REAL_PRECISION(10));
-    if (dump) text_add(text, "%s\n", dump);
+    size_t n;
+    char *json = document->failed || !document->root ? NULL : dump(document->root, &n);
+    if (json) text_add_utf8(text, json, n);
     else text->failed = 1;
-    free(dump);
+    if (json) text_add(text, "\n");
+    free(json);
     document_free(document);
 }
 
