@@ -314,7 +314,8 @@ static void look_for_others(struct run *run)
     int code = halfstep_open_checkpoint(&there, run->config->checkpoint, &quick, why, sizeof why), others;
     if (code == HALFSTEP_OK) {
         halfstep_get_checkpoint_info(there, &info);
-        others = info.sequence != run->sequence && !(run->unread && info.step == run->unread_step);
+        int known = info.sequence == run->sequence && info.step == (uint64_t)run->saved_step;
+        others = !known && !(run->unread && info.step == run->unread_step);
         halfstep_close_checkpoint(there);
     } else {
         others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
