@@ -253,10 +253,16 @@ static const char *torch_dtype(int dtype)
     return dtype == LM_F32 ? "float32" : dtype == LM_BF16 ? "bfloat16" : "float16";
 }
 
-static int save_files(halfstep_checkpoint_save *save, const struct holding *holding, json_t *trainer, const char *recipe,
+const char *checkpoint_file_name(int index)
+{
+    static const char *const names[] = {"model.safetensors", "optimizer.safetensors", "history.safetensors", "config.json",
+                                        "trainer.json"};
+    return index >= 0 && (size_t)index < sizeof names / sizeof names[0] ? names[index] : NULL;
+}
+
+static int save_files(halfstep_checkpoint_save *save, const struct holding *holding, const char *trainer, const char *recipe,
                       struct declaring writers[3], const struct run_history *history, char *error, size_t error_bytes)
 {
-    static const char *const names[3] = {"model.safetensors", "optimizer.safetensors", "history.safetensors"};
     halfstep_slot_info info;
     char text[2048];
     if (slot_info(holding->optimizer, 0, HALFSTEP_SLOT_WEIGHT, &info) != HALFSTEP_OK) return HALFSTEP_ERROR_ARGUMENT;
@@ -268,21 +274,16 @@ static int save_files(halfstep_checkpoint_save *save, const struct holding *hold
     if (code == 0) code = each_setting(holding, declare_setting, &writers[1]);
     if (code == 0) code = declare_history(&writers[2], history);
     for (int i = 0; i < 3 && code == 0; i++)
-        code = halfstep_save_safetensors(save, names[i], writers[i].writer, NULL, NULL, error, error_bytes);
-    if (code == 0) code = halfstep_save_file(save, "config.json", text, (uint64_t)length, error, error_bytes);
-    if (code != 0) return code;
-    char *dump = json_dumps(trainer, JSON_INDENT(2));
-    if (!dump) return HALFSTEP_ERROR_MEMORY;
-    code = halfstep_save_file(save, "trainer.json", dump, strlen(dump), error, error_bytes);
-    free(dump);
+        code = halfstep_save_safetensors(save, checkpoint_file_name(i), writers[i].writer, NULL, NULL, error, error_bytes);
+    if (code == 0) code = halfstep_save_file(save, checkpoint_file_name(3), text, (uint64_t)length, error, error_bytes);
+    if (code == 0) code = halfstep_save_file(save, checkpoint_file_name(4), trainer, strlen(trainer), error, error_bytes);
     if (code == 0) code = halfstep_save_value(save, "recipe", recipe, error, error_bytes);
     return code;
 }
 
-int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, json_t *trainer,
-                    const struct run_history *history, char *error, size_t error_bytes)
+int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, const char *recipe,
+                    const char *trainer, const struct run_history *history, char *error, size_t error_bytes)
 {
-    const char *recipe = json_string_value(json_object_get(json_object_get(trainer, "options"), "recipe"));
     halfstep_save_options options = {.struct_size = sizeof options, .keep = keep, .step = step};
     halfstep_checkpoint_save *save = NULL;
     struct declaring writers[3] = {{NULL, error, error_bytes}, {NULL, error, error_bytes}, {NULL, error, error_bytes}};
@@ -290,7 +291,7 @@ int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const s
     int code = halfstep_begin_checkpoint(&save, directory, &options, error, error_bytes);
     for (int i = 0; i < 3 && code == 0; i++) code = halfstep_create_safetensors_writer(&writers[i].writer);
     if (code == 0)
-        code = save_files(save, holding, trainer, recipe ? recipe : "", writers, history, error, error_bytes);
+        code = save_files(save, holding, trainer, recipe, writers, history, error, error_bytes);
     for (int i = 0; i < 3; i++) halfstep_destroy_safetensors_writer(writers[i].writer);
     if (code == 0) return halfstep_commit_checkpoint(save, error, error_bytes) == HALFSTEP_OK ? 0 : -1;
     halfstep_abandon_checkpoint(save);

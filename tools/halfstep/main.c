@@ -1,6 +1,9 @@
 /* halfstep: trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "halfstep.h"
 
@@ -65,8 +68,20 @@ static int finish(int status)
     return status;
 }
 
+/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress lines.
+ * What takes the place here fails as a closed stream does. */
+static int occupy_standard_streams(void)
+{
+    for (int fd = 0; fd <= 2; fd++) {
+        if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
+        if (open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd) return -1;
+    }
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
+    if (occupy_standard_streams() != 0) return 1;
     if (halfstep_abi() != HALFSTEP_ABI) {
         fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
         return 1;
