@@ -1,7 +1,7 @@
 /* Calls into the C library that fail on purpose: calls.def lists them. Compiled in two ways.
  *
  * HSTEP_FAULTS_PRELOAD: a library for LD_PRELOAD, which stands before the C library and tells by the return address (through
- * the C library and C++'s, by the stack) who is calling. The environment says what to do:
+ * the C library, by the stack) who is calling. The environment says what to do:
  *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm()
  *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor, result,
  *                                       paths. "struck" is in it in place of the result where the call was made to fail
@@ -102,13 +102,14 @@ static _Atomic uint64_t counts[INJECT_CALLS];
 #ifdef HSTEP_FAULTS_PRELOAD
 static _Thread_local int inside;
 
+/* In the program only oneDNN is written in C++, and walking the stack for each `new` would take most of the time. */
 static enum who classify(const char *file)
 {
     static const struct {
         const char *part;
         enum who who;
     } table[] = {{"libhalfstep", WHO_ours},  {"libjansson", WHO_jansson}, {"libdnnl", WHO_onednn}, {"libz.", WHO_zlib},
-                 {"libgomp", WHO_openmp},    {"python", WHO_python},      {"libc.", WHO_libc},     {"libstdc++", WHO_libc},
+                 {"libgomp", WHO_openmp},    {"python", WHO_python},      {"libc.", WHO_libc},     {"libstdc++", WHO_onednn},
                  {"ld-linux", WHO_libc},     {"libm.", WHO_libc},         {"libgcc_s", WHO_libc},  {"halfstep", WHO_ours}};
     const char *slash = strrchr(file, '/');
     file = slash ? slash + 1 : file;
