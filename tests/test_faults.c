@@ -567,9 +567,9 @@ int main(int argc, char **argv)
         if (pipe(ends)) return 1;
         pid_t child = fork();
         if (!child) {
-            inject_record(1);
+            inject_record("any");
             scenario(NULL);
-            inject_record(0);
+            inject_record(NULL);
             list_faults(!is_short);
             close(ends[0]);
             for (size_t done = 0; done < fault_count * sizeof *faults;) {

@@ -55,14 +55,14 @@ static const char *const who_names[] = {
 
 #define CALL(kind, name, result, parameters, arguments, said, failed, errors) #name,
 #define CALL_BY_HAND(kind, name, errors) #name,
-const char *const inject_names[INJECT_CALLS] = {
+const char *const inject_names[INJECT_CALLS + 1] = {
 #include "calls.def"
 };
 #undef CALL
 #undef CALL_BY_HAND
 #define CALL(kind, name, result, parameters, arguments, said, failed, errors) errors,
 #define CALL_BY_HAND(kind, name, errors) errors,
-const char *const inject_errors[INJECT_CALLS] = {
+const char *const inject_errors[INJECT_CALLS + 1] = {
 #include "calls.def"
 };
 #undef CALL
@@ -94,6 +94,7 @@ static struct {
 } plan;
 
 static atomic_int recording, held;
+static int recording_who;
 static int log_fd = -1;
 static _Atomic uint64_t counts[INJECT_CALLS];
 
@@ -220,11 +221,9 @@ static struct call strike(enum inject_call call, void *from)
     inside = 1;
 #endif
     int before = errno;
-    if (atomic_load_explicit(&recording, memory_order_relaxed) || log_fd >= 0) {
-        made.chain = chain_of(from);
-        uint64_t number = 1 + atomic_fetch_add(&counts[call], 1);
-        if (atomic_load(&recording)) note_place(call, number, made.chain);
-    }
+    int noted = atomic_load(&recording) && (recording_who == WHO_any || recording_who == (int)made.who);
+    if (noted || log_fd >= 0) made.chain = chain_of(from);
+    if (noted) note_place(call, 1 + atomic_fetch_add(&counts[call], 1), made.chain);
     made.error = planned(call, made.who);
 #ifdef HSTEP_FAULTS_PRELOAD
     inside = 0;
@@ -254,6 +253,13 @@ static void said(const struct call *call, const char *path, const char *second, 
 #endif
 }
 
+static int who_of(const char *name)
+{
+    for (int i = 0; i < (int)(sizeof who_names / sizeof *who_names); i++)
+        if (!strcmp(name, who_names[i])) return i;
+    return -1;
+}
+
 int inject_arm(const char *fault)
 {
     atomic_store(&plan.armed, 0);
@@ -275,9 +281,7 @@ int inject_arm(const char *fault)
         if (!strcmp(error, errors[i].name)) plan.error = errors[i].number;
     plan.at = strtoull(number, &end, 10);
     plan.from_on = *end == '+';
-    plan.who = who ? -1 : WHO_any;
-    for (int i = 0; who && i < (int)(sizeof who_names / sizeof *who_names); i++)
-        if (!strcmp(who, who_names[i])) plan.who = i;
+    plan.who = who ? who_of(who) : WHO_any;
     if ((plan.call < 0 && plan.kind < 0) || !plan.error || !plan.at || plan.who < 0 || end[plan.from_on]) return 0;
     atomic_store_explicit(&plan.armed, 1, memory_order_release);
     return 1;
@@ -287,13 +291,15 @@ void inject_hold(int on) { atomic_fetch_add(&held, on ? 1 : -1); }
 
 uint64_t inject_struck(void) { return atomic_load(&plan.struck); }
 
-void inject_record(int on)
+int inject_record(const char *who)
 {
     atomic_store(&recording, 0);
-    if (!on) return;
+    if (!who) return 1;
+    if ((recording_who = who_of(who)) < 0) return 0;
     memset(place_counts, 0, sizeof place_counts);
     for (int i = 0; i < INJECT_CALLS; i++) atomic_store(&counts[i], 0);
     atomic_store(&recording, 1);
+    return 1;
 }
 
 uint64_t inject_count(enum inject_call call) { return atomic_load(&counts[call]); }
@@ -636,6 +642,12 @@ int DEFINED(fclose)(FILE *file)
 }
 
 #ifdef HSTEP_FAULTS_PRELOAD
+/* Where off_t has 64 bits these are the same, under the names that other programs were compiled to. */
+int open64(const char *path, int flags, ...) __attribute__((alias("open")));
+ssize_t pread64(int fd, void *data, size_t bytes, off_t offset) __attribute__((alias("pread")));
+FILE *fopen64(const char *path, const char *mode) __attribute__((alias("fopen")));
+int ftruncate64(int fd, off_t bytes) __attribute__((alias("ftruncate")));
+
 __attribute__((constructor)) static void begin(void)
 {
     void *frames[2];

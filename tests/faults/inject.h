@@ -14,9 +14,9 @@ enum inject_call {
     INJECT_CALLS
 };
 
-/* Names, and the errors that each is made to fail with, separated by spaces. */
-extern const char *const inject_names[INJECT_CALLS];
-extern const char *const inject_errors[INJECT_CALLS];
+/* Names, and the errors that each is made to fail with, separated by spaces; NULL ends both. */
+extern const char *const inject_names[INJECT_CALLS + 1];
+extern const char *const inject_errors[INJECT_CALLS + 1];
 
 /* "NAME:ERROR:K[+][:WHO]": the K-th call of NAME (or of a kind, such as FILES) from now on fails with ERROR; with "+" all
  * after it too. WHO is the caller's module: ours, jansson, onednn, zlib, openmp, python, libc, other (default: any). Returns
@@ -27,9 +27,9 @@ void inject_hold(int on);
 /* How many calls the last fault that was armed has made fail. */
 uint64_t inject_struck(void);
 
-/* Counts calls that inject_arm() would count, by NAME and WHO, and notes for each at which numbers a chain of callers was
- * first seen. inject_record(1) starts anew, inject_record(0) stops. */
-void inject_record(int on);
+/* Counts the calls of one module, "any" for all, as inject_arm() would, and notes for each at which numbers a chain of callers
+ * was first seen. Starts anew; NULL stops. Returns 0 for an unknown module. */
+int inject_record(const char *who);
 uint64_t inject_count(enum inject_call call);
 /* Numbers of the calls that came from a new place, ascending; returns how many there are, writes at most `room`. */
 size_t inject_places(enum inject_call call, uint64_t *numbers, size_t room);
