@@ -35,7 +35,7 @@ static inline uint64_t draw_bits(void)
     return x ^ x >> 31;
 }
 
-static inline uint64_t draw(uint64_t below) { return (draw_bits() >> 11) % below; }
+__attribute__((unused)) static uint64_t draw(uint64_t below) { return (draw_bits() >> 11) % below; }
 
 static inline void demand(int condition, const char *what)
 {
@@ -44,8 +44,11 @@ static inline void demand(int condition, const char *what)
     abort();
 }
 
+/* Inputs that the code under test has taken, and refused: in the end both must be frequent, or the mutations test nothing. */
+static unsigned long fuzz_accepted, fuzz_rejected;
+
 /* Changes that files of text and bytes suffer. */
-static inline size_t mutate(uint8_t *data, size_t size, size_t room, const char *marks)
+__attribute__((unused)) static size_t mutate(uint8_t *data, size_t size, size_t room, const char *marks)
 {
     for (uint64_t count = draw(4); count && size; count--) {
         size_t at = draw(size);
@@ -143,9 +146,12 @@ static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, 
         if (exact) LLVMFuzzerTestOneInput(memcpy(exact, data, size), size);
         free(exact);
     }
-    printf("%s: %lu files of the corpus, %lu rounds, seed %lu, %.1f s\n", FUZZ_NAME, corpus, fuzz_round - first, fuzz_seed,
+    rounds = fuzz_round - first;
+    printf("%s: %lu files of the corpus, %lu rounds, seed %lu, %.1f s", FUZZ_NAME, corpus, rounds, fuzz_seed,
            fuzz_clock() - start);
-    return 0;
+    if (fuzz_accepted + fuzz_rejected) printf("; %lu accepted, %lu rejected", fuzz_accepted, fuzz_rejected);
+    printf("\n");
+    return fuzz_accepted + fuzz_rejected && rounds >= 1000 && (fuzz_accepted * 50 < rounds || fuzz_rejected * 50 < rounds);
 }
 
 static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned long rounds_long)

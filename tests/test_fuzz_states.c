@@ -3,7 +3,4 @@
 
 #include "../fuzz/fuzz_states.c"
 
-int main(int argc, char **argv)
-{
-    return fuzz_main(argc, argv, 800, 4000);
-}
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 800, 4000); }
