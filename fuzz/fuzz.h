@@ -86,11 +86,16 @@ static unsigned long fuzz_round, fuzz_seed = 1;
 /* What the child is at, for the parent to tell when it is dead. */
 static struct {
     unsigned long round;
-    char file[600];
+    char file[1024];
 } *fuzz_shared;
 
-static int fuzz_replay(const char *path)
+/* Where the program was started: a target may go elsewhere. */
+static char fuzz_home[400];
+
+static int fuzz_replay(const char *given)
 {
+    char path[1024];
+    snprintf(path, sizeof path, "%s%s%s", given[0] == '/' ? "" : fuzz_home, given[0] == '/' ? "" : "/", given);
     size_t room = (size_t)1 << 24;
     uint8_t *data = malloc(room);
     FILE *stream = fopen(path, "rb");
@@ -164,7 +169,7 @@ static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned
     if (argc > 2 && !timed && !replay) fuzz_seed = strtoul(argv[2], NULL, 10);
     unsigned long first = argc > 3 && !replay ? strtoul(argv[3], NULL, 10) : 0;
     fuzz_shared = mmap(NULL, sizeof *fuzz_shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (fuzz_shared == MAP_FAILED) return 1;
+    if (fuzz_shared == MAP_FAILED || !getcwd(fuzz_home, sizeof fuzz_home)) return 1;
     fflush(NULL);
     pid_t child = fork();
     if (!child) {
