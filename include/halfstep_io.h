@@ -41,7 +41,8 @@
  * halfstep_read_safetensor may run concurrently on one file.
  *
  * MEMORY. Nothing here allocates in proportion to the tensors: files are read straight into the caller's buffers and
- * written straight from them. Strings that a function returns live as long as the handle they came from. */
+ * written straight from them. An open file takes at most about twice its header, which may have 100 MB. Strings that a
+ * function returns live as long as the handle they came from. */
 #ifndef HALFSTEP_IO_H
 #define HALFSTEP_IO_H
 
@@ -64,7 +65,8 @@ HALFSTEP_API const char *halfstep_safetensors_dtype(uint32_t position);
 /* ---- Reading a safetensors file ------------------------------------------------------------------------------------- */
 
 /* An open file whose header has been checked in full: every tensor lies inside the file, no two overlap, no byte is
- * unaccounted for, every shape agrees with its length. */
+ * unaccounted for, every shape agrees with its length. At most 2^20 tensors of at most 64 dimensions, with 2^20 sizes plus 4
+ * for each tensor in all of their shapes, and 2^20 pairs of metadata. */
 typedef struct halfstep_safetensors halfstep_safetensors;
 
 typedef struct halfstep_safetensor_info {
@@ -95,7 +97,7 @@ HALFSTEP_API int halfstep_safetensor_find(const halfstep_safetensors *file, cons
 HALFSTEP_API int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
                                           uint64_t bytes, char *error, size_t error_size);
 
-/* __metadata__: pairs of strings, in the order of the file. */
+/* __metadata__: pairs of strings, sorted by key. */
 HALFSTEP_API uint64_t halfstep_safetensors_metadata_count(const halfstep_safetensors *file);
 HALFSTEP_API int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t index, const char **key,
                                                    const char **value);
@@ -104,7 +106,8 @@ HALFSTEP_API const char *halfstep_safetensors_metadata_find(const halfstep_safet
 
 /* ---- Writing a safetensors file ------------------------------------------------------------------------------------- */
 
-/* A list of tensors to be written. It may be written several times, and its data may change in between. */
+/* A list of tensors to be written, within the reader's limits. It may be written several times, and its data may change in
+ * between. */
 typedef struct halfstep_safetensors_writer halfstep_safetensors_writer;
 
 /* Supplies bytes [offset, offset + bytes) of the tensor that was declared as number `tensor` (from 0). Tensors are asked
@@ -141,7 +144,9 @@ HALFSTEP_API int halfstep_write_safetensors(const halfstep_safetensors_writer *w
  *   DIR/model.safetensors, ...     the files of the current checkpoint again, as links, where other tools look for them
  *
  * A kill or a crash at any instant of a save leaves a directory that opens with the old state or the new one. What a
- * crashed save left behind is removed by the next one. One process saves into a directory at a time; a second is refused
+ * crashed save left behind is removed by the next one. What somebody else keeps in DIR is never touched: a checkpoint that
+ * holds a file or a folder which is not part of it is not removed, and neither is one that is write-protected or cannot be
+ * read; the save succeeds and its note says so. One process saves into a directory at a time; a second is refused
  * with HALFSTEP_ERROR_IO. A checkpoint that is open for reading is not removed from under its reader. */
 typedef struct halfstep_checkpoint_save halfstep_checkpoint_save;
 
@@ -164,11 +169,12 @@ HALFSTEP_API int halfstep_save_file(halfstep_checkpoint_save *save, const char *
 HALFSTEP_API int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
                                            const halfstep_safetensors_writer *writer, halfstep_fill_function fill,
                                            void *context, char *error, size_t error_size);
-/* Adds a string to the manifest, or replaces it. UTF-8. */
+/* Adds a string to the manifest, or replaces it. UTF-8. All names and values of a checkpoint may take 4 MiB. */
 HALFSTEP_API int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *error,
                                      size_t error_size);
 /* Makes the checkpoint the current one. Frees save in every case. After a failure the directory opens with its earlier
- * state, unless the text says that the new one is already in place. */
+ * state, unless the text says that the new one is already in place. After success the text may be a note: what could not be
+ * linked, pruned or tidied. */
 HALFSTEP_API int halfstep_commit_checkpoint(halfstep_checkpoint_save *save, char *error, size_t error_size);
 /* Removes what was written and frees save; NULL is fine. */
 HALFSTEP_API void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save);

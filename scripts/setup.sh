@@ -35,6 +35,7 @@ C
 )
 fi
 header() { case "$headers" in *"$1"*) ;; *) return 1 ;; esac; }
+# What the program needs; the libraries of this project need none of them.
 want libdnnl-dev header have_dnnl
 want libjansson-dev header have_jansson
 want zlib1g-dev header have_zlib

@@ -63,7 +63,37 @@ check "pkg-config, shared" env LD_LIBRARY_PATH="$library" "$scratch/by_pc"
 eval "cc $(flags --cflags) '$scratch/consumer/main.c' -o '$scratch/by_pc_static' '$library/libhalfstep.a' -lm -pthread" ||
     fail "static by hand"
 check "pkg-config, static" "$scratch/by_pc_static"
-[ -z "$io" ] || pkg-config --exists halfstep_io || fail "halfstep_io.pc"
+if [ -n "$io" ]; then
+    # Our own .pc files and nothing else: what they ask for must be here.
+    cat >"$scratch/consumer/io.c" <<'C'
+#include <halfstep_io.h>
+#include <stdio.h>
+int main(int argc, char **argv)
+{
+    char error[256] = "";
+    (void)argc;
+    int code = halfstep_write_file_atomic(argv[1], "x", 1, error, sizeof error);
+    printf("%d%s\n", code, error);
+    return code != 0;
+}
+C
+    io_flags=$(PKG_CONFIG_PATH= PKG_CONFIG_LIBDIR=$package pkg-config --cflags --libs halfstep_io | xargs -n1 | sed 's/.*/"&"/' |
+        tr '\n' ' ')
+    [ -n "$io_flags" ] || fail "halfstep_io.pc asks for something that is not installed with it"
+    eval "cc '$scratch/consumer/io.c' -o '$scratch/io_by_pc' $io_flags" || fail "halfstep_io by pkg-config"
+    out=$(LD_LIBRARY_PATH="$library" "$scratch/io_by_pc" "$scratch/file") || fail "halfstep_io: $out"
+    [ "$out" = 0 ] && [ -s "$scratch/file" ] || fail "halfstep_io wrote no file: $out"
+    others=$(readelf -d "$library/libhalfstep_io.so" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' |
+        grep -vE '^(libc|libm|libpthread|libhalfstep|lib[atu][a-z]*san|libgcc_s|ld-linux.*)\.so|^ld-' || true)
+    [ -z "$others" ] || fail "halfstep_io needs $others"
+    echo "ok   halfstep_io needs nothing but the C library"
+    # Set to nothing, so that they are not looked for.
+    cmake -S "$source_dir" -B "$scratch/no_jansson" -DJANSSON_INCLUDE_DIR= -DJANSSON_LIBRARY= -DHALFSTEP_IO=ON \
+        -DHALFSTEP_TOOLS=AUTO >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "configuring halfstep_io without jansson"; }
+    [ -e "$scratch/no_jansson/halfstep_io.pc" ] || fail "no halfstep_io without jansson"
+    grep -q 'HALFSTEP_TOOLS: not built, .*JANSSON' "$scratch/log" || fail "the program was not left out without jansson"
+    echo "ok   halfstep_io is configured without jansson"
+fi
 
 soname=$(readelf -d "$library/libhalfstep.so" | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
 abi=$(sed -n 's/^#define HALFSTEP_ABI *//p' "$source_dir/include/halfstep.h")

@@ -179,7 +179,7 @@ static void test_building(void)
         options.threads = -1;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_RANGE);
         options.threads = 1;
-        options.struct_size = 4;
+        options.struct_size = 0;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_create(NULL, NULL), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_set_threads(NULL, 1), HALFSTEP_ERROR_ARGUMENT);
@@ -321,6 +321,46 @@ static void test_building(void)
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_DUPLICATE, "third");
         CHECK(halfstep_tensor_count(o) == 6, "%d tensors exist", (int)halfstep_tensor_count(o));
         CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1, "tensors are not found by name");
+        halfstep_destroy(o);
+    }
+    TEST("groups and tensors tell what they were added as") {
+        halfstep_optimizer *o;
+        int32_t g, h, index;
+        char text[64];
+        MUST(halfstep_create(NULL, &o));
+        CHECK(halfstep_group_count(o) == 0 && halfstep_group_count(NULL) == 0, "groups of an empty handle");
+        MUST(halfstep_add_group(o, "adamw/bf16-sr/int8", &g));
+        MUST(halfstep_add_group(o, "lion", &h));
+        CHECK(halfstep_group_count(o) == 2, "%d groups", (int)halfstep_group_count(o));
+        for (int i = 0; i < 2; i++) {
+            char full[64];
+            MUST(halfstep_recipe_full(i ? "lion" : "adamw/bf16-sr/int8", full, sizeof full));
+            EXPECT(halfstep_get_group_recipe(o, i, text, sizeof text), HALFSTEP_OK);
+            CHECK(!strcmp(text, full), "group %d is %s, not %s", i, text, full);
+        }
+        EXPECT_NAMED(o, halfstep_get_group_recipe(o, 2, text, sizeof text), HALFSTEP_ERROR_ARGUMENT, "2");
+        EXPECT_NAMED(o, halfstep_get_group_recipe(o, 0, text, 5), HALFSTEP_ERROR_RANGE, "5");
+        EXPECT(halfstep_get_group_recipe(o, 0, NULL, 5), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_group_recipe(NULL, 0, text, 5), HALFSTEP_ERROR_ARGUMENT);
+        halfstep_tensor t = matrix("whole", 7, 64), found = {.struct_size = sizeof found};
+        t.group = h;
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
+        CHECK(!strcmp(found.name, "whole") && found.name != t.name && found.group == h && found.ndim == 2 &&
+              found.id == halfstep_name_id("whole") && found.rows == 7 && found.row_length == 64 && !found.first_row &&
+              found.n_rows == 7 && !found.first_column && found.n_columns == 64 && !strcmp(found.gradient, t.gradient),
+              "a whole tensor");
+        t = matrix("part", 7, 64);
+        t.id = 5, t.first_row = 2, t.n_rows = 3, t.first_column = 32, t.n_columns = 32;
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
+        CHECK(found.group == g && found.id == 5 && found.first_row == 2 && found.n_rows == 3 && found.first_column == 32 &&
+              found.n_columns == 32 && found.rows == 7 && found.row_length == 64, "a part of a tensor");
+        EXPECT_NAMED(o, halfstep_get_tensor(o, 2, &found), HALFSTEP_ERROR_ARGUMENT, "2");
+        EXPECT(halfstep_get_tensor(NULL, 0, &found), HALFSTEP_ERROR_ARGUMENT);
+        EXPECT(halfstep_get_tensor(o, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
+        found.struct_size = 5;
+        EXPECT(halfstep_get_tensor(o, 0, &found), HALFSTEP_ERROR_ARGUMENT);
         halfstep_destroy(o);
     }
     TEST("sgd's momentum decides about its state until states exist") {

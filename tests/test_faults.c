@@ -1,8 +1,8 @@
 /* Every call of the library into the C library fails once, and once from some call on: the API answers with an error code and a
  * sentence, nothing is lost, and the same call made again gives the same bits.
  *
- *   test_faults --short          one error at the first call from each place, once and from there on
- *   test_faults                  every error at each call
+ *   test_faults [--short]        one error at the first call from each place, once or from there on
+ *   test_faults --all            every error at each call, both
  *   test_faults NAME:ERROR:K[+]  one fault (faults/inject.h), in this process
  *
  * The scenario creates optimizers, steps them, saves, loads, goes on. faults/inject.c is linked in by the linker's --wrap, and
@@ -519,7 +519,7 @@ static void work_through(const char *program)
 
 int main(int argc, char **argv)
 {
-    int is_short = argc > 1 && !strcmp(argv[1], "--short");
+    int everything = argc > 1 && !strcmp(argv[1], "--all"), is_short = argc > 1 && !strcmp(argv[1], "--short");
     const char *base = getenv("TMPDIR");
     char own[400];
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -534,7 +534,7 @@ int main(int argc, char **argv)
         for (int j = 0; j < ELEMENTS; j++) gradients[i][j] = (float)((i * 31 + j * 17) % 101 - 50) / 500.0f;
     test_init(1, argv);
 
-    if (argc > 1 && !is_short) {
+    if (argc > 1 && !is_short && !everything) {
         setvbuf(stdout, NULL, _IONBF, 0);
         reference = scenario(NULL);
         int ok = reference != 0;
@@ -570,7 +570,7 @@ int main(int argc, char **argv)
             inject_record("any");
             scenario(NULL);
             inject_record(NULL);
-            list_faults(!is_short);
+            list_faults(everything);
             close(ends[0]);
             for (size_t done = 0; done < fault_count * sizeof *faults;) {
                 ssize_t put = write(ends[1], (char *)faults + done, fault_count * sizeof *faults - done);

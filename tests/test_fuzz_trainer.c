@@ -3,4 +3,4 @@
 
 #include "../fuzz/fuzz_trainer.c"
 
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 60, 2000); }
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 60, 400); }

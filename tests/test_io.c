@@ -1,9 +1,10 @@
-/* halfstep_io: what the safetensors reader refuses, what the writer promises, and checkpoints under failing system calls,
- * failing allocations and simulated losses of power. The library's sources are compiled into this file, with the calls
+/* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign files,
+ * under failing system calls, failing allocations and simulated losses of power. The library's sources are compiled into this file, with the calls
  * that can fail replaced, so that every one of them fails here once: that is why it is over 500 lines. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -32,6 +33,10 @@ static struct {
     long at, calls, failures;
 } fault;
 static long allocation_at = -1, allocations, allocations_failed;
+/* Bytes that the library holds now, and the most it has held. */
+static size_t held, held_most;
+/* A directory on a disk that is gone: every call on it or what is below it fails. Empty: none. */
+static char gone[512];
 
 /* What the disk may forget when the power goes: contents not yet synced, names not yet synced in their directory. */
 typedef struct unsynced_name {
@@ -55,6 +60,14 @@ static int refuse(void)
     if (fault.mode == MODE_NONE || call < fault.at || (fault.mode == MODE_ONCE && call > fault.at)) return 0;
     fault.failures++;
     errno = fault.number;
+    return 1;
+}
+
+static int is_gone(const char *path)
+{
+    size_t length = strlen(gone);
+    if (!length || strncmp(path, gone, length) || (path[length] && path[length] != '/')) return 0;
+    errno = EIO;
     return 1;
 }
 
@@ -143,6 +156,7 @@ static int faulty_fsync(int fd)
 
 static int faulty_open(const char *path, int flags, mode_t mode)
 {
+    if (is_gone(path)) return -1;
     if (flags & O_CREAT) {
         if (refuse()) return -1;
         note_name("", path);
@@ -154,7 +168,7 @@ static int faulty_open(const char *path, int flags, mode_t mode)
 
 static int faulty_rename(const char *from, const char *to)
 {
-    if (refuse()) return -1;
+    if (is_gone(from) || is_gone(to) || refuse()) return -1;
     note_name(from, to);
     return rename(from, to);
 }
@@ -170,8 +184,11 @@ static int faulty_close(int fd)
 static int faulty_link(const char *from, const char *to) { return refuse() ? -1 : link(from, to); }
 static int faulty_symlink(const char *from, const char *to) { return refuse() ? -1 : symlink(from, to); }
 static int faulty_mkdir(const char *path, mode_t mode) { return refuse() ? -1 : mkdir(path, mode); }
-static int faulty_unlink(const char *path) { return refuse() ? -1 : unlink(path); }
-static int faulty_rmdir(const char *path) { return refuse() ? -1 : rmdir(path); }
+static int faulty_unlink(const char *path) { return is_gone(path) || refuse() ? -1 : unlink(path); }
+static int faulty_rmdir(const char *path) { return is_gone(path) || refuse() ? -1 : rmdir(path); }
+static int faulty_stat(const char *path, struct stat *status) { return is_gone(path) ? -1 : stat(path, status); }
+static int faulty_lstat(const char *path, struct stat *status) { return is_gone(path) ? -1 : lstat(path, status); }
+static DIR *faulty_opendir(const char *path) { return is_gone(path) ? NULL : opendir(path); }
 static int faulty_fchmod(int fd, mode_t mode) { return refuse() ? -1 : fchmod(fd, mode); }
 
 static int refuse_allocation(void)
@@ -182,9 +199,32 @@ static int refuse_allocation(void)
     return 1;
 }
 
-static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : malloc(bytes); }
-static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : calloc(count, bytes); }
-static void *faulty_realloc(void *old, size_t bytes) { return refuse_allocation() ? NULL : realloc(old, bytes); }
+static void *count_held(void *block)
+{
+    held += malloc_usable_size(block);
+    if (held > held_most) held_most = held;
+    return block;
+}
+
+static void faulty_free(void *block)
+{
+    held -= malloc_usable_size(block);
+    free(block);
+}
+
+static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
+static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : count_held(calloc(count, bytes)); }
+
+static void *faulty_realloc(void *old, size_t bytes)
+{
+    /* Moved, as it may be: both exist for a while. */
+    void *block = refuse_allocation() ? NULL : count_held(malloc(bytes));
+    size_t before = malloc_usable_size(old);
+    if (!block || !old) return block;
+    memcpy(block, old, before < bytes ? before : bytes);
+    faulty_free(old);
+    return block;
+}
 
 #define write(fd, data, bytes) faulty_write(fd, data, bytes)
 #define fsync(fd) faulty_fsync(fd)
@@ -200,6 +240,10 @@ static void *faulty_realloc(void *old, size_t bytes) { return refuse_allocation(
 #define malloc(bytes) faulty_malloc(bytes)
 #define calloc(count, bytes) faulty_calloc(count, bytes)
 #define realloc(old, bytes) faulty_realloc(old, bytes)
+#define free(block) faulty_free(block)
+#define stat(path, status) faulty_stat(path, status)
+#define lstat(path, status) faulty_lstat(path, status)
+#define opendir(path) faulty_opendir(path)
 #include "../src/io/files.c"
 #include "../src/io/json.c"
 #include "../src/io/safetensors.c"
@@ -218,6 +262,10 @@ static void *faulty_realloc(void *old, size_t bytes) { return refuse_allocation(
 #undef malloc
 #undef calloc
 #undef realloc
+#undef free
+#undef stat
+#undef lstat
+#undef opendir
 
 /* ---- Scratch -------------------------------------------------------------------------------------------------------- */
 
@@ -492,6 +540,76 @@ static void test_reader_limits(void)
     CHECK(open_repeated("{", "\"%x\":" T("U8", "[0]", "[0,0]") ",", 1 << 20, "\"z\":" T("U8", "[0]", "[0,0]") "}") ==
           HALFSTEP_ERROR_FORMAT && strstr(message, "tensors"), "too many tensors: %s", message);
     CHECK(open_repeated("{\"a\":", "[", 100000, "}") == HALFSTEP_ERROR_FORMAT, "nesting: %s", message);
+}
+
+/* Opens a header of about `bytes` that repeats item between begin and end (item has one %x, its number), and returns the
+ * most memory that this took, in headers. */
+static double measure_peak(size_t bytes, const char *begin, const char *item, const char *end, int expected, const char *says)
+{
+    size_t room = bytes + strlen(begin) + strlen(item) + strlen(end) + 64, used;
+    char *text = malloc(room);
+    used = (size_t)sprintf(text, "%s", begin);
+    for (unsigned i = 0; used < bytes; i++) used += (size_t)sprintf(text + used, item, i);
+    used += (size_t)sprintf(text + used, "%s", end);
+    held = held_most = 0;
+    int code = open_made(text, used, -1, 0);
+    CHECK(code == expected && strstr(message, says), "%.40s...: %d %s", begin, code, message);
+    CHECK(!held, "%zu bytes are still held", held);
+    free(text);
+    return (double)held_most / (double)used;
+}
+
+/* A header is read into memory once; what is kept beside it must stay in proportion, whatever it says. */
+static void test_reader_memory(void)
+{
+    enum { BYTES = 8 << 20 };
+#define EMPTY T("U8", "[0]", "[0,0]")
+    static const char eight[] = "0,0,0,0,0,0,0,0,";
+    char deep[1024] = "\"%x\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[", four[256], *name = malloc(70000);
+    memcpy(four, deep, strlen(deep) + 1);
+    strcat(four, "0,0,0,0]},");
+    for (int i = 0; i < 8; i++) strcat(deep, eight);
+    strcpy(deep + strlen(deep) - 1, "]},");
+    strcpy(name, "\"%x");
+    memset(name + 3, 'n', 65536);
+    strcpy(name + 3 + 65536, "\":" EMPTY ",");
+    struct { const char *what, *begin, *item, *end; int code; const char *says; } bombs[] = {
+        {"metadata", "{\"__metadata__\":{", "\"%x\":\"\",", "\"z\":\"\"}}", 0, ""},
+        {"one key of metadata again and again", "{\"__metadata__\":{", "\"\":\"\",", "\"z\":\"\"}}", HALFSTEP_ERROR_FORMAT,
+         "pairs"},
+        {"tensors", "{", "\"%x\":" EMPTY ",", "\"z\":" EMPTY "}", 0, ""},
+        {"scalars", "{", "\"%x\":" T("U8", "[]", "[0,1]") ",", "\"z\":" EMPTY "}", HALFSTEP_ERROR_FORMAT, "do not lie"},
+        {"tensors of four dimensions", "{", four, "\"z\":" EMPTY "}", 0, ""},
+        {"tensors of 64 dimensions", "{", deep, "\"z\":" EMPTY "}", HALFSTEP_ERROR_FORMAT, "dimensions"},
+        {"long names", "{", name, "\"z\":" EMPTY "}", 0, ""},
+        {"a malformed end", "{", "\"%x\":" EMPTY ",", "\"z\":" EMPTY "]", HALFSTEP_ERROR_FORMAT, "byte"},
+    };
+    for (size_t i = 0; i < sizeof bombs / sizeof *bombs; i++) {
+        double peak = measure_peak(BYTES, bombs[i].begin, bombs[i].item, bombs[i].end, bombs[i].code, bombs[i].says);
+        CHECK(peak < 2.2, "%s: %.2f times the header", bombs[i].what, peak);
+    }
+    free(name);
+#undef EMPTY
+}
+
+/* The writer refuses what the reader would. */
+static void test_writer_limits(void)
+{
+    halfstep_safetensors_writer *writer;
+    char name[32];
+    uint64_t shape[64] = {0};
+    int code = halfstep_create_safetensors_writer(&writer);
+    unsigned count = 0;
+    for (; !code && count < 20000; count++) {
+        snprintf(name, sizeof name, "%u", count);
+        code = halfstep_declare_safetensor(writer, name, "U8", 64, shape, NULL, TEXT);
+    }
+    CHECK(code == HALFSTEP_ERROR_RANGE && count == 17477 && strstr(message, "dimensions"), "%u: %d %s", count, code, message);
+    CHECK(!halfstep_write_safetensors(writer, at("deep"), NULL, NULL, TEXT), "%s", message);
+    halfstep_destroy_safetensors_writer(writer);
+    halfstep_safetensors *file;
+    CHECK(!halfstep_open_safetensors(&file, at("deep"), TEXT) && halfstep_safetensor_count(file) == 17476, "%s", message);
+    halfstep_close_safetensors(file);
 }
 
 static void test_changed_file(void)
@@ -864,11 +982,275 @@ static void test_checkpoint_files(void)
     CHECK(access(at("files/a.txt"), F_OK) && !access(at("files/b.txt"), F_OK), "a link to a file that is no more");
     /* Leftovers of a killed save. */
     if (mkdir(at("files/.halfstep-tmp-1-0"), 0777)) test_fail(__FILE__, __LINE__, "mkdir");
-    put_file(at("files/.halfstep-tmp-1-0/model.safetensors"), "x", 1);
+    put_file(at("files/.halfstep-tmp-1-0/.halfstep-part-model.safetensors"), "x", 1);
+    put_file(at("files/.halfstep-tmp-1-0/.halfstep-part-manifest.json"), "{", 1);
     put_file(at("files/.halfstep-tmp-1-1"), "x", 1);
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
     halfstep_abandon_checkpoint(save);
     CHECK(count_entries(dir, ".halfstep") == 0, "leftovers");
+}
+
+/* What somebody keeps inside a checkpoint directory, and whether it is still there, whole. */
+static void put_foreign(const char *path)
+{
+    char inner[600];
+    mkdir(path, 0777);
+    snprintf(inner, sizeof inner, "%s/thesis.tex", path);
+    put_file(inner, "years of work", 13);
+    snprintf(inner, sizeof inner, "%s/figures", path);
+    mkdir(inner, 0777);
+}
+
+static int has_foreign(const char *path)
+{
+    char inner[600];
+    size_t bytes;
+    snprintf(inner, sizeof inner, "%s/thesis.tex", path);
+    char *data = get_file(inner, &bytes);
+    int whole = bytes == 13 && !memcmp(data, "years of work", 13);
+    free(data);
+    snprintf(inner, sizeof inner, "%s/figures", path);
+    return whole && !access(inner, F_OK);
+}
+
+/* Saves generation k and demands that it is current, and that the note says `says` (NULL: there is none). */
+static void save_beside(const char *dir, unsigned k, halfstep_save_options options, const char *says, const char *what)
+{
+    int code = save_generation(dir, k, options, NULL);
+    CHECK(!code, "%s: the save failed: %d %s", what, code, message);
+    CHECK(says ? !strncmp(message, "note: the checkpoint is saved, but ", 35) && strstr(message, says) : !message[0],
+          "%s: the note is \"%s\"", what, message);
+    CHECK(open_generation_number(dir, NULL) == (long)k, "%s: %s", what, message);
+}
+
+/* A generation that has been kept from pruning: it still opens by its own path, to the last byte. */
+static void check_kept(const char *path, long k, const char *what)
+{
+    CHECK(open_generation_number(path, NULL) == k, "%s: %s is no longer whole: %s", what, path, message);
+}
+
+static void test_foreign_in_generation(void)
+{
+    halfstep_save_options none = {0};
+    const char *dir = at("foreign"), *old = at("foreign/checkpoint-1");
+    static const char *const kinds[] = {"a folder", "a file", "a file with a name of ours", "a link", "a pipe",
+                                        "write protection"};
+    for (int kind = 0; kind < 6; kind++) {
+        const char *what = kinds[kind];
+        char inner[600];
+        if (!access(dir, F_OK)) chmod(old, 0777);
+        empty_tree(dir, 1);
+        CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
+        snprintf(inner, sizeof inner, "%s/%s", old, kind == 2 ? "notes.txt" : "my notes");
+        if (kind == 0) put_foreign(inner);
+        else if (kind == 1 || kind == 2) put_file(inner, "mine", 4);
+        else if (kind == 3 ? symlink("/", inner) : kind == 4 ? mkfifo(inner, 0600) : chmod(old, 0555))
+            test_fail(__FILE__, __LINE__, "%s: %s", what, strerror(errno));
+        const char *says = kind == 5 ? "foreign/checkpoint-1 stays: it is write-protected" :
+                           kind == 2 ? "foreign/checkpoint-1 stays: it holds \"notes.txt\"" :
+                                       "foreign/checkpoint-1 stays: it holds \"my notes\"";
+        save_beside(dir, 2, none, says, what);
+        save_beside(dir, 3, none, says, what);
+        CHECK(kind ? kind == 5 || !faulty_lstat(inner, &(struct stat){0}) : has_foreign(inner), "%s was touched", what);
+        check_kept(old, 1, what);
+        CHECK(count_entries(dir, "checkpoint-") == 2 && access(at("foreign/checkpoint-2"), F_OK), "%s: pruning stopped", what);
+        CHECK(count_entries(dir, ".halfstep") == 0, "%s: a temporary was left", what);
+        /* Once it is gone, the next save tidies. */
+        if (kind == 0) empty_tree(inner, 1);
+        else unlink(inner);
+        chmod(old, 0777);
+        save_beside(dir, 4, none, NULL, what);
+        CHECK(count_entries(dir, "checkpoint-") == 1, "%s: not pruned after it had gone", what);
+    }
+}
+
+static void test_foreign_in_leftovers(void)
+{
+    halfstep_save_options none = {0};
+    const char *dir = at("foreign"), *left = at("foreign/.halfstep-tmp-1-0");
+    static const char *const kinds[] = {"a folder", "a file", "a manifest", "a link"};
+    for (int kind = 0; kind < 4; kind++) {
+        const char *what = kinds[kind];
+        char inner[600], part[600];
+        empty_tree(dir, 1);
+        CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
+        snprintf(inner, sizeof inner, "%s/%s", left, kind == 2 ? "manifest.json" : "notes");
+        snprintf(part, sizeof part, "%s/.halfstep-part-model.safetensors", left);
+        mkdir(left, 0777);
+        put_file(part, "xyz", 3);
+        if (kind == 0) put_foreign(inner);
+        else if (kind < 3) put_file(inner, "mine", 4);
+        else if (symlink("/", inner)) test_fail(__FILE__, __LINE__, "symlink");
+        save_beside(dir, 2, none, kind == 2 ? ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"" :
+                                              ".halfstep-tmp-1-0 stays: it holds \"notes\"", what);
+        CHECK(kind ? !faulty_lstat(inner, &(struct stat){0}) : has_foreign(inner), "%s was touched", what);
+        CHECK(!access(part, F_OK), "%s: what lies beside it was touched", what);
+        CHECK(count_entries(dir, "checkpoint-") == 1, "%s: not pruned", what);
+        if (kind == 0) empty_tree(inner, 1);
+        else unlink(inner);
+        save_beside(dir, 3, none, NULL, what);
+        CHECK(count_entries(dir, ".halfstep") == 0, "%s: not removed after it had gone", what);
+    }
+    /* A retired generation: its manifest tells its files from others. */
+    static const char *const inside[] = {"config.json", "notes.txt"};
+    for (int foreign = 0; foreign < 2; foreign++) {
+        char path[600];
+        empty_tree(dir, 1);
+        CHECK(!save_generation(dir, 1, none, NULL) && !save_generation(dir, 2, (halfstep_save_options){.keep = 2}, NULL), "%s",
+              message);
+        if (rename(at("foreign/checkpoint-1"), left)) test_fail(__FILE__, __LINE__, "rename");
+        snprintf(path, sizeof path, "%s/%s", left, inside[foreign]);
+        put_file(path, "?", 1);
+        save_beside(dir, 3, none, foreign ? "\"notes.txt\"" : NULL, "a retired generation");
+        CHECK(count_entries(dir, ".halfstep") == foreign && count_entries(left, "") == (foreign ? 4 : -1), "%s: %d entries",
+              inside[foreign], count_entries(left, ""));
+    }
+    /* Names that are nearly ours, and things that no save makes. */
+    empty_tree(dir, 1);
+    mkdir(dir, 0777);
+    put_foreign(at("foreign/.halfstep-tmp-mine"));
+    put_file(at("foreign/.halfstep-tmp-1"), "x", 1);
+    put_file(at("foreign/.halfstep-tmp-1-2.bak"), "x", 1);
+    save_beside(dir, 1, none, NULL, "names that are nearly ours");
+    CHECK(has_foreign(at("foreign/.halfstep-tmp-mine")) && count_entries(dir, ".halfstep") == 3, "names that are nearly ours");
+    if (mkfifo(at("foreign/.halfstep-tmp-1-9"), 0600)) test_fail(__FILE__, __LINE__, "mkfifo");
+    save_beside(dir, 2, none, ".halfstep-tmp-1-9 stays", "a pipe");
+    mkdir(at("foreign/.halfstep-tmp-1-3"), 0555);
+    save_beside(dir, 3, none, ".halfstep-tmp-1-3 stays: it is write-protected", "a protected leftover");
+    CHECK(count_entries(dir, ".halfstep") == 5, "leftovers that nobody may remove");
+}
+
+static void test_foreign_names(void)
+{
+    halfstep_save_options none = {0};
+    const char *dir = at("foreign");
+    struct stat status;
+    /* checkpoint-N is a file, a link to nothing, a link to a whole checkpoint that is kept elsewhere. */
+    empty_tree(dir, 1);
+    empty_tree(at("elsewhere"), 1);
+    mkdir(dir, 0777);
+    put_file(at("foreign/checkpoint-1"), "mine", 4);
+    if (symlink("nowhere", at("foreign/checkpoint-2"))) test_fail(__FILE__, __LINE__, "symlink");
+    save_beside(dir, 1, none, NULL, "a file");
+    save_beside(dir, 2, none, NULL, "a dangling link");
+    CHECK(!lstat(at("foreign/checkpoint-1"), &status) && S_ISREG(status.st_mode) && status.st_size == 4, "the file");
+    CHECK(!lstat(at("foreign/checkpoint-2"), &status) && S_ISLNK(status.st_mode), "the dangling link");
+    CHECK(!access(at("foreign/checkpoint-2-2/config.json"), F_OK) && access(at("foreign/checkpoint-1-2"), F_OK), "names");
+    CHECK(!save_generation(at("elsewhere"), 7, none, NULL), "%s", message);
+    if (symlink("../elsewhere/checkpoint-7", at("foreign/checkpoint-7"))) test_fail(__FILE__, __LINE__, "symlink");
+    save_beside(dir, 8, none, NULL, "a checkpoint kept elsewhere");
+    save_beside(dir, 9, none, NULL, "a checkpoint kept elsewhere");
+    CHECK(!lstat(at("foreign/checkpoint-7"), &status) && S_ISLNK(status.st_mode), "the link was removed");
+    check_kept(at("foreign/checkpoint-7"), 7, "a checkpoint kept elsewhere");
+    /* A link of ours in DIR that has become a folder of somebody else's: the other links are made all the same. */
+    unlink(at("foreign/config.json"));
+    put_foreign(at("foreign/config.json"));
+    CHECK(!save_generation(dir, 10, none, NULL) && !strncmp(message, "note: ", 6) && strstr(message, "foreign/config.json"),
+          "a folder in the place of a link: %s", message);
+    CHECK(has_foreign(at("foreign/config.json")) && open_generation_number(dir, NULL) == 10, "the folder was touched");
+    CHECK(hstep_same_file(at("foreign/model.safetensors"), at("foreign/checkpoint-10/model.safetensors")), "the other link");
+    CHECK(count_entries(dir, ".halfstep") == 0 && access(at("foreign/checkpoint-9"), F_OK), "not tidied");
+}
+
+/* A generation whose disk is gone, or whose folder nobody may read. */
+static void test_foreign_unreadable(void)
+{
+    halfstep_save_options none = {0}, keep3 = {.keep = 3};
+    const char *dir = at("foreign");
+    empty_tree(dir, 1);
+    CHECK(!save_generation(dir, 1, none, NULL) && !save_generation(dir, 2, keep3, NULL), "%s", message);
+    snprintf(gone, sizeof gone, "%s/checkpoint-1", dir);
+    save_beside(dir, 3, none, "foreign/checkpoint-1", "a disk that is gone");
+    CHECK(access(at("foreign/checkpoint-2"), F_OK), "not pruned");
+    save_beside(dir, 1, none, "foreign/checkpoint-1", "the same name");
+    CHECK(!access(at("foreign/checkpoint-1-2"), F_OK), "the same name");
+    gone[0] = 0;
+    check_kept(at("foreign/checkpoint-1"), 1, "a disk that is gone");
+    save_beside(dir, 4, none, NULL, "a disk that is back");
+    CHECK(count_entries(dir, "checkpoint-") == 1, "a disk that is back");
+    /* A leftover on it. */
+    mkdir(at("foreign/.halfstep-tmp-1-0"), 0777);
+    snprintf(gone, sizeof gone, "%s/.halfstep-tmp-1-0", dir);
+    save_beside(dir, 5, none, ".halfstep-tmp-1-0 stays", "a leftover that cannot be looked at");
+    gone[0] = 0;
+    save_beside(dir, 6, none, NULL, "the same one, back");
+    /* All of DIR: an error, and no endless search for a name. */
+    halfstep_checkpoint_save *save;
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", "x", 1, TEXT), "%s", message);
+    snprintf(gone, sizeof gone, "%s", dir);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_IO, "DIR is gone: %s", message);
+    gone[0] = 0;
+    CHECK(open_generation_number(dir, NULL) == 6, "%s", message);
+    save_beside(dir, 7, none, NULL, "after DIR was gone");
+    CHECK(count_entries(dir, ".halfstep") == 0, "what it left");
+}
+
+/* As somebody who is not the superuser, from whom folders can be hidden. */
+static void test_foreign_hidden(void)
+{
+    halfstep_save_options none = {0};
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        const char *dir = at("foreign"), *hidden = at("foreign/checkpoint-1");
+        test_group_failed = 0;
+        empty_tree(dir, 1);
+        if (!geteuid()) {
+            chmod(scratch, 0777);
+            if (setgid(65534) || setuid(65534)) _exit(77);
+        }
+        for (unsigned mode = 0; mode <= 0300; mode += 0300) {
+            empty_tree(dir, 1);
+            CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
+            chmod(hidden, mode);
+            save_beside(dir, 2, none, "foreign/checkpoint-1", "a folder that cannot be listed");
+            save_beside(dir, 1, none, "foreign/checkpoint-1", "the same name");
+            chmod(hidden, 0700);
+            check_kept(hidden, 1, "a folder that cannot be listed");
+            save_beside(dir, 3, none, NULL, "a folder that can be listed again");
+            mkdir(at("foreign/.halfstep-tmp-1-0"), mode);
+            save_beside(dir, 4, none, ".halfstep-tmp-1-0", "a leftover that cannot be listed");
+            chmod(at("foreign/.halfstep-tmp-1-0"), 0700);
+        }
+        empty_tree(dir, 1);
+        fflush(stdout);
+        _exit(test_group_failed != 0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 77), "the child got status %x", status);
+}
+
+/* A manifest is read whole, so it has a limit, and what is kept of it stays in proportion. */
+static void test_manifest_size(void)
+{
+    halfstep_checkpoint_save *save;
+    halfstep_checkpoint *checkpoint;
+    const char *dir = at("large");
+    size_t room = 5 << 20;
+    char *value = malloc(room + 1), key[16];
+    memset(value, 'v', room);
+    value[room] = 0;
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_value(save, "a", "1", TEXT) &&
+          !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_value(save, "a", value, TEXT), "%s", message);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_RANGE && strstr(message, dir) && strstr(message, "4194304"),
+          "a value that no reader would take: %s", message);
+    free(value);
+    CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) && !strcmp(halfstep_checkpoint_value(checkpoint, "a"), "1"),
+          "the old one: %s", message);
+    halfstep_close_checkpoint(checkpoint);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
+    for (unsigned i = 0; i < 20000; i++) {
+        snprintf(key, sizeof key, "%x", i);
+        CHECK(!halfstep_save_value(save, key, "", TEXT), "%s", message);
+    }
+    CHECK(!halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    held = held_most = 0;
+    CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT), "%s", message);
+    CHECK(!strcmp(halfstep_checkpoint_value(checkpoint, "4e1f"), ""), "the last value");
+    halfstep_close_checkpoint(checkpoint);
+    CHECK(!held && held_most < (4u << 20), "%zu bytes for 20000 values", held_most);
 }
 
 /* Changes one file of a checkpoint, so that it keeps its size (flip >= 0: that byte), or loses its last byte. */
@@ -1229,6 +1611,8 @@ int main(int argc, char **argv)
     TEST("reader: conformance list") test_reader_cases();
     TEST("reader: lengths and kinds of file") test_reader_lengths();
     TEST("reader: limits") test_reader_limits();
+    TEST("reader: memory in proportion to the header") test_reader_memory();
+    TEST("writer: limits of the reader") test_writer_limits();
     TEST("reader: a file that changes") test_changed_file();
     TEST("writer: every dtype, round trip, order, alignment") test_round_trip();
     TEST("writer: refusals") test_writer_refusals();
@@ -1236,6 +1620,12 @@ int main(int argc, char **argv)
     TEST("checksum") test_checksum();
     TEST("checkpoint: layout and pruning") test_checkpoint_basics();
     TEST("checkpoint: files, values, readers") test_checkpoint_files();
+    TEST("checkpoint: a generation that holds something foreign stays, whole") test_foreign_in_generation();
+    TEST("checkpoint: a leftover that holds something foreign stays, whole") test_foreign_in_leftovers();
+    TEST("checkpoint: foreign files, links and folders under names of ours") test_foreign_names();
+    TEST("checkpoint: generations and leftovers on a disk that is gone") test_foreign_unreadable();
+    TEST("checkpoint: generations and leftovers that cannot be listed") test_foreign_hidden();
+    TEST("checkpoint: size of a manifest") test_manifest_size();
     TEST("checkpoint: damage is found and named") test_checkpoint_damage();
     TEST("checkpoint: every call failing once") test_failing_calls();
     TEST("checkpoint: killed or out of power at every call") test_sudden_end();

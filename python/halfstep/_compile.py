@@ -4,15 +4,18 @@ The operator gets the parameters and gradients and says that it changes the para
 which may be copies that the compiler made. The optimizer is found by a number, and its parameters by their places. States are
 no inputs of the graph: they are reached, as ever, through the optimizer.
 """
+import itertools
 import weakref
 
 import torch
 
 _optimizers = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def register(optimizer):
-    """The number by which the operator finds an optimizer."""
+    """Gives an optimizer, or a copy of one, the number by which the operator finds it in this process."""
+    optimizer._number = next(_numbers)
     _optimizers[optimizer._number] = optimizer
 
 

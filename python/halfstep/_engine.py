@@ -99,6 +99,16 @@ def check_device(p, name):
         raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this build steps tensors in CPU memory")
 
 
+def seed_of(seed):
+    """The number that the option `seed` stands for. None is drawn from torch's default generator, so that torch.manual_seed()
+    governs it; where torch.distributed runs it is 0, which all ranks agree on without a word."""
+    if seed is not None:
+        return int(seed)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return 0
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
 def create_handle(threads, seed):
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))

@@ -13,7 +13,7 @@ import torch
 from . import _abi
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
 from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, check_parameter, create_handle, increment_versions,
-                      no_dynamo, read_rows, weight_format, write_rows)
+                      no_dynamo, read_rows, seed_of, weight_format, write_rows)
 
 __all__ = ["EMA"]
 
@@ -201,7 +201,7 @@ class EMA(torch.nn.Module):
     and goes on bit for bit; that of an AveragedModel loads too.
     """
 
-    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=0,
+    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=None,
                  generator=None, threads=0):
         super().__init__()
         if not 0.0 <= decay <= 1.0:
@@ -234,7 +234,7 @@ class EMA(torch.nn.Module):
         ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
         self.register_buffer("formats", torch.tensor(formats, dtype=torch.long))
         self.register_buffer("ids", torch.tensor(ids, dtype=torch.long))
-        random = [_signed(int(seed)), _signed(_abi.name_id(generator))]
+        random = [_signed(seed_of(seed)), _signed(_abi.name_id(generator))]
         self.register_buffer("random", torch.tensor(random, dtype=torch.long))
         self.register_buffer("counters", torch.zeros(2, dtype=torch.long))
 

@@ -3,7 +3,6 @@
 This file is longer than 500 lines because it is one class: torch asks an optimizer to be one object, with its steps, release,
 inspection and saving; the C handle is in _engine.py, the reading of saved states in _state.py.
 """
-import itertools
 import warnings
 import weakref
 from ctypes import byref, c_double, c_int32, c_uint64
@@ -14,19 +13,19 @@ import torch
 from . import _abi, _state
 from ._abi import check, lib
 from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, check_device, check_gradient, check_parameter, create_handle,
-                      declare, formats_of, increment_versions, no_dynamo, read_rows, weight_format, write_rows)
+                      declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
 
 _Tensor = torch.Tensor
-_optimizers = itertools.count()
 # Called through map(), which costs half of what a loop does.
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
 # From this version on torch itself takes (name, tensor) pairs.
 _NAMED = VERSION >= (2, 6)
-#: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance
+#: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
+#: of older versions
 _TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "grad_scale", "found_inf",
-              "_zero_grad_profile_name", "step", "_opt_called")
+              "_zero_grad_profile_name", "step", "_opt_called", "_number")
 
 
 def name_parameters(module, prefix=""):
@@ -58,7 +57,8 @@ class Optimizer(torch.optim.Optimizer):
     scan            "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its tensor is
                     left alone; "known-finite": nobody looks
     generator       "mixer" or "philox7", the source of random bits; None: the library's default
-    seed            of the random bits
+    seed            of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs it; where
+                    torch.distributed is initialized it is 0 on all ranks
     threads         0: torch.get_num_threads() at each step
     gradient_release, optimizer_accumulation    see prepare_gradient_release() and `optimizer_accumulation`
     compile         True: step() can be traced by torch.compile(fullgraph=True)
@@ -74,7 +74,7 @@ class Optimizer(torch.optim.Optimizer):
     compile = optimizer_accumulation = gradient_release = False
 
     def __init__(self, params, defaults, *, weights=None, states=None, decay=None, reference_lr=0.0, clip_norm=0.0, clip=None,
-                 scan=None, generator=None, seed=0, threads=0, gradient_release=False, optimizer_accumulation=False,
+                 scan=None, generator=None, seed=None, threads=0, gradient_release=False, optimizer_accumulation=False,
                  foreach=None, fused=None, capturable=False, differentiable=False, compile=False):
         if differentiable:
             raise ValueError(f"halfstep: {type(self).__name__} cannot be differentiated through: differentiable=True")
@@ -84,7 +84,6 @@ class Optimizer(torch.optim.Optimizer):
         self._flat, self._indices, self._empty = [], [], []
         self._warned = set()
         self._release_handles, self._released = [], set()
-        self._number = next(_optimizers)
         self.clip_norm, self.clip, self.scan, self.generator = clip_norm, clip, scan, generator
         self.threads = threads
         self.compile = compile
@@ -95,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         self.optimizer_accumulation = optimizer_accumulation
         self.gradient_release = False
         defaults = {**defaults, "weights": weights, "states": states, "decay": decay, "reference_lr": reference_lr,
-                    "seed": int(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
+                    "seed": seed_of(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
         self._check_options(defaults)
         super().__init__(params, defaults)
         if fused:
@@ -200,6 +199,8 @@ class Optimizer(torch.optim.Optimizer):
         for key in ("ids", "recipes"):
             if key not in group or len(group[key]) != len(group["params"]):
                 group[key] = [None] * len(group["params"])
+        if group.get("seed") is None:
+            group["seed"] = self.defaults["seed"]
         if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
             group["reference_lr"] = float(group["lr"])
         self._drop_engine()
@@ -228,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._given_name(group["params"][position]) or f"{position} of group {group_index}"
 
     def _resolve_ids(self):
-        """Fixes the ids of parameters that have none: hashes of their names, else of their places in this process."""
+        """Fixes the ids of parameters that have none: hashes of their names, else of their places among all parameters."""
         flat = 0
         for group in self.param_groups:
             names, ids = group.get("param_names"), group["ids"]
@@ -238,7 +239,7 @@ class Optimizer(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if ids[i] is None:
                     name = names[i] if names else self._given_name(p)
-                    ids[i] = _abi.name_id(name if name is not None else f"optimizer {self._number}, parameter {flat}")
+                    ids[i] = _abi.name_id(name if name is not None else f"parameter {flat}")
                 flat += 1
 
     # ---- The handle ----
@@ -794,8 +795,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         # Called for copies with everything, and by load_state_dict() and for old pickles with states and groups alone.
-        if "_number" not in self.__dict__:
-            self._number = next(_optimizers)
         self.__dict__.setdefault("_engine", None)
         if self._engine is not None:
             self._engine.destroy()
@@ -804,7 +803,7 @@ class Optimizer(torch.optim.Optimizer):
         self._released = set()
         self.__dict__.setdefault("_release_handles", [])
         self.__dict__.setdefault("_warned", set())
-        state = dict(state)
+        state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         if "state" in state:
             state["state"] = _state.unwrap(state["state"])
         super().__setstate__(state)
@@ -814,5 +813,8 @@ class Optimizer(torch.optim.Optimizer):
             for key in ("ids", "recipes"):
                 if key not in group or len(group[key]) != len(group["params"]):
                     group[key] = [None] * len(group["params"])
-        if "_number" in state and state.get("gradient_release"):
+        if state.get("compile"):
+            from . import _compile
+            _compile.register(self)
+        if state.get("gradient_release"):
             self.prepare_gradient_release()

@@ -8,10 +8,14 @@
 #define HSTEP_MANIFEST "manifest.json"
 #define HSTEP_GENERATION "checkpoint-"
 #define HSTEP_TEMPORARY ".halfstep-tmp-"
+/* Files of an unfinished checkpoint bear marked names, so that what a killed save leaves behind can be told from what
+ * somebody else has put there. */
+#define HSTEP_PART ".halfstep-part-"
 #define HSTEP_POINTER_FORMAT "halfstep-checkpoint-directory"
 #define HSTEP_MANIFEST_FORMAT "halfstep-checkpoint"
 #define HSTEP_MANIFEST_VERSION 1
-#define HSTEP_MANIFEST_LIMIT ((uint64_t)64 << 20)
+/* Some forty thousand files, or values as large as any configuration. */
+#define HSTEP_MANIFEST_LIMIT ((uint64_t)4 << 20)
 #define HSTEP_MAX_NAME 128
 
 /* ---- Checksum: CRC-64/XZ -------------------------------------------------------------------------------------------- */
@@ -61,17 +65,20 @@ static uint64_t update_crc(uint64_t crc, const void *data, uint64_t bytes)
 /* ---- Manifests ------------------------------------------------------------------------------------------------------ */
 
 typedef struct file_record {
-    char *name, *path;
+    const char *name;
+    char *path;
     uint64_t bytes, crc;
 } file_record;
 
 typedef struct value_record {
-    char *key, *value;
+    const char *key, *value;
 } value_record;
 
-/* A manifest of either kind: a generation's has files and values, the pointer has `current`. */
+/* A manifest of either kind: a generation's has files and values, the pointer has `current`. Names, keys, values and
+ * `current` lie in `text` where it was read, and are copies where it is to be written. */
 typedef struct manifest {
-    char *current;
+    char *text;
+    const char *current;
     uint64_t step, sequence;
     file_record *files;
     size_t file_count, file_room;
@@ -82,16 +89,16 @@ typedef struct manifest {
 static void free_manifest(manifest *m)
 {
     for (size_t i = 0; i < m->file_count; i++) {
-        free(m->files[i].name);
+        if (!m->text) free((char *)m->files[i].name);
         free(m->files[i].path);
     }
-    for (size_t i = 0; i < m->value_count; i++) {
-        free(m->values[i].key);
-        free(m->values[i].value);
+    for (size_t i = 0; i < m->value_count && !m->text; i++) {
+        free((char *)m->values[i].key);
+        free((char *)m->values[i].value);
     }
     free(m->files);
     free(m->values);
-    free(m->current);
+    free(m->text);
     memset(m, 0, sizeof *m);
 }
 
@@ -205,6 +212,18 @@ static int is_generation_name(const char *name)
     return name[-1] == '-' && digits && !name[digits];
 }
 
+/* What hstep_temporary_path makes of HSTEP_TEMPORARY. */
+static int is_temporary_name(const char *name)
+{
+    size_t prefix = strlen(HSTEP_TEMPORARY);
+    if (strncmp(name, HSTEP_TEMPORARY, prefix)) return 0;
+    name += prefix;
+    size_t process = strspn(name, "0123456789");
+    if (!process || name[process] != '-') return 0;
+    name += process + 1;
+    return *name && !name[strspn(name, "0123456789")];
+}
+
 static int parse_crc(const char *text, uint64_t *crc)
 {
     if (strlen(text) != 16 || strspn(text, "0123456789abcdef") != 16) return 0;
@@ -229,7 +248,7 @@ static int parse_file(hstep_json *json, manifest *m)
     if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc || !parse_crc(crc, &record.crc))
         return 0;
     if (!hstep_grow((void **)&m->files, m->file_count, &m->file_room, sizeof record)) return -1;
-    if (!(record.name = hstep_copy(name))) return -1;
+    record.name = name;
     m->files[m->file_count++] = record;
     return 1;
 }
@@ -253,9 +272,7 @@ static int parse_values(hstep_json *json, manifest *m)
     do {
         if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &value)) return 0;
         if (!hstep_grow((void **)&m->values, m->value_count, &m->value_room, sizeof *m->values)) return -1;
-        value_record record = {hstep_copy(key), hstep_copy(value)};
-        m->values[m->value_count++] = record;
-        if (!record.key || !record.value) return -1;
+        m->values[m->value_count++] = (value_record){key, value};
     } while (hstep_json_take(json, ','));
     return hstep_json_expect(json, '}');
 }
@@ -285,8 +302,7 @@ static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
         else if (!strcmp(key, "crc64")) member = CRC, result = hstep_json_string(json, &text);
         else if (!strcmp(key, "current")) {
             member = CURRENT;
-            result = !(seen & CURRENT) && hstep_json_string(json, &text) && is_generation_name(text);
-            if (result && !(m->current = hstep_copy(text))) result = -1;
+            result = hstep_json_string(json, &m->current) && is_generation_name(m->current);
         } else {
             return 0;
         }
@@ -300,15 +316,15 @@ static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
 /* Reads directory/manifest.json, of either kind. error->missing tells that there is none. */
 static int read_manifest(const char *directory, manifest *m, hstep_error *error)
 {
-    char *text = NULL, *path = hstep_join_path(directory, HSTEP_MANIFEST);
+    char *path = hstep_join_path(directory, HSTEP_MANIFEST);
     size_t bytes = 0;
     memset(m, 0, sizeof *m);
     if (!path) return hstep_fail_memory(error);
-    int code = hstep_read_whole(path, HSTEP_MANIFEST_LIMIT, &text, &bytes, error);
-    if (!code && !is_sealed(text, bytes)) {
+    int code = hstep_read_whole(path, HSTEP_MANIFEST_LIMIT, &m->text, &bytes, error);
+    if (!code && !is_sealed(m->text, bytes)) {
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: its own checksum does not match", path);
     } else if (!code) {
-        hstep_json json = {text, bytes, 0, NULL};
+        hstep_json json = {m->text, bytes, 0, NULL};
         uint64_t version;
         int result = parse_manifest(&json, m, &version);
         if (result < 0)
@@ -320,10 +336,68 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
             code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d", path,
                               ull(version), HSTEP_MANIFEST_VERSION);
     }
-    free(text);
     free(path);
     if (code) free_manifest(m);
     return code;
+}
+
+/* ---- What a directory of ours may hold ------------------------------------------------------------------------------ */
+
+/* Whether a save has made the entry `name` of `directory`, which has manifest m (files sorted) if has_manifest. */
+static int is_made_by_save(const char *directory, const char *name, int has_manifest, const manifest *m, hstep_error *error)
+{
+    size_t mark = strlen(HSTEP_PART);
+    file_record wanted = {.name = name};
+    int known = !strncmp(name, HSTEP_PART, mark) ? is_file_name(name + mark) || !strcmp(name + mark, HSTEP_MANIFEST) :
+                !strcmp(name, HSTEP_MANIFEST) ? has_manifest :
+                m->file_count && bsearch(&wanted, m->files, m->file_count, sizeof *m->files, compare_files);
+    char *path = known ? hstep_join_path(directory, name) : NULL;
+    if (known && !path) return hstep_fail_memory(error);
+    known = known && hstep_kind_of(path) == HSTEP_KIND_FILE;
+    free(path);
+    return known ? HALFSTEP_OK : hstep_fail(error, HALFSTEP_ERROR_NAME, "%s stays: it holds \"%s\", which is not part of it",
+                                            directory, name);
+}
+
+/* Lists what is in a directory if all of it comes from a save, and may be removed; the caller frees the names. Otherwise
+ * fails with a text that says what is there: such a directory stays as it is, whole. */
+static int list_own_files(const char *directory, char ***names, size_t *count, hstep_error *error)
+{
+    manifest m;
+    hstep_error ignored = {0};
+    int code = hstep_list_directory(directory, names, count, error);
+    if (code) return code;
+    if (hstep_is_protected(directory))
+        code = hstep_fail(error, HALFSTEP_ERROR_IO, "%s stays: it is write-protected", directory);
+    int result = read_manifest(directory, &m, &ignored), has_manifest = !result && !m.current;
+    if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+    if (has_manifest && m.file_count) qsort(m.files, m.file_count, sizeof *m.files, compare_files);
+    for (size_t i = 0; i < *count && !code; i++) code = is_made_by_save(directory, (*names)[i], has_manifest, &m, error);
+    if (!result) free_manifest(&m);
+    if (code) {
+        hstep_free_names(*names, *count);
+        *names = NULL;
+        *count = 0;
+    }
+    return code;
+}
+
+/* Removes a directory that holds nothing but files of ours. The manifest goes last: it is what tells a later save which
+ * files they are. */
+static int remove_own_directory(const char *directory, hstep_error *error)
+{
+    char **names;
+    size_t count;
+    int code = list_own_files(directory, &names, &count, error);
+    for (int last = 0; last < 2; last++)
+        for (size_t i = 0; i < count && !code; i++) {
+            if ((strcmp(names[i], HSTEP_MANIFEST) == 0) != last) continue;
+            char *path = hstep_join_path(directory, names[i]);
+            code = path ? hstep_remove_file(path, error) : hstep_fail_memory(error);
+            free(path);
+        }
+    hstep_free_names(names, count);
+    return code ? code : hstep_remove_directory(directory, error);
 }
 
 /* ---- Generations of a directory ------------------------------------------------------------------------------------- */
@@ -331,6 +405,7 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
 typedef struct generation {
     char *name;
     uint64_t sequence;
+    int is_link; /* somebody keeps it elsewhere */
 } generation;
 
 static int compare_generations(const void *a, const void *b)
@@ -346,9 +421,21 @@ static void free_generations(generation *list, size_t count)
     free(list);
 }
 
+/* What a save could not tidy, told when it has succeeded. */
+typedef struct notes {
+    char text[1024];
+} notes;
+
+static void add_note(notes *list, const char *text)
+{
+    size_t used = strlen(list->text);
+    snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? "; " : "", text);
+}
+
 /* The checkpoints inside dir whose manifest is sound, newest first. Directories of other programs that happen to be called
- * checkpoint-N are not in the list, and so are never touched. */
-static int list_generations(const char *dir, generation **list, size_t *count, hstep_error *error)
+ * checkpoint-N are not in the list, and so are never touched. `unread`, which may be NULL, receives what the system would
+ * not let us read. */
+static int list_generations(const char *dir, generation **list, size_t *count, notes *unread, hstep_error *error)
 {
     char **names;
     size_t name_count;
@@ -361,14 +448,18 @@ static int list_generations(const char *dir, generation **list, size_t *count, h
     if (!found) code = hstep_fail_memory(error);
     for (size_t i = 0; i < name_count && !code; i++) {
         manifest m;
-        hstep_error ignored = {0};
+        char detail[512];
+        hstep_error trouble = hstep_make_error(detail, sizeof detail);
         if (!is_generation_name(names[i])) continue;
         char *path = hstep_join_path(dir, names[i]);
-        int result = path ? read_manifest(path, &m, &ignored) : HALFSTEP_ERROR_MEMORY;
-        free(path);
+        int result = path ? read_manifest(path, &m, &trouble) : HALFSTEP_ERROR_MEMORY;
         if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+        if (result == HALFSTEP_ERROR_IO && !trouble.missing && unread) add_note(unread, detail);
+        int is_link = path && hstep_kind_of(path) == HSTEP_KIND_LINK;
+        free(path);
         if (result) continue;
         if (!m.current) {
+            found[n].is_link = is_link;
             found[n].sequence = m.sequence;
             found[n].name = names[i];
             names[i] = NULL;
@@ -395,6 +486,7 @@ struct halfstep_checkpoint_save {
     hstep_lock *lock;
     halfstep_save_options options;
     manifest manifest;
+    notes notes;
     int status;            /* the first failure, which commit repeats */
     char status_text[1024];
 };
@@ -403,8 +495,8 @@ struct halfstep_checkpoint_save {
 static void end_save(halfstep_checkpoint_save *save)
 {
     hstep_error ignored = {0};
-    if (save->temporary) hstep_remove(save->temporary, &ignored);
-    if (save->created_dir) hstep_remove_empty_directory(save->dir);
+    if (save->temporary) remove_own_directory(save->temporary, &ignored);
+    if (save->created_dir) hstep_remove_directory(save->dir, &ignored);
     hstep_unlock_directory(save->lock);
     free_manifest(&save->manifest);
     free(save->temporary);
@@ -412,16 +504,25 @@ static void end_save(halfstep_checkpoint_save *save)
     free(save);
 }
 
-/* Holding the lock means that nobody is writing the temporaries found here: they are what killed saves left. */
-static int remove_leftovers(const char *dir, hstep_error *error)
+/* Holding the lock means that nobody is writing the temporaries found here: they are what killed saves left, as far as no
+ * one else has put something into them. What cannot be removed stays, and stops no save. */
+static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char **names;
     size_t count;
-    int code = hstep_list_directory(dir, &names, &count, error);
+    int code = hstep_list_directory(save->dir, &names, &count, error);
     for (size_t i = 0; i < count && !code; i++) {
-        if (strncmp(names[i], HSTEP_TEMPORARY, strlen(HSTEP_TEMPORARY))) continue;
-        char *path = hstep_join_path(dir, names[i]);
-        code = path ? hstep_remove(path, error) : hstep_fail_memory(error);
+        char detail[512];
+        hstep_error trouble = hstep_make_error(detail, sizeof detail);
+        if (!is_temporary_name(names[i])) continue;
+        char *path = hstep_join_path(save->dir, names[i]);
+        hstep_kind kind = path ? hstep_kind_of(path) : HSTEP_KIND_UNKNOWN;
+        int result = !path ? hstep_fail_memory(&trouble) :
+                     kind == HSTEP_KIND_DIRECTORY ? remove_own_directory(path, &trouble) :
+                     kind == HSTEP_KIND_FILE || kind == HSTEP_KIND_LINK ? hstep_remove_file(path, &trouble) :
+                     hstep_fail(&trouble, HALFSTEP_ERROR_IO, "%s stays: it is not a file", path);
+        if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+        else if (result) add_note(&save->notes, detail);
         free(path);
     }
     hstep_free_names(names, count);
@@ -477,7 +578,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
         if (busy) hstep_fail(&error, code, "%s: another process is saving a checkpoint there", dir);
     }
     if (!code) code = check_not_generation(dir, &error);
-    if (!code) code = remove_leftovers(dir, &error);
+    if (!code) code = remove_leftovers(made, &error);
     if (!code) {
         int created;
         char *temporary = hstep_temporary_path(dir, HSTEP_TEMPORARY);
@@ -525,8 +626,15 @@ static int write_checked(void *context, const void *data, uint64_t bytes, hstep_
     return HALFSTEP_OK;
 }
 
-/* Writes one file of the generation under its final name inside the temporary directory: contents from the writer, or
- * else from data. */
+/* The path of a file that is being made for the generation. */
+static char *part_path(const halfstep_checkpoint_save *save, const char *name)
+{
+    char *part = hstep_format(HSTEP_PART "%s", name), *path = part ? hstep_join_path(save->temporary, part) : NULL;
+    free(part);
+    return path;
+}
+
+/* Writes one file of the generation inside the temporary directory: contents from the writer, or else from data. */
 static int add_file(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
                     halfstep_fill_function fill, void *context, const void *data, uint64_t bytes, hstep_error *error)
 {
@@ -539,7 +647,7 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
         if (!strcmp(m->files[i].name, name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);
 
-    char *copy = hstep_copy(name), *path = hstep_join_path(save->temporary, name), *shown = hstep_join_path(save->dir, name);
+    char *copy = hstep_copy(name), *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
     int code = copy && path && shown && hstep_grow((void **)&m->files, m->file_count, &m->file_room, sizeof *m->files)
                    ? HALFSTEP_OK : hstep_fail_memory(error);
     if (!code) code = hstep_create_file(&sink.file, path, shown, error);
@@ -587,14 +695,14 @@ static int add_value(halfstep_checkpoint_save *save, const char *key, const char
     if (!record.value) return hstep_fail_memory(error);
     for (size_t i = 0; i < m->value_count; i++)
         if (!strcmp(m->values[i].key, key)) {
-            free(m->values[i].value);
+            free((char *)m->values[i].value);
             m->values[i].value = record.value;
             return HALFSTEP_OK;
         }
     record.key = hstep_copy(key);
     if (!record.key || !hstep_grow((void **)&m->values, m->value_count, &m->value_room, sizeof record)) {
-        free(record.key);
-        free(record.value);
+        free((char *)record.key);
+        free((char *)record.value);
         return hstep_fail_memory(error);
     }
     m->values[m->value_count++] = record;
@@ -620,19 +728,55 @@ static int write_text(const char *path, const char *shown, const hstep_buffer *t
     return code ? code : closed;
 }
 
+/* Gives one file of the temporary directory its final name. */
+static int name_file(halfstep_checkpoint_save *save, const char *name, hstep_error *error)
+{
+    char *from = part_path(save, name), *to = hstep_join_path(save->temporary, name), *shown = hstep_join_path(save->dir, name);
+    int code = from && to && shown ? hstep_rename(from, to, shown, error) : hstep_fail_memory(error);
+    free(from);
+    free(to);
+    free(shown);
+    return code;
+}
+
+/* Writes the manifest, and gives the files their names once it says which they are. */
+static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
+{
+    hstep_buffer text = {0};
+    write_generation_manifest(&text, &save->manifest);
+    char *path = part_path(save, HSTEP_MANIFEST), *shown = hstep_join_path(save->dir, HSTEP_MANIFEST);
+    int code = path && shown && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
+    if (!code && text.bytes > HSTEP_MANIFEST_LIMIT)
+        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: names and values of a checkpoint take %zu bytes, more than the %llu "
+                          "allowed", save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
+    if (!code) code = write_text(path, shown, &text, !save->options.no_sync, error);
+    if (!code) code = name_file(save, HSTEP_MANIFEST, error);
+    for (size_t i = 0; i < save->manifest.file_count && !code; i++) code = name_file(save, save->manifest.files[i].name, error);
+    if (!code && !save->options.no_sync) code = hstep_sync_directory(save->temporary, error);
+    free(text.data);
+    free(shown);
+    free(path);
+    return code;
+}
+
 /* Gives the finished temporary directory its name. *name and *path are the caller's to free. */
 static int name_generation(halfstep_checkpoint_save *save, char **name, char **path, hstep_error *error)
 {
+    enum { MAX_UNKNOWN = 16 };
+    int unknown = 0;
     for (unsigned attempt = 1;; attempt++) {
         *name = attempt == 1 ? hstep_format(HSTEP_GENERATION "%llu", ull(save->options.step))
                              : hstep_format(HSTEP_GENERATION "%llu-%u", ull(save->options.step), attempt);
         *path = *name ? hstep_join_path(save->dir, *name) : NULL;
         if (!*path) return hstep_fail_memory(error);
-        if (!hstep_exists(*path)) break;
+        /* What cannot be looked at, such as a directory on a disk that is gone, is taken; if all are, DIR itself is gone. */
+        hstep_kind kind = hstep_kind_of(*path);
+        unknown += kind == HSTEP_KIND_UNKNOWN;
+        if (kind == HSTEP_KIND_NOTHING || unknown == MAX_UNKNOWN) break;
         free(*name);
         free(*path);
     }
-    int code = hstep_rename(save->temporary, *path, error);
+    int code = hstep_rename(save->temporary, *path, *path, error);
     if (code) return code;
     free(save->temporary);
     save->temporary = NULL;
@@ -660,7 +804,8 @@ static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int
 }
 
 /* Takes one old generation out of sight, under a temporary name that *temporary receives: a kill in mid-removal must not
- * leave half a checkpoint under a valid name. One that is being read is left to a later save, with *temporary = NULL. */
+ * leave half a checkpoint under a valid name. One that is being read is left to a later save, with *temporary = NULL; one
+ * that holds anything else than its own files stays, and is a failure. */
 static int retire_generation(const char *dir, const char *name, char **temporary, hstep_error *error)
 {
     int busy = 0;
@@ -671,17 +816,17 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     *temporary = hstep_temporary_path(dir, HSTEP_TEMPORARY);
     int code = path && *temporary ? HALFSTEP_OK : hstep_fail_memory(error);
     if (!code) code = hstep_lock_directory(&lock, path, HSTEP_LOCK_EXCLUSIVE, &busy, error);
-    if (!code) code = hstep_list_directory(path, &files, &count, error);
+    if (!code) code = list_own_files(path, &files, &count, error);
     /* Links that still show this generation belong to files that its successors no longer have. */
     for (size_t i = 0; i < count && !code; i++) {
         char *link = hstep_join_path(dir, files[i]), *file = hstep_join_path(path, files[i]);
         if (!link || !file) code = hstep_fail_memory(error);
-        else if (is_file_name(files[i]) && hstep_same_file(link, file)) code = hstep_remove(link, error);
+        else if (is_file_name(files[i]) && hstep_same_file(link, file)) code = hstep_remove_file(link, error);
         free(link);
         free(file);
     }
     hstep_free_names(files, count);
-    if (!code) code = hstep_rename(path, *temporary, error);
+    if (!code) code = hstep_rename(path, *temporary, path, error);
     hstep_unlock_directory(lock);
     free(path);
     if (code) {
@@ -692,31 +837,32 @@ static int retire_generation(const char *dir, const char *name, char **temporary
 }
 
 /* What follows a durable pointer: links, and removal of old generations. The checkpoint is safe by then, so trouble here
- * is a note, not a failure. */
-static void tidy(halfstep_checkpoint_save *save, const char *name, hstep_error *error)
+ * is a note, not a failure, and does not keep the rest from being tidied. */
+static void tidy(halfstep_checkpoint_save *save, const char *name)
 {
     generation *list;
-    size_t count;
+    size_t count, own = 0;
     char detail[512];
     hstep_error trouble = hstep_make_error(detail, sizeof detail);
-    int code = HALFSTEP_OK;
-    for (size_t i = 0; i < save->manifest.file_count && !code && !save->options.no_links; i++)
-        code = hstep_link(save->dir, name, save->manifest.files[i].name, HSTEP_TEMPORARY, &trouble);
-    if (code) hstep_fail(error, code, "note: the checkpoint is saved, but %s", detail);
-    code = list_generations(save->dir, &list, &count, &trouble);
+    for (size_t i = 0; i < save->manifest.file_count && !save->options.no_links; i++)
+        if (hstep_link(save->dir, name, save->manifest.files[i].name, HSTEP_TEMPORARY, &trouble))
+            add_note(&save->notes, detail);
+    int code = list_generations(save->dir, &list, &count, &save->notes, &trouble);
     char **retired = code ? NULL : calloc(count + 1, sizeof *retired);
     if (!code && !retired) code = hstep_fail_memory(&trouble);
-    for (size_t i = save->options.keep; i < count && !code; i++)
-        code = retire_generation(save->dir, list[i].name, &retired[i], &trouble);
+    for (size_t i = 0; i < count && !code; i++)
+        if (!list[i].is_link && own++ >= save->options.keep &&
+            retire_generation(save->dir, list[i].name, &retired[i], &trouble))
+            add_note(&save->notes, detail);
     /* The new names come to the disk before any removal does, so that a loss of power cannot bring back half of it. */
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, &trouble);
+    if (code) add_note(&save->notes, detail);
     for (size_t i = 0; i < count && retired; i++) {
-        if (retired[i] && !code) code = hstep_remove(retired[i], &trouble);
+        if (retired[i] && !code && remove_own_directory(retired[i], &trouble)) add_note(&save->notes, detail);
         free(retired[i]);
     }
     free(retired);
     free_generations(list, count);
-    if (code) hstep_fail(error, code, "note: the checkpoint is saved, but %s", detail);
 }
 
 static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error)
@@ -731,7 +877,7 @@ static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error
         *sequence = pointer.sequence;
         free_manifest(&pointer);
     }
-    int code = list_generations(dir, &list, &count, error);
+    int code = list_generations(dir, &list, &count, NULL, error);
     if (count && list[0].sequence > *sequence) *sequence = list[0].sequence;
     free_generations(list, count);
     if (*sequence >= INT64_MAX)
@@ -742,28 +888,18 @@ static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error
 
 static int commit(halfstep_checkpoint_save *save, hstep_error *error)
 {
-    char *name = NULL, *path = NULL, *shown = NULL;
-    hstep_buffer text = {0};
-    int renamed = 0, sync = !save->options.no_sync;
+    char *name = NULL, *path = NULL;
+    int renamed = 0;
     int code = find_sequence(save->dir, &save->manifest.sequence, error);
-    if (code) return code;
-
-    write_generation_manifest(&text, &save->manifest);
-    path = hstep_join_path(save->temporary, HSTEP_MANIFEST);
-    shown = hstep_join_path(save->dir, HSTEP_MANIFEST);
-    code = path && shown && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
-    if (!code) code = write_text(path, shown, &text, sync, error);
-    if (!code && sync) code = hstep_sync_directory(save->temporary, error);
-    free(text.data);
-    free(shown);
-    free(path);
-    path = NULL;
+    if (!code) code = seal_generation(save, error);
     if (!code) code = name_generation(save, &name, &path, error);
-    if (!code && sync) code = hstep_sync_directory(save->dir, error);
+    if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, error);
     if (!code) code = replace_pointer(save, name, &renamed, error);
     if (!code) {
+        tidy(save, name);
+        if (save->notes.text[0])
+            hstep_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);
         save->created_dir = 0;
-        tidy(save, name, error);
     } else if (!renamed && !save->temporary) {
         /* It has its name but nothing points to it: back to a temporary one, which end_save removes. */
         hstep_error ignored = {0};
@@ -875,7 +1011,7 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
     int opened = 0;
     /* These say nothing about the checkpoint: going back would lose work for no reason. */
     if (code == HALFSTEP_ERROR_MEMORY || code == HALFSTEP_ERROR_UNSUPPORTED) fallback = 0;
-    if (list_generations(dir, &list, &count, &ignored)) count = 0;
+    if (list_generations(dir, &list, &count, NULL, &ignored)) count = 0;
     for (size_t i = 0; i < count && !opened; i++) {
         if (current && !strcmp(list[i].name, current)) continue;
         char *path = hstep_join_path(dir, list[i].name);

@@ -257,7 +257,7 @@ int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *rena
     if (!code) code = closed;
     replacement->file = NULL;
     if (!code) {
-        code = hstep_rename(replacement->temporary, replacement->target, error);
+        code = hstep_rename(replacement->temporary, replacement->target, replacement->target, error);
         *renamed = !code;
         if (!code && sync && (code = hstep_sync_directory(parent, error)))
             hstep_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
@@ -376,42 +376,35 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
     return HALFSTEP_OK;
 }
 
-int hstep_rename(const char *from, const char *to, hstep_error *error)
+int hstep_rename(const char *from, const char *to, const char *shown, hstep_error *error)
 {
     if (!rename(from, to)) return HALFSTEP_OK;
-    return fail_system(error, "rename its temporary to", to);
+    return fail_system(error, "rename its temporary to", shown);
 }
 
-int hstep_remove(const char *path, hstep_error *error)
+int hstep_remove_file(const char *path, hstep_error *error)
+{
+    return unlink(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
+}
+
+int hstep_remove_directory(const char *path, hstep_error *error)
+{
+    return rmdir(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
+}
+
+hstep_kind hstep_kind_of(const char *path)
 {
     struct stat status;
-    if (lstat(path, &status)) return errno == ENOENT ? HALFSTEP_OK : fail_system(error, "inspect", path);
-    if (!S_ISDIR(status.st_mode))
-        return unlink(path) && errno != ENOENT ? fail_system(error, "remove", path) : HALFSTEP_OK;
-    char **names;
-    size_t count;
-    int code = hstep_list_directory(path, &names, &count, error);
-    if (code) return code;
-    for (size_t i = 0; i < count && !code; i++) {
-        char *inner = hstep_join_path(path, names[i]);
-        if (!inner) code = hstep_fail_memory(error);
-        else if (unlink(inner) && errno != ENOENT) code = fail_system(error, "remove", inner);
-        free(inner);
-    }
-    hstep_free_names(names, count);
-    if (!code && rmdir(path) && errno != ENOENT) code = fail_system(error, "remove", path);
-    return code;
+    if (lstat(path, &status)) return errno == ENOENT || errno == ENOTDIR ? HSTEP_KIND_NOTHING : HSTEP_KIND_UNKNOWN;
+    return S_ISREG(status.st_mode) ? HSTEP_KIND_FILE : S_ISDIR(status.st_mode) ? HSTEP_KIND_DIRECTORY :
+           S_ISLNK(status.st_mode) ? HSTEP_KIND_LINK : HSTEP_KIND_OTHER;
 }
 
-void hstep_remove_empty_directory(const char *path)
-{
-    rmdir(path);
-}
-
-int hstep_exists(const char *path)
+int hstep_is_protected(const char *path)
 {
     struct stat status;
-    return !lstat(path, &status);
+    /* The mode too, because the superuser may write where nobody may. */
+    return !stat(path, &status) && (!(status.st_mode & S_IWUSR) || access(path, W_OK | X_OK));
 }
 
 int hstep_same_file(const char *a, const char *b)
@@ -432,7 +425,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
     } else if (link(source, temporary) && symlink(relative, temporary)) {
         code = fail_system(error, "make a link at", path);
     } else {
-        code = hstep_rename(temporary, path, error);
+        code = hstep_rename(temporary, path, path, error);
         /* Renaming one name of a file onto another name of it leaves both. */
         unlink(temporary);
     }

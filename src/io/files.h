@@ -55,12 +55,21 @@ int hstep_sync_directory(const char *path, hstep_error *error);
 /* The names in a directory, sorted by bytes; hstep_free_names frees them. */
 int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_error *error);
 void hstep_free_names(char **names, size_t count);
-int hstep_rename(const char *from, const char *to, hstep_error *error);
-/* A file, or a directory with the files in it. What does not exist counts as removed. */
-int hstep_remove(const char *path, hstep_error *error);
-/* Only if it is empty; otherwise nothing happens. */
-void hstep_remove_empty_directory(const char *path);
-int hstep_exists(const char *path);
+/* Error texts call the new name `shown`. */
+int hstep_rename(const char *from, const char *to, const char *shown, hstep_error *error);
+/* A file or a link, not what a link points to. What does not exist counts as removed. */
+int hstep_remove_file(const char *path, hstep_error *error);
+/* An empty directory. */
+int hstep_remove_directory(const char *path, hstep_error *error);
+
+/* What lies at a path, links not followed. Unknown: the system refuses to say. */
+typedef enum hstep_kind {
+    HSTEP_KIND_NOTHING, HSTEP_KIND_FILE, HSTEP_KIND_DIRECTORY, HSTEP_KIND_LINK, HSTEP_KIND_OTHER, HSTEP_KIND_UNKNOWN
+} hstep_kind;
+hstep_kind hstep_kind_of(const char *path);
+/* Whether the owner of a directory may not change it, or this process may not: somebody has protected it. */
+int hstep_is_protected(const char *path);
+
 /* Makes `path` another name of directory/name, replacing what is there: a hard link, or a relative symbolic link where
  * the file system has none. `base` is the directory that holds both `path` and the directory called `inner`. */
 int hstep_link(const char *base, const char *inner, const char *name, const char *prefix, hstep_error *error);

@@ -4,11 +4,14 @@
 #include "json.h"
 #include "safetensors.h"
 
-/* The format's own limit on the header, and ours on the time and memory that a hostile one may cost. 2^20 tensors are ten
- * times the weights of the largest published models; 64 dimensions are what numpy can hold. */
+/* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open file
+ * takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64 dimensions are
+ * what numpy can hold. A size is stored in 8 bytes but written in as few as 2, hence a limit on all of them together. */
 #define HSTEP_MAX_HEADER 100000000u
 #define HSTEP_MAX_TENSORS ((size_t)1 << 20)
+#define HSTEP_MAX_METADATA ((size_t)1 << 20)
 #define HSTEP_MAX_NDIM 64
+#define HSTEP_MAX_SIZES(tensors) (((size_t)1 << 20) + 4 * (size_t)(tensors))
 
 /* Bytes asked of a fill function at a time: just under 1 MiB, and whole elements of every dtype. */
 #define HSTEP_FILL_BYTES (192u * 5461u)
@@ -22,7 +25,7 @@ typedef struct dtype_row {
 
 static const dtype_row dtypes[] = {
 #define HSTEP_DTYPE(name, bits) {#name, bits},
-#include "dtypes.def"
+#include "../dtypes.def"
 #undef HSTEP_DTYPE
 };
 
@@ -63,35 +66,137 @@ static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t 
 
 /* ---- Reader --------------------------------------------------------------------------------------------------------- */
 
-typedef struct tensor_entry {
-    const char *name;
-    const dtype_row *dtype;
-    size_t shape_at; /* where its sizes begin in `sizes` */
-    uint64_t ndim, elements, begin, end;
-} tensor_entry;
+/* An array in pieces of equal length, which grows without copying and never has room for more than one piece too many. */
+typedef struct series {
+    char **pieces;
+    size_t piece_count, piece_room, count;
+} series;
 
-typedef struct text_pair {
-    const char *key, *value;
-} text_pair;
+enum { SERIES_PIECE = 1024 };
+_Static_assert(HSTEP_MAX_NDIM <= SERIES_PIECE, "the sizes of one tensor lie in one piece");
+_Static_assert(HSTEP_MAX_HEADER <= UINT32_MAX, "32 bits address the header");
+
+static void *series_at(const series *list, size_t element, size_t index)
+{
+    return list->pieces[index / SERIES_PIECE] + index % SERIES_PIECE * element;
+}
+
+/* Room for one more element at the end; NULL when memory is short. */
+static void *series_add(series *list, size_t element)
+{
+    if (list->count / SERIES_PIECE == list->piece_count) {
+        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_room, sizeof *list->pieces)) return NULL;
+        if (!(list->pieces[list->piece_count] = malloc(SERIES_PIECE * element))) return NULL;
+        list->piece_count++;
+    }
+    return series_at(list, element, list->count++);
+}
+
+static void free_series(series *list)
+{
+    for (size_t i = 0; i < list->piece_count; i++) free(list->pieces[i]);
+    free(list->pieces);
+}
+
+/* The end and the number of elements follow from the shape, which has been compared with data_offsets. */
+typedef struct tensor_entry {
+    uint64_t begin;
+    uint32_t name;     /* where it starts in the header */
+    uint32_t shape_at; /* the number of its first size */
+    uint8_t dtype, ndim;
+} tensor_entry;
 
 struct halfstep_safetensors {
     hstep_file *file;
     uint64_t file_bytes, data_start;
-    char *header;          /* its strings are decoded in place, and names point into it */
-    tensor_entry *tensors; /* in the order of their bytes */
-    size_t tensor_count, tensor_room;
-    uint64_t *sizes;
-    size_t size_count, size_room;
-    size_t *by_name;       /* numbers of tensors, sorted by name */
-    text_pair *metadata;
-    size_t metadata_count, metadata_room;
+    char *header;     /* its strings are decoded in place and stay there; a metadata value follows its key's zero byte */
+    series tensors;   /* tensor_entry, as they come in the header */
+    series sizes;     /* uint64_t */
+    series by_offset; /* uint32_t: numbers in `tensors`, in the order of their bytes. This is the order callers see */
+    series by_name;   /* uint32_t: positions in by_offset, sorted by name */
+    series metadata;  /* uint32_t: where keys start in the header, sorted by key */
 };
 
-/* The sizes of a tensor; a file of scalars has none at all, and no array to point into. */
+static uint32_t number_at(const series *numbers, size_t index)
+{
+    return *(const uint32_t *)series_at(numbers, sizeof(uint32_t), index);
+}
+
+/* The tensor that callers know by this number. */
+static const tensor_entry *entry_at(const halfstep_safetensors *file, size_t index)
+{
+    return series_at(&file->tensors, sizeof(tensor_entry), number_at(&file->by_offset, index));
+}
+
+/* The sizes of a tensor; a scalar has none, and no array to point into. */
 static const uint64_t *sizes_of(const halfstep_safetensors *file, const tensor_entry *entry)
 {
-    return entry->ndim ? file->sizes + entry->shape_at : NULL;
+    return entry->ndim ? series_at(&file->sizes, sizeof(uint64_t), entry->shape_at) : NULL;
 }
+
+static uint64_t bytes_of(const halfstep_safetensors *file, const tensor_entry *entry)
+{
+    uint64_t elements = 0, bytes = 0;
+    measure_shape(sizes_of(file, entry), entry->ndim, dtypes[entry->dtype].bits, &elements, &bytes);
+    return bytes;
+}
+
+static const char *name_of(const halfstep_safetensors *file, const tensor_entry *entry)
+{
+    return file->header + entry->name;
+}
+
+/* ---- Sorting numbers ---- */
+
+typedef int (*number_order)(const halfstep_safetensors *file, uint32_t a, uint32_t b);
+
+static void sift_down(const halfstep_safetensors *file, const series *numbers, size_t root, size_t count, number_order compare)
+{
+    uint32_t moving = number_at(numbers, root);
+    for (size_t child; (child = 2 * root + 1) < count; root = child) {
+        if (child + 1 < count && compare(file, number_at(numbers, child), number_at(numbers, child + 1)) < 0) child++;
+        if (compare(file, moving, number_at(numbers, child)) >= 0) break;
+        *(uint32_t *)series_at(numbers, sizeof moving, root) = number_at(numbers, child);
+    }
+    *(uint32_t *)series_at(numbers, sizeof moving, root) = moving;
+}
+
+/* A heap sort: unlike qsort it takes no memory, and no order of a hostile header makes it slow. */
+static void sort_numbers(const halfstep_safetensors *file, const series *numbers, number_order compare)
+{
+    size_t count = numbers->count, sorted = 1;
+    while (sorted < count && compare(file, number_at(numbers, sorted - 1), number_at(numbers, sorted)) <= 0) sorted++;
+    if (sorted >= count) return;
+    for (size_t root = count / 2; root-- > 0;) sift_down(file, numbers, root, count, compare);
+    for (size_t end = count; end-- > 1;) {
+        uint32_t *first = series_at(numbers, sizeof *first, 0), *last = series_at(numbers, sizeof *last, end), swap = *first;
+        *first = *last;
+        *last = swap;
+        sift_down(file, numbers, 0, end, compare);
+    }
+}
+
+static int compare_offsets(const halfstep_safetensors *file, uint32_t a, uint32_t b)
+{
+    const tensor_entry *first = series_at(&file->tensors, sizeof *first, a);
+    const tensor_entry *second = series_at(&file->tensors, sizeof *second, b);
+    if (first->begin != second->begin) return first->begin < second->begin ? -1 : 1;
+    uint64_t first_bytes = bytes_of(file, first), second_bytes = bytes_of(file, second);
+    if (first_bytes != second_bytes) return first_bytes < second_bytes ? -1 : 1;
+    return strcmp(name_of(file, first), name_of(file, second));
+}
+
+static int compare_names_at(const halfstep_safetensors *file, uint32_t a, uint32_t b)
+{
+    return strcmp(name_of(file, entry_at(file, a)), name_of(file, entry_at(file, b)));
+}
+
+static int compare_keys(const halfstep_safetensors *file, uint32_t a, uint32_t b)
+{
+    return strcmp(file->header + a, file->header + b);
+}
+
+/* ---- Parsing the header ---- */
 
 /* One reading of one header. */
 typedef struct header_reader {
@@ -99,6 +204,7 @@ typedef struct header_reader {
     const char *path;
     hstep_json json;
     hstep_error *error;
+    size_t size_count; /* sizes of all shapes so far */
 } header_reader;
 
 /* json.problem becomes the text of the failure. */
@@ -111,24 +217,29 @@ static int fail_json(header_reader *reader)
 static int read_shape(header_reader *reader, tensor_entry *entry)
 {
     halfstep_safetensors *file = reader->file;
-    entry->shape_at = file->size_count;
     if (!hstep_json_expect(&reader->json, '[')) return fail_json(reader);
     if (hstep_json_take(&reader->json, ']')) return HALFSTEP_OK;
+    /* A new piece where this one may not hold them all. */
+    if (SERIES_PIECE - file->sizes.count % SERIES_PIECE < HSTEP_MAX_NDIM)
+        file->sizes.count += SERIES_PIECE - file->sizes.count % SERIES_PIECE;
+    entry->shape_at = (uint32_t)file->sizes.count;
     do {
-        uint64_t size;
+        uint64_t size, *stored;
         if (!hstep_json_number(&reader->json, &size)) return fail_json(reader);
         if (entry->ndim == HSTEP_MAX_NDIM)
             return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" has more than %d dimensions",
-                              reader->path, entry->name, HSTEP_MAX_NDIM);
-        if (!hstep_grow((void **)&file->sizes, file->size_count, &file->size_room, sizeof *file->sizes))
-            return hstep_fail_memory(reader->error);
-        file->sizes[file->size_count++] = size;
+                              reader->path, name_of(file, entry), HSTEP_MAX_NDIM);
+        if (reader->size_count++ == HSTEP_MAX_SIZES(file->tensors.count + 1))
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: the first %zu tensors have more than %zu dimensions",
+                              reader->path, file->tensors.count + 1, HSTEP_MAX_SIZES(file->tensors.count + 1));
+        if (!(stored = series_add(&file->sizes, sizeof *stored))) return hstep_fail_memory(reader->error);
+        *stored = size;
         entry->ndim++;
     } while (hstep_json_take(&reader->json, ','));
     return hstep_json_expect(&reader->json, ']') ? HALFSTEP_OK : fail_json(reader);
 }
 
-static int read_member(header_reader *reader, tensor_entry *entry, unsigned *seen)
+static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end, unsigned *seen)
 {
     hstep_json *json = &reader->json;
     const char *key, *dtype;
@@ -136,30 +247,31 @@ static int read_member(header_reader *reader, tensor_entry *entry, unsigned *see
     unsigned member = !strcmp(key, "dtype") ? 1 : !strcmp(key, "shape") ? 2 : !strcmp(key, "data_offsets") ? 4 : 0;
     if (!member || *seen & member)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s member \"%s\"", reader->path,
-                          entry->name, member ? "duplicate" : "unexpected", key);
+                          name_of(reader->file, entry), member ? "duplicate" : "unexpected", key);
     *seen |= member;
     if (member == 2) return read_shape(reader, entry);
     if (member == 4)
         return hstep_json_expect(json, '[') && hstep_json_number(json, &entry->begin) && hstep_json_expect(json, ',') &&
-               hstep_json_number(json, &entry->end) && hstep_json_expect(json, ']') ? HALFSTEP_OK : fail_json(reader);
+               hstep_json_number(json, end) && hstep_json_expect(json, ']') ? HALFSTEP_OK : fail_json(reader);
     if (!hstep_json_string(json, &dtype)) return fail_json(reader);
-    entry->dtype = find_dtype(dtype);
-    if (!entry->dtype)
+    const dtype_row *row = find_dtype(dtype);
+    if (!row)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": unknown dtype \"%s\"", reader->path,
-                          entry->name, dtype);
+                          name_of(reader->file, entry), dtype);
+    entry->dtype = (uint8_t)(row - dtypes);
     return HALFSTEP_OK;
 }
 
 static int read_entry(header_reader *reader, const char *name)
 {
     halfstep_safetensors *file = reader->file;
-    uint64_t data_bytes = file->file_bytes - file->data_start, bytes = 0;
-    tensor_entry entry = {.name = name};
+    uint64_t data_bytes = file->file_bytes - file->data_start, end = 0, elements = 0, bytes = 0;
+    tensor_entry entry = {.name = (uint32_t)(name - file->header)}, *stored;
     unsigned seen = 0;
     if (!hstep_json_expect(&reader->json, '{')) return fail_json(reader);
     if (!hstep_json_take(&reader->json, '}')) {
         do {
-            int code = read_member(reader, &entry, &seen);
+            int code = read_member(reader, &entry, &end, &seen);
             if (code) return code;
         } while (hstep_json_take(&reader->json, ','));
         if (!hstep_json_expect(&reader->json, '}')) return fail_json(reader);
@@ -167,97 +279,88 @@ static int read_entry(header_reader *reader, const char *name)
     if (seen != 7)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" lacks dtype, shape or data_offsets",
                           reader->path, name);
-    if (entry.begin > entry.end || entry.end > data_bytes)
+    if (entry.begin > end || end > data_bytes)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
                           "%s: tensor \"%s\": data_offsets [%llu, %llu] do not lie within the file's %llu bytes of data",
-                          reader->path, name, ull(entry.begin), ull(entry.end), ull(data_bytes));
-    const char *problem = measure_shape(sizes_of(file, &entry), entry.ndim, entry.dtype->bits, &entry.elements, &bytes);
+                          reader->path, name, ull(entry.begin), ull(end), ull(data_bytes));
+    const char *problem = measure_shape(sizes_of(file, &entry), entry.ndim, dtypes[entry.dtype].bits, &elements, &bytes);
     if (problem)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s", reader->path, name, problem);
-    if (bytes != entry.end - entry.begin)
+    if (bytes != end - entry.begin)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
                           "%s: tensor \"%s\": shape and dtype give %llu bytes, data_offsets %llu", reader->path, name,
-                          ull(bytes), ull(entry.end - entry.begin));
-    if (file->tensor_count == HSTEP_MAX_TENSORS)
+                          ull(bytes), ull(end - entry.begin));
+    if (file->tensors.count == HSTEP_MAX_TENSORS)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu tensors", reader->path, HSTEP_MAX_TENSORS);
-    if (!hstep_grow((void **)&file->tensors, file->tensor_count, &file->tensor_room, sizeof entry))
-        return hstep_fail_memory(reader->error);
-    file->tensors[file->tensor_count++] = entry;
+    if (!(stored = series_add(&file->tensors, sizeof entry))) return hstep_fail_memory(reader->error);
+    *stored = entry;
     return HALFSTEP_OK;
 }
 
 static int read_metadata(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
-    text_pair pair;
+    const char *key, *value;
     if (!hstep_json_expect(&reader->json, '{')) return fail_json(reader);
     if (hstep_json_take(&reader->json, '}')) return HALFSTEP_OK;
     do {
-        if (!hstep_json_string(&reader->json, &pair.key) || !hstep_json_expect(&reader->json, ':') ||
-            !hstep_json_string(&reader->json, &pair.value))
+        uint32_t *stored;
+        if (!hstep_json_string(&reader->json, &key) || !hstep_json_expect(&reader->json, ':') ||
+            !hstep_json_string(&reader->json, &value))
             return fail_json(reader);
-        if (!hstep_grow((void **)&file->metadata, file->metadata_count, &file->metadata_room, sizeof pair))
-            return hstep_fail_memory(reader->error);
-        file->metadata[file->metadata_count++] = pair;
+        if (file->metadata.count == HSTEP_MAX_METADATA)
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA, reader->path,
+                              HSTEP_MAX_METADATA);
+        if (!(stored = series_add(&file->metadata, sizeof *stored))) return hstep_fail_memory(reader->error);
+        *stored = (uint32_t)(key - file->header);
+        /* Behind the key's zero byte there is room: two quotes and a colon have stood between them. */
+        memmove(file->header + *stored + strlen(key) + 1, value, strlen(value) + 1);
     } while (hstep_json_take(&reader->json, ','));
     return hstep_json_expect(&reader->json, '}') ? HALFSTEP_OK : fail_json(reader);
 }
 
-static int compare_entries(const void *a, const void *b)
+static int add_numbers(series *numbers, size_t count)
 {
-    const tensor_entry *first = a, *second = b;
-    if (first->begin != second->begin) return first->begin < second->begin ? -1 : 1;
-    if (first->end != second->end) return first->end < second->end ? -1 : 1;
-    return strcmp(first->name, second->name);
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t *stored = series_add(numbers, sizeof *stored);
+        if (!stored) return 0;
+        *stored = i;
+    }
+    return 1;
 }
 
-typedef struct name_number {
-    const char *name;
-    size_t number;
-} name_number;
-
-static int compare_name_numbers(const void *a, const void *b)
-{
-    return strcmp(((const name_number *)a)->name, ((const name_number *)b)->name);
-}
-
-/* Sorts the names of tensors and of metadata, and finds duplicates on the way. */
-static int index_names(header_reader *reader)
+/* Sorts tensors by offset, and the names of tensors and of metadata, and finds duplicates on the way. */
+static int index_file(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
-    size_t most = file->tensor_count > file->metadata_count ? file->tensor_count : file->metadata_count;
-    name_number *list = malloc((most + 1) * sizeof *list);
-    int code = HALFSTEP_OK;
-    file->by_name = malloc((file->tensor_count + 1) * sizeof *file->by_name);
-    if (!list || !file->by_name) code = hstep_fail_memory(reader->error);
-    for (int metadata = 0; metadata < 2 && !code; metadata++) {
-        size_t count = metadata ? file->metadata_count : file->tensor_count;
-        for (size_t i = 0; i < count; i++)
-            list[i] = (name_number){metadata ? file->metadata[i].key : file->tensors[i].name, i};
-        qsort(list, count, sizeof *list, compare_name_numbers);
-        for (size_t i = 0; i < count && !code; i++) {
-            if (!metadata) file->by_name[i] = list[i].number;
-            if (i && !strcmp(list[i - 1].name, list[i].name))
-                code = hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate %s \"%s\"", reader->path,
-                                  metadata ? HSTEP_METADATA " key" : "tensor", list[i].name);
-        }
-    }
-    free(list);
-    return code;
+    size_t count = file->tensors.count;
+    if (!add_numbers(&file->by_offset, count) || !add_numbers(&file->by_name, count)) return hstep_fail_memory(reader->error);
+    sort_numbers(file, &file->by_offset, compare_offsets);
+    sort_numbers(file, &file->by_name, compare_names_at);
+    sort_numbers(file, &file->metadata, compare_keys);
+    for (size_t i = 1; i < count; i++)
+        if (!compare_names_at(file, number_at(&file->by_name, i - 1), number_at(&file->by_name, i)))
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate tensor \"%s\"", reader->path,
+                              name_of(file, entry_at(file, number_at(&file->by_name, i))));
+    for (size_t i = 1; i < file->metadata.count; i++)
+        if (!compare_keys(file, number_at(&file->metadata, i - 1), number_at(&file->metadata, i)))
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA " key \"%s\"",
+                              reader->path, file->header + number_at(&file->metadata, i));
+    return HALFSTEP_OK;
 }
 
 static int check_coverage(const header_reader *reader)
 {
     const halfstep_safetensors *file = reader->file;
     uint64_t data_bytes = file->file_bytes - file->data_start, reached = 0;
-    for (size_t i = 0; i < file->tensor_count; i++) {
-        const tensor_entry *entry = &file->tensors[i];
+    for (size_t i = 0; i < file->tensors.count; i++) {
+        const tensor_entry *entry = entry_at(file, i);
         if (entry->begin != reached)
             return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" begins at %llu, but %s %llu",
-                              reader->path, entry->name, ull(entry->begin),
+                              reader->path, name_of(file, entry), ull(entry->begin),
                               entry->begin > reached ? "the bytes before it are unused from" : "the one before it ends at",
                               ull(reached));
-        reached = entry->end;
+        reached += bytes_of(file, entry);
     }
     if (reached != data_bytes)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: %llu bytes follow the last tensor", reader->path,
@@ -267,7 +370,6 @@ static int check_coverage(const header_reader *reader)
 
 static int read_header(header_reader *reader)
 {
-    halfstep_safetensors *file = reader->file;
     hstep_json *json = &reader->json;
     int seen_metadata = 0, code;
     if (json->text[0] != '{')
@@ -288,8 +390,7 @@ static int read_header(header_reader *reader)
     if (json->at != json->bytes)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: the header must end with '}' "
                           "and spaces", reader->path, json->at);
-    if (file->tensor_count) qsort(file->tensors, file->tensor_count, sizeof *file->tensors, compare_entries);
-    code = index_names(reader);
+    code = index_file(reader);
     return code ? code : check_coverage(reader);
 }
 
@@ -322,7 +423,7 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
     if (!code && !(made->header = malloc((size_t)length))) code = hstep_fail_memory(&error);
     if (!code) code = hstep_read_at(made->file, sizeof prefix, made->header, (size_t)length, &error);
     if (!code) {
-        header_reader reader = {made, path, {made->header, (size_t)length, 0, NULL}, &error};
+        header_reader reader = {made, path, {made->header, (size_t)length, 0, NULL}, &error, 0};
         made->data_start = sizeof prefix + length;
         code = read_header(&reader);
     }
@@ -339,44 +440,46 @@ void halfstep_close_safetensors(halfstep_safetensors *file)
     hstep_error ignored = {0};
     if (!file) return;
     free(file->header);
-    free(file->tensors);
-    free(file->sizes);
-    free(file->metadata);
-    free(file->by_name);
+    free_series(&file->tensors);
+    free_series(&file->sizes);
+    free_series(&file->by_offset);
+    free_series(&file->by_name);
+    free_series(&file->metadata);
     hstep_close(file->file, &ignored);
     free(file);
 }
 
 uint64_t halfstep_safetensor_count(const halfstep_safetensors *file)
 {
-    return file ? file->tensor_count : 0;
+    return file ? file->tensors.count : 0;
 }
 
 int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
 {
-    if (!file || !info || info->struct_size != sizeof *info || index >= file->tensor_count) return HALFSTEP_ERROR_ARGUMENT;
-    const tensor_entry *entry = &file->tensors[index];
-    info->dtype_bits = entry->dtype->bits;
-    info->name = entry->name;
-    info->dtype = entry->dtype->name;
+    if (!file || !info || info->struct_size != sizeof *info || index >= file->tensors.count) return HALFSTEP_ERROR_ARGUMENT;
+    const tensor_entry *entry = entry_at(file, (size_t)index);
+    const dtype_row *dtype = &dtypes[entry->dtype];
+    info->dtype_bits = dtype->bits;
+    info->name = name_of(file, entry);
+    info->dtype = dtype->name;
     info->ndim = entry->ndim;
     info->shape = sizes_of(file, entry);
-    info->elements = entry->elements;
-    info->bytes = entry->end - entry->begin;
+    measure_shape(info->shape, info->ndim, dtype->bits, &info->elements, &info->bytes);
     info->begin = entry->begin;
-    info->end = entry->end;
+    info->end = entry->begin + info->bytes;
     return HALFSTEP_OK;
 }
 
 int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index)
 {
     if (!file || !name || !index) return HALFSTEP_ERROR_ARGUMENT;
-    size_t low = 0, high = file->tensor_count;
+    size_t low = 0, high = file->by_name.count;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        int order = strcmp(name, file->tensors[file->by_name[middle]].name);
+        uint32_t position = number_at(&file->by_name, middle);
+        int order = strcmp(name, name_of(file, entry_at(file, position)));
         if (!order) {
-            *index = file->by_name[middle];
+            *index = position;
             return HALFSTEP_OK;
         }
         if (order < 0) high = middle;
@@ -392,14 +495,14 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
     uint64_t size_now = 0;
     if (!file || (!data && bytes))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_safetensor: NULL argument");
-    if (index >= file->tensor_count)
+    if (index >= file->tensors.count)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu", hstep_file_path(file->file),
                           ull(index));
-    const tensor_entry *entry = &file->tensors[index];
-    uint64_t length = entry->end - entry->begin;
+    const tensor_entry *entry = entry_at(file, (size_t)index);
+    uint64_t length = bytes_of(file, entry);
     if (offset > length || bytes > length - offset || bytes > SIZE_MAX)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "%s: tensor \"%s\" has %llu bytes; %llu from %llu were asked for",
-                          hstep_file_path(file->file), entry->name, ull(length), ull(bytes), ull(offset));
+                          hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
     int code = hstep_file_bytes(file->file, &size_now, &error);
     if (code) return code;
     if (size_now != file->file_bytes)
@@ -410,26 +513,37 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
 
 uint64_t halfstep_safetensors_metadata_count(const halfstep_safetensors *file)
 {
-    return file ? file->metadata_count : 0;
+    return file ? file->metadata.count : 0;
 }
 
 int halfstep_get_safetensors_metadata(const halfstep_safetensors *file, uint64_t index, const char **key,
                                       const char **value)
 {
-    if (!file || !key || !value || index >= file->metadata_count) return HALFSTEP_ERROR_ARGUMENT;
-    *key = file->metadata[index].key;
-    *value = file->metadata[index].value;
+    if (!file || !key || !value || index >= file->metadata.count) return HALFSTEP_ERROR_ARGUMENT;
+    *key = file->header + number_at(&file->metadata, (size_t)index);
+    *value = *key + strlen(*key) + 1;
     return HALFSTEP_OK;
 }
 
 const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file, const char *key)
 {
-    for (size_t i = 0; file && key && i < file->metadata_count; i++)
-        if (!strcmp(file->metadata[i].key, key)) return file->metadata[i].value;
+    size_t low = 0, high = file && key ? file->metadata.count : 0;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        const char *found = file->header + number_at(&file->metadata, middle);
+        int order = strcmp(key, found);
+        if (!order) return found + strlen(found) + 1;
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
     return NULL;
 }
 
 /* ---- Writer --------------------------------------------------------------------------------------------------------- */
+
+typedef struct text_pair {
+    char *key, *value;
+} text_pair;
 
 typedef struct tensor_plan {
     char *name;
@@ -440,7 +554,7 @@ typedef struct tensor_plan {
 
 struct halfstep_safetensors_writer {
     tensor_plan *tensors;
-    size_t tensor_count, tensor_room;
+    size_t tensor_count, tensor_room, size_count;
     text_pair *metadata;
     size_t metadata_count, metadata_room;
 };
@@ -460,8 +574,8 @@ void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer)
         free(writer->tensors[i].shape);
     }
     for (size_t i = 0; i < writer->metadata_count; i++) {
-        free((char *)writer->metadata[i].key);
-        free((char *)writer->metadata[i].value);
+        free(writer->metadata[i].key);
+        free(writer->metadata[i].value);
     }
     free(writer->tensors);
     free(writer->metadata);
@@ -489,6 +603,9 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     if (problem) return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": %s", name, problem);
     if (writer->tensor_count == HSTEP_MAX_TENSORS)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu tensors in one file", HSTEP_MAX_TENSORS);
+    if (ndim > HSTEP_MAX_SIZES(writer->tensor_count + 1) - writer->size_count)
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "%zu tensors with more than %zu dimensions in one file",
+                          writer->tensor_count + 1, HSTEP_MAX_SIZES(writer->tensor_count + 1));
 
     plan.name = hstep_copy(name);
     plan.shape = malloc((ndim + 1) * sizeof *plan.shape);
@@ -501,6 +618,7 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     if (ndim) memcpy(plan.shape, shape, ndim * sizeof *plan.shape);
     plan.ndim = ndim;
     plan.data = data;
+    writer->size_count += (size_t)ndim;
     writer->tensors[writer->tensor_count++] = plan;
     return HALFSTEP_OK;
 }
@@ -517,14 +635,18 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
     if (!pair.value) return hstep_fail_memory(&error);
     for (size_t i = 0; i < writer->metadata_count; i++)
         if (!strcmp(writer->metadata[i].key, key)) {
-            free((char *)writer->metadata[i].value);
+            free(writer->metadata[i].value);
             writer->metadata[i].value = pair.value;
             return HALFSTEP_OK;
         }
+    if (writer->metadata_count == HSTEP_MAX_METADATA) {
+        free(pair.value);
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file", HSTEP_MAX_METADATA);
+    }
     pair.key = hstep_copy(key);
     if (!pair.key || !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_room, sizeof pair)) {
-        free((char *)pair.key);
-        free((char *)pair.value);
+        free(pair.key);
+        free(pair.value);
         return hstep_fail_memory(&error);
     }
     writer->metadata[writer->metadata_count++] = pair;

@@ -34,7 +34,7 @@ static const char *command_name(void *context, int index)
 static void print_help(FILE *out)
 {
     fprintf(out, "Usage: halfstep COMMAND [options]\n\n"
-                 "Optimizer steps on weights and states stored in 32, 16 or 8 bits and computed in fp32.\n\n");
+                 "Optimizer steps on weights and states stored in 32, 16, 8 or 4 bits and computed in fp32.\n\n");
     for (int i = 0; i < COMMANDS; i++) fprintf(out, "  %-10s %s\n", commands[i].name, commands[i].summary);
     fprintf(out, "\n  halfstep COMMAND --help    options of a command\n"
                  "  halfstep --version         version of program and library\n");
