@@ -52,8 +52,8 @@ static void print_version(void)
 static int unknown_command(const char *name)
 {
     const char *near = args_suggest(name, command_name, NULL);
-    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name, near ? ", did you mean " : "",
-            near ? near : "", near ? "?" : "");
+    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name,
+            near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
 }
 
@@ -83,7 +83,8 @@ static int occupy_standard_streams(void)
 static int refuse_isa(void)
 {
     const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
-    fprintf(stderr, "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ", asked ? asked : "");
+    fprintf(stderr, "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ",
+            asked ? asked : "");
     for (int32_t i = 0; i < halfstep_isa_count(); i++) {
         if (!halfstep_isa_available(i)) continue;
         fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));
