@@ -2,8 +2,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "halfstep.h"
 
@@ -52,8 +52,8 @@ static void print_version(void)
 static int unknown_command(const char *name)
 {
     const char *near = args_suggest(name, command_name, NULL);
-    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name, near ? ", did you mean " : "",
-            near ? near : "", near ? "?" : "");
+    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name,
+            near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
 }
 
@@ -79,6 +79,21 @@ static int occupy_standard_streams(void)
     return 0;
 }
 
+/* The library goes on with the best kernels. Whoever asked for others would measure or check the wrong ones. */
+static int refuse_isa(void)
+{
+    const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
+    fprintf(stderr, "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ",
+            asked ? asked : "");
+    for (int32_t i = 0; i < halfstep_isa_count(); i++) {
+        if (!halfstep_isa_available(i)) continue;
+        fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));
+        separator = ", ";
+    }
+    fprintf(stderr, "\n");
+    return 2;
+}
+
 int main(int argc, char **argv)
 {
     if (occupy_standard_streams() != 0) return 1;
@@ -86,6 +101,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
         return 1;
     }
+    if (halfstep_isa_warning()) return refuse_isa();
     if (argc < 2) {
         print_help(stderr);
         return 2;

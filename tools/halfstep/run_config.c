@@ -289,8 +289,9 @@ static int split_generation(struct args *args, struct run_config *config, const 
     while (name && config->checkpoint[name - 1] != '/') name--;
     if (strncmp(config->checkpoint + name, "checkpoint-", 11) != 0) return 0;
     struct text above = {0};
-    text_add(&above, "%.*s", (int)name, config->checkpoint);
-    if (!name) text_add(&above, ".");
+    size_t end = name;
+    while (end > 1 && config->checkpoint[end - 1] == '/') end--;
+    text_add(&above, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
     config->checkpoint = above.failed ? NULL : args_keep(args, text_string(&above));
     text_free(&above);
     return config->checkpoint ? 0 : 1;
