@@ -237,7 +237,8 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
     if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
-        return hstep_fail(o, error, "%zu bytes are too few for a recipe", size);
+        return hstep_fail(o, error, "%llu bytes are too few for a recipe",
+                          (unsigned long long)size);
     return error;
 }
 

@@ -73,7 +73,7 @@ static void name_holder(const struct run_lock *lock, char *error, size_t error_b
 static int take(struct run_lock *lock, char *error, size_t error_bytes)
 {
     for (;;) {
-        struct stat mine, named;
+        struct stat mine, named = {0};
         lock->fd = open(lock->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
         if (lock->fd < 0) {
             snprintf(error, error_bytes, "cannot create %s: %s", lock->path, strerror(errno));
@@ -89,8 +89,11 @@ static int take(struct run_lock *lock, char *error, size_t error_bytes)
         if (result != 0)
             snprintf(error, error_bytes, "note: the file system of %s has no locks (%s): see to it that no other run uses it",
                      lock->directory, strerror(errno));
-        if (fstat(lock->fd, &mine) == 0 && stat(lock->path, &named) == 0 && mine.st_dev == named.st_dev && mine.st_ino == named.st_ino)
-            return 0;
+        if (fstat(lock->fd, &mine) != 0 || (stat(lock->path, &named) != 0 && errno != ENOENT)) {
+            snprintf(error, error_bytes, "cannot inspect %s: %s", lock->path, strerror(errno));
+            return -1;
+        }
+        if (mine.st_dev == named.st_dev && mine.st_ino == named.st_ino) return 0;
         close(lock->fd);
     }
 }
