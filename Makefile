@@ -20,7 +20,7 @@ test:
 check:
 	@bash scripts/setup.sh test
 	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
-	@cd $(BUILD) && ctest -j$(JOBS) -LE long --output-on-failure --no-tests=error
+	@cd $(BUILD) && ctest -C check -j$(JOBS) -LE long --output-on-failure --no-tests=error
 
 # Branches and lines that the tests reach, by folder, and those that they do not.
 coverage:

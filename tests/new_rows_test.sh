@@ -1,6 +1,7 @@
 #!/bin/bash
 # What a table's row may be, in a copy of the sources: rows that the kernels could not serve do not compile, with a message that
 # names the row; formats whose scales are single bytes (F8_E8M0, F8_E4M3) need a header and a row and nothing else.
+# (make check leaves it out.)
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch
