@@ -8,7 +8,8 @@
  *   fuzz_NAME [ROUNDS [SEED [FIRST]]]   rounds of make_input(), each by itself a function of seed and number
  *   fuzz_NAME --short                   the corpus, and few rounds
  *   fuzz_NAME --seconds N               as many rounds as fit
- *   fuzz_NAME FILE...                   replays */
+ *   fuzz_NAME FILE...                   replays
+ *   fuzz_NAME --input SEED NUMBER FILE  writes the input of one round to a file, for the corpus (fuzz/corpus/fuzz_NAME) */
 #ifndef HALFSTEP_FUZZ_H
 #define HALFSTEP_FUZZ_H
 
@@ -137,6 +138,23 @@ static double fuzz_clock(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+static size_t fuzz_draw_input(unsigned long seed, unsigned long round, uint8_t *data, size_t room)
+{
+    fuzz_seed = seed;
+    fuzz_round = fuzz_shared->round = round;
+    fuzz_state = seed * UINT64_C(0xd1342543de82ef95) + round;
+    return make_input(data, room);
+}
+
+static int fuzz_write(unsigned long seed, unsigned long round, const char *path)
+{
+    static uint8_t data[1 << 16];
+    FILE *stream = fopen(path, "wb");
+    if (!stream) return 1;
+    size_t size = fuzz_draw_input(seed, round, data, sizeof data);
+    return (fwrite(data, 1, size, stream) != size) | (fclose(stream) != 0);
+}
+
 /* All the rounds, in a child: whatever kills it, the parent says how to see it again. */
 static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, int with_corpus)
 {
@@ -144,9 +162,7 @@ static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, 
     double start = fuzz_clock();
     unsigned long corpus = with_corpus ? fuzz_corpus("fuzz/corpus/" FUZZ_NAME) : 0;
     for (fuzz_round = first; limit > 0 ? fuzz_clock() - start < limit : fuzz_round - first < rounds; fuzz_round++) {
-        fuzz_shared->round = fuzz_round;
-        fuzz_state = fuzz_seed * UINT64_C(0xd1342543de82ef95) + fuzz_round;
-        size_t size = make_input(data, sizeof data);
+        size_t size = fuzz_draw_input(fuzz_seed, fuzz_round, data, sizeof data);
         uint8_t *exact = malloc(size ? size : 1);
         if (exact) LLVMFuzzerTestOneInput(memcpy(exact, data, size), size);
         free(exact);
@@ -174,6 +190,7 @@ static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned
     pid_t child = fork();
     if (!child) {
         int failed = 0;
+        if (argc == 5 && !strcmp(argv[1], "--input")) exit(fuzz_write(strtoul(argv[2], NULL, 10), strtoul(argv[3], NULL, 10), argv[4]));
         for (int i = 1; replay && i < argc; i++) failed |= fuzz_replay(argv[i]);
         exit(replay ? failed : fuzz_rounds(first, rounds, timed ? strtod(argv[2], NULL) : 0, !end));
     }
