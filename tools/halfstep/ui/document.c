@@ -1,5 +1,6 @@
 #include "ui/document.h"
 
+#include <errno.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
@@ -184,7 +185,7 @@ int document_print(struct document *document)
     document_write(document, &text);
     int bad = text.failed;
     if (bad) fprintf(stderr, "halfstep: cannot write the results as JSON: out of memory\n");
-    else bad = fputs(text.data, stdout) == EOF;
+    else if ((bad = fputs(text.data, stdout) == EOF)) fprintf(stderr, "halfstep: cannot write to stdout: %s\n", strerror(errno));
     text_free(&text);
     return bad != 0;
 }
