@@ -40,6 +40,20 @@ stats:
 	@bash scripts/setup.sh stats
 	@for generator in $(GENERATORS); do OUT=$(BUILD)/random sh tests/random_stats.sh $$generator || exit 1; done
 
+# Everything of docs/reliability.md but the fuzzers: every call into the C library fails, a thousand kills, a million steps. About
+# an hour on one core; `make test` runs a short choice.
+faults:
+	@bash scripts/setup.sh build
+	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=UNIT
+	@bash scripts/faults.sh $(BUILD)
+
+# All fuzz targets for so many minutes in all.
+MINUTES ?= 10
+fuzz:
+	@bash scripts/setup.sh build
+	@bash scripts/setup.sh fuzz
+	@bash scripts/fuzz.sh $(BUILD)/fuzz $(MINUTES)
+
 # Runs again what docs/results.md reports.
 experiments: build
 	@bash lab/experiments.sh $(BUILD)
@@ -50,4 +64,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test check coverage bench golden stats experiments install clean
+.PHONY: build demo test check coverage bench golden stats faults fuzz experiments install clean

@@ -46,7 +46,7 @@ static inline void demand(int condition, const char *what)
 }
 
 /* Inputs that the code under test has taken, and refused: in the end both must be frequent, or the mutations test nothing. */
-static unsigned long fuzz_accepted, fuzz_rejected;
+__attribute__((unused)) static unsigned long fuzz_accepted, fuzz_rejected;
 
 /* Changes that files of text and bytes suffer. */
 __attribute__((unused)) static size_t mutate(uint8_t *data, size_t size, size_t room, const char *marks)
@@ -152,7 +152,8 @@ static int fuzz_write(unsigned long seed, unsigned long round, const char *path)
     FILE *stream = fopen(path, "wb");
     if (!stream) return 1;
     size_t size = fuzz_draw_input(seed, round, data, sizeof data);
-    return (fwrite(data, 1, size, stream) != size) | (fclose(stream) != 0);
+    int bad = fwrite(data, 1, size, stream) != size;
+    return fclose(stream) || bad;
 }
 
 /* All the rounds, in a child: whatever kills it, the parent says how to see it again. */

@@ -7,8 +7,10 @@ cd "$(dirname "$0")/.."
 build=$1 minutes=$2 source=$PWD
 mkdir -p "$build/found" "$build/grown"
 build=$(cd "$build" && pwd)
-CC=clang bash scripts/build.sh "$build" "$(nproc)" -DHALFSTEP_TESTS=UNIT -DHALFSTEP_FUZZ=ON -DCMAKE_C_COMPILER=clang \
-    -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DHALFSTEP_SANITIZE=fuzzer-no-link,address,undefined"
+unset MAKEFLAGS MFLAGS MAKELEVEL
+cmake -S . -B "$build" -DHALFSTEP_TOOLS=ON -DHALFSTEP_IO=ON -DHALFSTEP_TESTS=UNIT -DHALFSTEP_FUZZ=ON -DCMAKE_C_COMPILER=clang \
+    -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DHALFSTEP_SANITIZE=fuzzer-no-link,address,undefined" >"$build/configure.log"
+cmake --build "$build" --parallel "$(nproc)" --target fuzz >"$build/build.log"
 
 targets=$(cd fuzz && ls fuzz_*.c | sed 's/\.c$//')
 python=$source/build/venv/bin/python

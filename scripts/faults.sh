@@ -1,0 +1,28 @@
+#!/bin/bash
+# faults.sh BUILD: the long form of the tests of faults; prints the rows of docs/reliability.md. Each part goes on after a failure of
+# another; the exit status says whether there was one. What needs Python and torch runs where `make test` has made its environment.
+set -u
+cd "$(dirname "$0")/.."
+export HALFSTEP_SOURCE=$PWD
+HALFSTEP_BUILD=$(cd "$1" && pwd)
+export HALFSTEP_BUILD
+build=$HALFSTEP_BUILD
+status=0
+part() {
+    echo "==> $*"
+    "$@" || {
+        status=1
+        echo "FAIL $*"
+    }
+}
+part "$build/tests/test_faults" --all
+part python3 tests/faults/sweep.py --jobs "$(nproc)"
+part python3 tests/faults/durability.py --all
+part "$build/tests/test_kill_save" 1000
+part "$build/tests/test_long_run" 1000000
+if [ -e "$build/venv/halfstep.installed" ]; then
+    export OMP_NUM_THREADS=1
+    part env LD_PRELOAD="$build/tests/libfaults.so" "$build/venv/bin/python" tests/faults/python_sweep.py
+    part "$build/venv/bin/python" tests/faults/peers.py
+fi
+exit $status
