@@ -16,6 +16,17 @@ test:
 	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
 	@cd $(BUILD) && ctest -j$(JOBS) --output-on-failure --no-tests=error
 
+# What to run while working: everything but Python, other builds and long runs.
+check:
+	@bash scripts/setup.sh test
+	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
+	@cd $(BUILD) && ctest -C check -j$(JOBS) -LE long --output-on-failure --no-tests=error
+
+# Branches and lines that the tests reach, by folder, and those that they do not.
+coverage:
+	@bash scripts/setup.sh test
+	@bash tests/coverage.sh $(BUILD)/coverage $(JOBS)
+
 bench: build
 	@$(BUILD)/halfstep bench
 
@@ -39,4 +50,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test bench golden stats experiments install clean
+.PHONY: build demo test check coverage bench golden stats experiments install clean

@@ -10,7 +10,8 @@
 
 #include "rules/rule.h"
 
-enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY };
+/* The constants of the kernel, and, named after the function prefix, how many there are. */
+enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY, skeleton_constants };
 
 /* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of the row's HYPERS. */
 static inline void skeleton_prepare(float *k, struct hstep_prepare *p)

@@ -1,16 +1,9 @@
 /* Any bytes at all, given to halfstep_read_optimizer() as a file: it is taken whole, or refused with a text and every bit of
- * the optimizer as it was.
- *
- * With libFuzzer:  clang -DHALFSTEP_LIBFUZZER -fsanitize=fuzzer,address,undefined -Iinclude fuzz/fuzz_optimizer.c ...
- * Without:         fuzz_optimizer [ROUNDS [SEED]]   mutates a good file
- *                  fuzz_optimizer FILE...           replays */
+ * the optimizer as it was. fuzz.h says how to run it. */
+#define FUZZ_NAME "fuzz_optimizer"
+#include "fuzz.h"
+
 #include <fcntl.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "halfstep_io.h"
 
@@ -21,14 +14,6 @@ static uint16_t stored[TENSORS][ROWS * LENGTH];
 static void *weights[TENSORS] = {stored[0], stored[1], stored[2]};
 static uint8_t good[ROOM];
 static size_t good_bytes;
-static unsigned long accepted, rejected;
-
-static void demand(int condition, const char *what)
-{
-    if (condition) return;
-    fprintf(stderr, "fuzz_optimizer: %s\n", what);
-    abort();
-}
 
 static uint64_t mix(uint64_t hash, const void *data, uint64_t bytes)
 {
@@ -118,11 +103,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     uint64_t before = fingerprint();
     int code = read_bytes(data, size, error, sizeof error);
     if (code) {
-        rejected++;
+        fuzz_rejected++;
         demand(fingerprint() == before, "a refused file changed the optimizer");
         demand(strlen(error) > 10 && !strchr(error, '\n') && !strstr(error, "partly"), "an odd text");
     } else {
-        accepted++;
+        fuzz_accepted++;
         /* From the same start it leads to the same end, also by way of another file: what this one does not say stays. */
         uint64_t taken[2];
         for (int i = 0; i < 2; i++) {
@@ -137,76 +122,21 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 #ifndef HALFSTEP_LIBFUZZER
 
-static uint64_t state;
-
-static uint64_t draw(uint64_t below)
+/* A digit for a digit, somewhere behind `at`: numbers that are good, but other ones. */
+static void change_digit(uint8_t *data, size_t size, size_t at)
 {
-    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (state >> 33) % below;
+    while (at < size && (data[at] < '0' || data[at] > '9')) at++;
+    if (at < size) data[at] = (uint8_t)('0' + draw(10));
 }
 
-/* Mostly in the header, and mostly so that it stays one. */
-static size_t mutate(uint8_t *data, size_t size)
+static size_t make_input(uint8_t *data, size_t room)
 {
-    size_t header = 8 + data[0] + 256u * data[1];
-    for (uint64_t count = 1 + draw(3); count; count--) {
-        size_t at = draw(4) ? 8 + draw(header - 8) : draw(size);
-        switch (draw(6)) {
-        case 0: data[at] ^= (uint8_t)(1u << draw(8)); break;
-        case 1: data[at] = (uint8_t)draw(256); break;
-        case 2: data[at] = (uint8_t)"{}[]\",:0123456789\\.-xpe "[draw(24)]; break;
-        case 3: /* digits for digits */
-            while (at < size && (data[at] < '0' || data[at] > '9')) at++;
-            if (at < size) data[at] = (uint8_t)('0' + draw(10));
-            break;
-        case 4: /* two bytes change places */
-            if (at + 1 < size) {
-                uint8_t kept = data[at];
-                data[at] = data[at + 1];
-                data[at + 1] = kept;
-            }
-            break;
-        default:
-            if (!draw(8)) size = at ? at : 1;
-        }
-    }
-    return size;
-}
-
-int main(int argc, char **argv)
-{
-    static uint8_t data[ROOM];
-    char *end = NULL;
-    int is_short = argc > 1 && !strcmp(argv[1], "--short");
-    unsigned long rounds = argc > 1 && !is_short ? strtoul(argv[1], &end, 10) : is_short ? 4000 : 20000;
-    for (int i = 1; i < argc && end && *end; i++) {
-        FILE *stream = fopen(argv[i], "rb");
-        if (!stream) {
-            perror(argv[i]);
-            return 1;
-        }
-        size_t size = fread(data, 1, sizeof data, stream);
-        fclose(stream);
-        accepted = 0;
-        LLVMFuzzerTestOneInput(data, size);
-        printf("%s: %s\n", argv[i], accepted ? "accepted" : "rejected");
-        rounds = 0;
-    }
-    if (end && *end) return 0;
-    uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    printf("%lu rounds, seed %llu\n", rounds, (unsigned long long)seed);
-    fflush(stdout);
-    build();
-    for (unsigned long i = 0; i < rounds; i++) {
-        state = seed * UINT64_C(0x9e3779b97f4a7c15) + i;
-        draw(2);
-        memcpy(data, good, good_bytes);
-        LLVMFuzzerTestOneInput(data, mutate(data, good_bytes));
-    }
-    printf("%lu accepted, %lu rejected\n", accepted, rejected);
-    halfstep_destroy(optimizer);
-    /* Both kinds must be frequent, or the mutations test nothing. */
-    return accepted * 20 < rounds || rejected * 20 < rounds;
+    if (!optimizer) build();
+    memcpy(data, good, good_bytes);
+    size_t header = 8 + data[0] + 256u * data[1], size = good_bytes;
+    for (uint64_t count = draw(4); count; count--) change_digit(data, header, 8 + draw(header - 8));
+    if (draw(3) == 0) data[draw(size)] ^= (uint8_t)(1u << draw(8));
+    return draw(3) ? size : mutate(data, size, room, "{}[]\",:0123456789\\.-xpe ");
 }
 
 #endif

@@ -1,25 +1,11 @@
 /* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full, and
- * survive being written again by our own writer.
- *
- * With libFuzzer:  clang -DHALFSTEP_LIBFUZZER -fsanitize=fuzzer,address,undefined -Iinclude fuzz/fuzz_safetensors.c ...
- * Without:         fuzz_safetensors [ROUNDS [SEED]]   mutates good and nearly good files
- *                  fuzz_safetensors FILE...           replays */
+ * survive being written again by our own writer. fuzz.h says how to run it. */
+#define FUZZ_NAME "fuzz_safetensors"
+#include "fuzz.h"
+
 #include <fcntl.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "halfstep_io.h"
-
-static void demand(int condition, const char *what)
-{
-    if (condition) return;
-    fprintf(stderr, "fuzz_safetensors: %s\n", what);
-    abort();
-}
 
 /* A file in memory, and the path to open it by. */
 static int memory_file(char *path, size_t room)
@@ -111,7 +97,6 @@ static void check_accepted(halfstep_safetensors *file, size_t size)
 
 /* Every so many accepted inputs: a copy costs two syncs. */
 enum { COPY_EVERY = 64 };
-static unsigned long accepted, rejected;
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
@@ -123,9 +108,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     demand((code == HALFSTEP_OK) == (file != NULL), "code and handle disagree");
     if (file) {
         check_accepted(file, size);
-        if (accepted++ % COPY_EVERY == 0) check_copy(file);
+        if (fuzz_accepted++ % COPY_EVERY == 0) check_copy(file);
     } else {
-        rejected++;
+        fuzz_rejected++;
         demand(code == HALFSTEP_ERROR_FORMAT && strlen(error) > 20 && !strchr(error, '\n'), "an odd failure");
     }
     halfstep_close_safetensors(file);
@@ -134,14 +119,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef HALFSTEP_LIBFUZZER
-
-static uint64_t state;
-
-static uint64_t draw(uint64_t below)
-{
-    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (state >> 33) % below;
-}
 
 /* A file that is good, except that now and then something about it is not. */
 static size_t make_file(uint8_t *out, size_t room)
@@ -183,72 +160,10 @@ static size_t make_file(uint8_t *out, size_t room)
     return 8 + used + offset;
 }
 
-static size_t mutate(uint8_t *data, size_t size, size_t room)
+static size_t make_input(uint8_t *data, size_t room)
 {
-    for (uint64_t count = draw(4); count && size; count--) {
-        size_t at = draw(size);
-        switch (draw(6)) {
-        case 0: data[at] ^= (uint8_t)(1u << draw(8)); break;
-        case 1: data[at] = (uint8_t)draw(256); break;
-        case 2: data[at] = (uint8_t)"{}[]\",:0123456789\\u "[draw(20)]; break;
-        case 3: size = at; break;
-        case 4: /* drop a byte */
-            memmove(data + at, data + at + 1, size - at - 1);
-            size--;
-            break;
-        default: /* repeat a span */
-            if (size < room - 16) {
-                size_t span = draw(16) + 1;
-                if (span > size - at) span = size - at;
-                memmove(data + at + span, data + at, size - at);
-                size += span;
-            }
-        }
-    }
-    return size;
-}
-
-static int replay(const char *path)
-{
-    size_t room = 1 << 27, size;
-    uint8_t *data = malloc(room);
-    FILE *stream = fopen(path, "rb");
-    if (!data || !stream) {
-        perror(path);
-        return 1;
-    }
-    size = fread(data, 1, room, stream);
-    fclose(stream);
-    LLVMFuzzerTestOneInput(data, size);
-    printf("%s: %s\n", path, accepted ? "accepted" : "rejected");
-    free(data);
-    return 0;
-}
-
-int main(int argc, char **argv)
-{
-    static uint8_t data[1 << 16];
-    char *end = NULL;
-    int is_short = argc > 1 && !strcmp(argv[1], "--short");
-    unsigned long rounds = argc > 1 && !is_short ? strtoul(argv[1], &end, 10) : is_short ? 4000 : 60000;
-    if (end && *end) {
-        int failed = 0;
-        for (int i = 1; i < argc; i++) failed |= replay(argv[i]);
-        return failed;
-    }
-    uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    printf("%lu rounds, seed %llu\n", rounds, (unsigned long long)seed);
-    fflush(stdout);
-    for (unsigned long i = 0; i < rounds; i++) {
-        state = seed * UINT64_C(0x9e3779b97f4a7c15) + i;
-        draw(2);
-        size_t size = make_file(data, sizeof data);
-        if (draw(2)) size = mutate(data, size, sizeof data);
-        LLVMFuzzerTestOneInput(data, size);
-    }
-    printf("%lu accepted, %lu rejected\n", accepted, rejected);
-    /* Both kinds must be frequent, or the mutations test nothing. */
-    return accepted * 20 < rounds || rejected * 20 < rounds;
+    size_t size = make_file(data, room);
+    return draw(2) ? mutate(data, size, room, "{}[]\",:0123456789\\u ") : size;
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* halfstep.h - optimizer steps on weights and states stored in 32, 16 or 8 bits and computed in fp32.
+/* halfstep.h - optimizer steps on weights and states stored in 32, 16, 8 or 4 bits and computed in fp32.
  *
  * This header is the manual. It includes nothing but <stddef.h> and <stdint.h>, compiles alone as C11 and C++, and uses
  * only fixed-width integers, float, double and pointers, so that a binding can mirror it line by line.
@@ -24,11 +24,17 @@
  * kind, halfstep_error_detail() a sentence about the last failure on that handle. A failed call changes nothing. The
  * library never prints, exits or aborts, and allocates nothing inside a step.
  *
+ * STRUCTURES begin with struct_size, which the caller sets to the size that its header gives them. A smaller one is that of an
+ * older header: what it lacks has its default, or is not filled in. A larger one is taken if what this library does not know
+ * of it is zero, else ARGUMENT.
+ *
  * BITS. The same inputs, seed and counters give the same bits in weights and states on every instruction set, compiler,
  * thread count and shard layout. docs/numerics.md states the contract.
  *
- * THREADS. Different handles may be used at the same time, and halfstep_step_tensor() on different tensors of one handle.
- * Everything else on one handle is the caller's to serialise. After fork() the child may go on with its copy.
+ * THREADS. Different handles may be used at the same time, and halfstep_step_tensor(), halfstep_accumulate_states_tensor() and
+ * the functions they are in parts on different tensors of one handle. Everything else on one handle is the caller's to
+ * serialise. After fork() the child may go on with its copy. The caller's floating-point mode (rounding, flushing of
+ * subnormals) neither matters nor changes.
  *
  * MEMORY. Weights and gradients always belong to the caller and need only the alignment of their element. States belong
  * to the caller (halfstep_bind_states, halfstep_bind_slot) or to the library (halfstep_allocate_states). For best speed
@@ -73,8 +79,9 @@ HALFSTEP_API int32_t halfstep_abi(void);
 #define HALFSTEP_ERROR_FORMAT      -40 /* halfstep_io: a file that is not what it should be */
 #define HALFSTEP_ERROR_MISMATCH    -41 /* halfstep_io: a sound file that belongs to another configuration */
 #define HALFSTEP_ERROR_IO          -42 /* halfstep_io: the operating system refused */
-#define HALFSTEP_NONFINITE         -50 /* not a failure of the call: a gradient was NaN, infinite or too large, so the
-                                          step was refused and not one bit changed; see halfstep_skipped_steps() */
+#define HALFSTEP_NONFINITE         -50 /* not a failure of the call: a gradient was NaN, infinite or too large, or their
+                                          norm not finite, so the step was refused and not one bit changed; see
+                                          halfstep_skipped_steps() */
 
 /* Static text for a code; never NULL. */
 HALFSTEP_API const char *halfstep_strerror(int code);
@@ -177,6 +184,8 @@ HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
  * created afterwards (NULL: back to the default). Any choice gives the same bits. */
 HALFSTEP_API const char *halfstep_isa(void);
 HALFSTEP_API int halfstep_set_isa(const char *name);
+/* One line if HALFSTEP_ISA is set to what is unknown or cannot run here, and so not followed; else NULL. Static text. */
+HALFSTEP_API const char *halfstep_isa_warning(void);
 /* Features of the processor that matter here, separated by spaces. */
 HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);
 /* What "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the processors this process may use. */
@@ -193,7 +202,7 @@ typedef void (*halfstep_task)(void *argument, int64_t index);
 typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argument, int64_t n);
 
 typedef struct halfstep_options {
-    uint32_t struct_size;      /* sizeof(halfstep_options); zero bytes after it mean the defaults */
+    uint32_t struct_size;      /* sizeof(halfstep_options); zero bytes after it, or none, mean the defaults */
     int32_t threads;           /* 0: halfstep_default_threads() at each step; else 1 .. 1024 */
     uint64_t seed;             /* of the random bits */
     halfstep_run_tasks run;    /* NULL: the library's own pool */
@@ -206,7 +215,8 @@ HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optim
 HALFSTEP_API int halfstep_set_threads(halfstep_optimizer *optimizer, int32_t threads);
 /* Frees everything the library allocated for it; NULL is fine. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
-/* A sentence about the last error or refused step on this handle, "" if there was none. Valid until the next call. */
+/* A sentence about the last error or refused step on this handle, "" if there was none: that of the calling thread's own last
+ * error, where its last error was on this handle, else of any thread's. Valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
 
 /* ---- Groups and hyper-parameters ------------------------------------------------------------------------------------ */
@@ -315,7 +325,8 @@ HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memor
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
 /* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
  * The bytes are taken as they are (all zero is the initial value of every format). Rebinding is allowed at any time
- * between steps. Once every slot that stores something is bound, steps may be made.
+ * between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores nothing at all
+ * (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to infinities or NaN harm nothing but the numbers.
  * The residuals or error codes of a live weight that an average follows (ema) are bound as extra of its gradient slot, with
  * code NULL; they are read only. */
 HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code, void *extra);
@@ -323,8 +334,8 @@ HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tenso
 /* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as fp32,
  * n_rows x n_columns of them. `data` is the caller's weight or gradient buffer for those slots and NULL for states. Writes
  * round to nearest (ties away from zero where the format is stochastic), consume no random bits, and saturate; a weight
- * with a residual or error code gets both parts. NaN is refused for block formats (RANGE). Negative values for a
- * second moment are refused (RANGE). */
+ * with a residual or error code gets both parts. RANGE: a value that is not finite for a block format, and for a second
+ * moment one that is negative or not finite; its -0 is stored as +0. */
 HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, const void *data,
                                     int64_t first_row, int64_t n_rows, float *out);
 HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
@@ -337,9 +348,11 @@ HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int3
 /* ---- Steps ------------------------------------------------------------------------------------------------------------ */
 
 /* One update of every tensor: weights[i] and gradients[i] belong to tensor i and are read anew at each call. A NULL
- * gradient leaves that tensor alone, weights, states and counters, though the call counts as a step of every schedule; for a part of no elements pass any other address, so
- * that its counters keep pace with those of the other shards. NULL weights with a gradient and n > 0 are an error.
- * Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing changed, if a gradient is not finite. */
+ * gradient leaves that tensor alone, weights, states and counters, though the call counts as a step of every schedule; for a
+ * part of no elements pass any other address, so that its counters keep pace with those of the other shards. NULL weights with
+ * a gradient and n > 0 are an error. Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing changed, if a
+ * gradient is not finite. UNSUPPORTED for a part of a tensor, unless nothing has to be known of the rest of it: scan
+ * "known-finite", no clipping, a rule of one pass. */
 HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients);
 
 /* The same in two halves, so that ranks that hold parts of the tensors can agree. begin reads the gradients and writes
@@ -358,13 +371,30 @@ HALFSTEP_API int halfstep_step_finish(halfstep_optimizer *optimizer, void *const
 
 /* Gradient release: one update of one tensor, as soon as its gradient exists. Not finite: that tensor is left alone and
  * HALFSTEP_NONFINITE returned. When all tensors of a round have had theirs, halfstep_end_round() advances the schedules and
- * the delayed clipping norm. */
+ * the delayed clipping norm. UNSUPPORTED for parts, as in halfstep_step(), and where a round with clipping had any. */
 HALFSTEP_API int halfstep_step_tensor(halfstep_optimizer *optimizer, int32_t tensor, void *weight, const void *gradient);
 HALFSTEP_API int halfstep_end_round(halfstep_optimizer *optimizer);
 
+/* Both in halves, for ranks that hold parts. For one tensor as for all of them: begin, norms where the rule is two_pass, finish,
+ * its statistics added over the ranks that share the tensor. A round: begin writes halfstep_round_statistics_count() integers,
+ * to be added over all ranks among which the tensors are divided (not over replicas), whether or not they share tensors; finish
+ * takes the norm from them. HALFSTEP_NONFINITE if that is not finite: then the round goes on. */
+HALFSTEP_API int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *optimizer, int32_t tensor);
+HALFSTEP_API int64_t halfstep_tensor_norms_offset(void);
+HALFSTEP_API int halfstep_step_tensor_begin(halfstep_optimizer *optimizer, int32_t tensor, const void *gradient,
+                                            int64_t *statistics);
+HALFSTEP_API int halfstep_step_tensor_norms(halfstep_optimizer *optimizer, int32_t tensor, void *weight,
+                                            const void *gradient, int64_t *statistics);
+HALFSTEP_API int halfstep_step_tensor_finish(halfstep_optimizer *optimizer, int32_t tensor, void *weight,
+                                             const void *gradient, const int64_t *statistics);
+HALFSTEP_API int64_t halfstep_round_statistics_count(void);
+HALFSTEP_API int halfstep_end_round_begin(halfstep_optimizer *optimizer, int64_t *statistics);
+HALFSTEP_API int halfstep_end_round_finish(halfstep_optimizer *optimizer, const int64_t *statistics);
+
 /* accumulator += scale * gradient for one tensor, in the given format ("f32", "bf16", "bf16-sr", "f16"); the accumulator has
  * the shape of the part held here. With "bf16-sr" it consumes random bits of the tensor's gradient slot. The accumulator
- * is then the gradient of a step. Not finite values go through: the step will judge them. */
+ * is then the gradient of a step. Not finite values go through: the step will judge them. Groups and tensors may still be added
+ * afterwards. */
 HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tensor, void *accumulator, const char *format,
                                      const void *gradient, const char *gradient_format, double scale);
 
@@ -377,6 +407,16 @@ HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tens
 HALFSTEP_API int halfstep_accumulate_states(halfstep_optimizer *optimizer, const void *const *gradients);
 /* The same for one tensor, in gradient release. */
 HALFSTEP_API int halfstep_accumulate_states_tensor(halfstep_optimizer *optimizer, int32_t tensor, const void *gradient);
+/* Both in halves, for ranks that hold parts (UNSUPPORTED above, as in a step, and here where the scale of a state is a sum over
+ * the tensor); as many statistics as of a step. */
+HALFSTEP_API int halfstep_accumulate_states_begin(halfstep_optimizer *optimizer, const void *const *gradients,
+                                                  int64_t *statistics);
+HALFSTEP_API int halfstep_accumulate_states_finish(halfstep_optimizer *optimizer, const void *const *gradients,
+                                                   const int64_t *statistics);
+HALFSTEP_API int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *optimizer, int32_t tensor,
+                                                         const void *gradient, int64_t *statistics);
+HALFSTEP_API int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *optimizer, int32_t tensor,
+                                                          const void *gradient, const int64_t *statistics);
 
 /* ---- What happened ---------------------------------------------------------------------------------------------------- */
 
@@ -395,6 +435,9 @@ HALFSTEP_API double halfstep_gradient_norm(const halfstep_optimizer *optimizer);
  * Errors: RANGE unless 0 <= norm < infinity. */
 HALFSTEP_API int halfstep_set_gradient_norm(halfstep_optimizer *optimizer, double norm);
 
+/* The largest count of anything that may be set. */
+#define HALFSTEP_MAX_COUNT INT64_MAX
+
 /* Counters. All of them, the seed, the generator, the states and the weights are what a checkpoint has to keep. */
 typedef struct halfstep_counters {
     uint32_t struct_size;
@@ -406,16 +449,17 @@ typedef struct halfstep_counters {
 } halfstep_counters;
 
 HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
-/* id may be 0 to keep the tensor's own. */
+/* id may be 0 to keep the tensor's own. Errors: RANGE for a count above HALFSTEP_MAX_COUNT; DUPLICATE. */
 HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor, const halfstep_counters *counters);
 /* Keeps *step equal to state_steps, as a float: written now and whenever the count changes, for hosts that show a count
  * for each tensor. The library never reads it. NULL ends it; otherwise it must live as long as the handle. */
 HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
 /* What a rule keeps for a tensor as a double, by the names of its rule_info: state of the rule (adamw-delayed's
  * accumulated_decay), or what its last update was (lamb's weight_norm, update_norm and trust_ratio). Belongs in a checkpoint.
- * Errors: NAME; RANGE for a value that is not finite. */
+ * Errors: NAME; RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
 HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
+/* Steps of the group so far, which its schedule goes by. RANGE above HALFSTEP_MAX_COUNT. */
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
 HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);
 HALFSTEP_API uint64_t halfstep_get_seed(const halfstep_optimizer *optimizer);

@@ -246,7 +246,7 @@ HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkp
  *
  * Writing streams from the states where they lie. Reading first looks through all that it will take, in pieces of 256 KiB:
  * every tensor there and none beyond them, recipes, dtypes, shapes, counters, numbers in their bounds, ids that differ, no
- * second moment or scale negative or NaN. Only then is anything changed, so after a failure the optimizer is as it was; the
+ * scale negative or NaN, no second moment negative or not finite. Only then is anything changed, so after a failure the optimizer is as it was; the
  * text names what does not fit. Only if the disk fails in the second reading, the text says that the optimizer is partly
  * loaded.
  *

@@ -1,5 +1,5 @@
 #!/bin/bash
-# setup.sh build|test|stats: makes sure that what the build, the tests or the long statistics need is installed. Where apt may be used (root, or sudo
+# setup.sh build|test|fuzz|stats: makes sure that what the build, the tests, fuzzing or the long statistics need is installed. Where apt may be used (root, or sudo
 # that asks for no password) it installs what is missing; otherwise it names the packages in one line and exits 1.
 set -eu
 
@@ -56,6 +56,16 @@ if [ "${1:-build}" = test ]; then
         want qemu-user program qemu-aarch64
         want gcc-mingw-w64-x86-64 program x86_64-w64-mingw32-gcc
     fi
+fi
+
+if [ "${1:-build}" = fuzz ]; then
+    want clang program clang
+    want python3 program python3
+    # clang's runtimes have its version in their packages' names.
+    version=$(clang -dumpversion 2>/dev/null | cut -d. -f1)
+    version=${version:-14}
+    want "libclang-rt-$version-dev" sh -c 'test -e "$(clang -print-file-name=libclang_rt.fuzzer-$(uname -m).a)"'
+    want "libomp-$version-dev" sh -c 'echo "int main(void) { return 0; }" | clang -fopenmp -x c - -o /dev/null'
 fi
 
 if [ "${1:-build}" = stats ]; then

@@ -1,4 +1,5 @@
 /* Sums of gradients outside a step, and the bare stochastic rounding. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "dispatch.h"
@@ -7,6 +8,7 @@
 struct accumulation {
     const halfstep_optimizer *o;
     const struct hstep_tensor *t;
+    const struct hstep_chunk *chunks;
     int format, gradient_format;
     char *accumulator;
     const char *gradient;
@@ -39,7 +41,7 @@ static void accumulate_tile(const struct accumulation *a, int64_t element, uint6
 static void accumulate_task(void *argument, int64_t i)
 {
     const struct accumulation *a = argument;
-    const struct hstep_chunk *c = &a->o->chunks[a->t->first_chunk + i];
+    const struct hstep_chunk *c = &a->chunks[i];
     struct hstep_fp fp = hstep_fp_enter();
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         int64_t element = run * a->t->run_length + c->offset, left = c->length;
@@ -56,10 +58,29 @@ static void accumulate_task(void *argument, int64_t i)
     hstep_fp_leave(fp);
 }
 
-int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
-                        const char *gradient_format, double scale)
+/* Where the handle is not settled yet, which is not ours to do, the tensor is cut for this once. */
+static int run_accumulation(struct accumulation *a)
 {
-    if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_tensor t = *a->t;
+    struct hstep_chunk *chunks = NULL;
+    a->chunks = a->o->chunks + t.first_chunk;
+    if (!a->o->settled) {
+        hstep_lay_out(a->o, &t);
+        t.chunks = hstep_cut_tensor(&t, 0, NULL);
+        chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
+        if (!chunks) return hstep_fail(a->o, HALFSTEP_ERROR_MEMORY, "no memory for the plan of tensor '%s'", t.name);
+        hstep_cut_tensor(&t, 0, chunks);
+        a->chunks = chunks;
+        a->t = &t;
+    }
+    hstep_run(a->o, accumulate_task, a, t.chunks);
+    free(chunks);
+    return HALFSTEP_OK;
+}
+
+static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
+                      const char *gradient_format, double scale)
+{
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
@@ -77,17 +98,27 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
     if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", t->name);
-    if ((error = hstep_settle(o))) return error;
     a.stream = hstep_key_stream(o->seed, t->id, t->writes, HALFSTEP_SLOT_GRADIENT);
-    hstep_run(o, accumulate_task, &a, t->chunks);
+    if ((error = run_accumulation(&a))) return error;
     if (hstep_formats[a.format].stochastic) t->writes++;
     return HALFSTEP_OK;
+}
+
+int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
+                        const char *gradient_format, double scale)
+{
+    if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale);
+    hstep_fp_leave(fp);
+    return result;
 }
 
 int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uint32_t *words)
 {
     if (n && (!in || !out || !words)) return HALFSTEP_ERROR_ARGUMENT;
     const struct hstep_kernels *kernels = hstep_isa_kernels(hstep_isa_find(halfstep_isa()));
+    struct hstep_fp fp = hstep_fp_enter();
     for (size_t i = 0; i < n; i += HSTEP_TILE) {
         HSTEP_ALIGNED float plain[HSTEP_TILE] = {0}, x[HSTEP_TILE];
         HSTEP_ALIGNED uint16_t codes[HSTEP_TILE];
@@ -99,5 +130,6 @@ int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uin
         kernels->format[HSTEP_FORMAT_bf16_sr].encode[0](x, (char *)codes, NULL, random, HSTEP_TILE, 0);
         memcpy(out + i, codes, count * 2);
     }
+    hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }

@@ -37,20 +37,68 @@ const char *halfstep_strerror(int code)
     }
 }
 
-/* The detail is not part of what a const handle promises to keep; several threads may fail in step_tensor at once. */
-int hstep_fail(const halfstep_optimizer *const_o, int code, const char *format, ...)
+/* Several threads may fail in step_tensor at once, so each has a sentence of its own: of which handle, and what. */
+static _Thread_local struct {
+    uint64_t serial;
+    char text[HSTEP_DETAIL_BYTES];
+} own_detail;
+
+/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const handle
+ * promises to keep. */
+static void copy_detail(const halfstep_optimizer *const_o, char *text, int out)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)const_o;
-    char text[sizeof o->detail];
+    while (atomic_flag_test_and_set(&o->detail_lock)) hstep_yield();
+    memcpy(out ? text : o->detail, out ? o->detail : text, HSTEP_DETAIL_BYTES);
+    atomic_flag_clear(&o->detail_lock);
+}
+
+int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
+{
+    char text[HSTEP_DETAIL_BYTES] = "";
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    while (atomic_flag_test_and_set(&o->detail_lock)) {
-    }
-    memcpy(o->detail, text, sizeof text);
-    atomic_flag_clear(&o->detail_lock);
+    own_detail.serial = o->serial;
+    memcpy(own_detail.text, text, sizeof text);
+    copy_detail(o, text, 0);
     return code;
+}
+
+const char *halfstep_error_detail(const halfstep_optimizer *o)
+{
+    static _Thread_local char shown[HSTEP_DETAIL_BYTES];
+    if (!o) return "";
+    if (own_detail.serial == o->serial) return own_detail.text;
+    copy_detail(o, shown, 1);
+    return shown;
+}
+
+/* 0 for what no version of a structure can have: they are of whole words and small. */
+static uint32_t struct_size(const void *structure)
+{
+    uint32_t size;
+    memcpy(&size, structure, sizeof size);
+    return size % sizeof size || size > 4096 ? 0 : size;
+}
+
+int hstep_take_struct(void *ours, size_t size, const void *theirs)
+{
+    uint32_t given = struct_size(theirs);
+    for (size_t i = size; i < given; i++)
+        if (((const char *)theirs)[i]) return 0;
+    memcpy(ours, theirs, given < size ? given : size);
+    return given != 0;
+}
+
+int hstep_give_struct(void *theirs, const void *ours, size_t size)
+{
+    uint32_t room = struct_size(theirs), head = sizeof room;
+    if (!room) return 0;
+    memset((char *)theirs + head, 0, room - head);
+    memcpy((char *)theirs + head, (const char *)ours + head, (room < size ? room : size) - head);
+    return 1;
 }
 
 /* ---- Instruction sets and threads ---- */
@@ -72,6 +120,7 @@ int32_t halfstep_isa_available(int32_t index)
 {
     return index >= 0 && index < hstep_isa_count() && hstep_isa_available(index);
 }
+const char *halfstep_isa_warning(void) { return hstep_isa_warning(); }
 const char *halfstep_isa(void) { return hstep_isa_name(isa_in_use()); }
 int halfstep_set_isa(const char *name)
 {
@@ -94,21 +143,22 @@ int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
 
 /* ---- Handles ---- */
 
-int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer)
+int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
 {
+    static atomic_uint_least64_t serial;
+    halfstep_options options = {0};
     if (!optimizer) return HALFSTEP_ERROR_ARGUMENT;
     *optimizer = NULL;
-    if (options && (options->struct_size != sizeof *options || options->threads < 0 || options->threads > 1024))
-        return options->struct_size != sizeof *options ? HALFSTEP_ERROR_ARGUMENT : HALFSTEP_ERROR_RANGE;
+    if (given && !hstep_take_struct(&options, sizeof options, given)) return HALFSTEP_ERROR_ARGUMENT;
+    if (options.threads < 0 || options.threads > 1024) return HALFSTEP_ERROR_RANGE;
     halfstep_optimizer *o = calloc(1, sizeof *o);
     if (!o) return HALFSTEP_ERROR_MEMORY;
     o->kernels = hstep_isa_kernels(isa_in_use());
-    if (options) {
-        o->threads = options->threads;
-        o->seed = options->seed;
-        o->run = options->run;
-        o->host = options->host;
-    }
+    o->threads = options.threads;
+    o->seed = options.seed;
+    o->run = options.run;
+    o->host = options.host;
+    o->serial = atomic_fetch_add(&serial, 1) + 1;
     o->gradient_scale = 1.0;
     atomic_init(&o->skipped, 0);
     atomic_init(&o->nonfinite_tensor, -1);
@@ -140,8 +190,6 @@ void halfstep_destroy(halfstep_optimizer *o)
     free(o);
 }
 
-const char *halfstep_error_detail(const halfstep_optimizer *o) { return o ? o->detail : ""; }
-
 /* Room for one more element; on failure the array is as it was. */
 static int grow(void **array, int count, int *capacity, size_t size)
 {
@@ -162,7 +210,7 @@ int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group
     if (!o || !recipe || !group) return HALFSTEP_ERROR_ARGUMENT;
     if (o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the states exist");
     struct hstep_group g = {0};
-    char detail[sizeof o->detail];
+    char detail[HSTEP_DETAIL_BYTES];
     int error = hstep_recipe_parse(recipe, &g.recipe, detail, sizeof detail);
     if (error) return hstep_fail(o, error, "%s", detail);
     for (int i = 0; i < HSTEP_GROUP_HYPERS; i++) g.hyper[i] = hstep_rule_hyper(g.recipe.rule, i).initial;
@@ -189,7 +237,8 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
     if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
-        return hstep_fail(o, error, "%zu bytes are too few for a recipe", size);
+        return hstep_fail(o, error, "%llu bytes are too few for a recipe",
+                          (unsigned long long)size);
     return error;
 }
 
@@ -343,9 +392,8 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
     return HALFSTEP_OK;
 }
 
-int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
+static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
 {
-    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
     int error;
     if (group != HALFSTEP_ALL_GROUPS) {
         if ((error = check_group(o, group))) return error;
@@ -379,6 +427,15 @@ int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, d
         }
     if (!found) return hstep_fail(o, HALFSTEP_ERROR_NAME, "no group has a hyper-parameter '%s'", name);
     return HALFSTEP_OK;
+}
+
+int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = set_hyper(o, group, name, value);
+    hstep_fp_leave(fp);
+    return result;
 }
 
 int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *name, double *value)
@@ -453,7 +510,9 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
     if (!o || !lr) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_group(o, group);
     if (error) return error;
+    struct hstep_fp fp = hstep_fp_enter();
     *lr = hstep_group_lr(&o->groups[group]);
+    hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }
 
@@ -506,9 +565,8 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
     return choose_states(o, &o->groups[t->group], d->name, t);
 }
 
-int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
+static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
 {
-    if (!o || !d || !index || d->struct_size != sizeof *d || d->reserved) return HALFSTEP_ERROR_ARGUMENT;
     if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor needs a name");
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist", d->name);
@@ -537,21 +595,31 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t
     return HALFSTEP_OK;
 }
 
+int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *given, int32_t *index)
+{
+    halfstep_tensor d = {0};
+    if (!o || !given || !index || !hstep_take_struct(&d, sizeof d, given) || d.reserved) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = add_tensor(o, &d, index);
+    hstep_fp_leave(fp);
+    return result;
+}
+
 uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name) : 0; }
 
 int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
 
 int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_tensor *d)
 {
-    if (!o || !d || d->struct_size != sizeof *d) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || !d) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, index);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[index];
-    *d = (halfstep_tensor){.struct_size = sizeof *d, .group = t->group, .name = t->name, .id = t->id, .ndim = t->ndim,
-                           .rows = t->rows, .row_length = t->row_length, .first_row = t->first_row, .n_rows = t->n_rows,
-                           .first_column = t->first_column, .n_columns = t->n_columns,
-                           .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
-    return HALFSTEP_OK;
+    halfstep_tensor ours = {.group = t->group, .name = t->name, .id = t->id, .ndim = t->ndim,
+                            .rows = t->rows, .row_length = t->row_length, .first_row = t->first_row, .n_rows = t->n_rows,
+                            .first_column = t->first_column, .n_columns = t->n_columns,
+                            .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
+    return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
@@ -563,13 +631,21 @@ int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
 
 /* ---- What happened ---- */
 
+/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by it. */
+static int check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
+{
+    if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
+}
+
 uint64_t halfstep_skipped_steps(const halfstep_optimizer *o) { return o ? atomic_load(&o->skipped) : 0; }
 
 int halfstep_set_skipped_steps(halfstep_optimizer *o, uint64_t skipped)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    atomic_store(&o->skipped, skipped);
-    return HALFSTEP_OK;
+    int error = check_count(o, "", "skipped steps", skipped);
+    if (!error) atomic_store(&o->skipped, skipped);
+    return error;
 }
 
 const char *halfstep_nonfinite_tensor(const halfstep_optimizer *o)
@@ -596,20 +672,33 @@ int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
 
 int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_counters *c)
 {
-    if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || !c) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
-    *c = (halfstep_counters){.struct_size = sizeof *c, .id = t->id, .state_steps = t->state_steps,
-                             .full_steps = t->full_steps, .writes = t->writes};
-    return HALFSTEP_OK;
+    halfstep_counters ours = {.id = t->id, .state_steps = t->state_steps, .full_steps = t->full_steps, .writes = t->writes};
+    return hstep_give_struct(c, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
-int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_counters *c)
+/* The host's copy, rounded to nearest whatever mode the caller is in. */
+static void show_step(const struct hstep_tensor *t)
 {
-    if (!o || !c || c->struct_size != sizeof *c) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    if (t->step) *t->step = (float)t->state_steps;
+    hstep_fp_leave(fp);
+}
+
+int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_counters *given)
+{
+    halfstep_counters counters = {0}, *c = &counters;
+    if (!o || !given || !hstep_take_struct(c, sizeof *c, given)) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
+    char of[HSTEP_DETAIL_BYTES];
+    snprintf(of, sizeof of, "tensor '%s': ", o->tensors[tensor].name);
+    if ((error = check_count(o, of, "state_steps", c->state_steps)) ||
+        (error = check_count(o, of, "full_steps", c->full_steps)) || (error = check_count(o, of, "writes", c->writes)))
+        return error;
     for (int i = 0; c->id && i < o->n_tensors; i++)
         if (i != tensor && o->tensors[i].id == c->id)
             return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->tensors[i].name,
@@ -617,7 +706,7 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
     struct hstep_tensor *t = &o->tensors[tensor];
     if (c->id) t->id = c->id;
     t->state_steps = c->state_steps;
-    if (t->step) *t->step = (float)t->state_steps;
+    show_step(t);
     t->full_steps = c->full_steps;
     t->writes = c->writes;
     return HALFSTEP_OK;
@@ -630,18 +719,19 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
     t->step = step;
-    if (step) *step = (float)t->state_steps;
+    show_step(t);
     return HALFSTEP_OK;
 }
 
-static double *find_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
+/* Its row among those of the rule, or -1 with a sentence. */
+static int find_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
 {
-    struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_tensor *t = &o->tensors[tensor];
     int rule = o->groups[t->group].recipe.rule;
     for (int i = 0; i < hstep_rule_scalars(rule); i++)
-        if (!strcmp(hstep_rules[rule].scalar[i], name)) return &t->scalar[i];
+        if (!strcmp(hstep_rules[rule].scalar[i].name, name)) return i;
     hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': %s keeps no '%s'", t->name, hstep_rules[rule].name, name);
-    return NULL;
+    return -1;
 }
 
 int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
@@ -649,9 +739,9 @@ int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char 
     if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
-    const double *scalar = find_scalar(o, tensor, name);
-    if (!scalar) return HALFSTEP_ERROR_NAME;
-    *value = *scalar;
+    int row = find_scalar(o, tensor, name);
+    if (row < 0) return HALFSTEP_ERROR_NAME;
+    *value = o->tensors[tensor].scalar[row];
     return HALFSTEP_OK;
 }
 
@@ -660,10 +750,14 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
-    double *scalar = find_scalar(o, tensor, name);
-    if (!scalar) return HALFSTEP_ERROR_NAME;
-    if (!isfinite(value)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not finite", name, value);
-    *scalar = value;
+    int row = find_scalar(o, tensor, name);
+    if (row < 0) return HALFSTEP_ERROR_NAME;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_scalar *scalar = &hstep_rules[o->groups[t->group].recipe.rule].scalar[row];
+    if (!(value >= scalar->minimum && value <= scalar->maximum))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", t->name, name, value,
+                          scalar->minimum, scalar->maximum);
+    t->scalar[row] = value;
     return HALFSTEP_OK;
 }
 
@@ -679,7 +773,7 @@ int halfstep_set_group_steps(halfstep_optimizer *o, int32_t group, uint64_t step
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_group(o, group);
-    if (!error) o->groups[group].steps = steps;
+    if (!error && !(error = check_count(o, "", "group steps", steps))) o->groups[group].steps = steps;
     return error;
 }
 
@@ -734,7 +828,9 @@ int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_step
             return HALFSTEP_ERROR_RANGE;
     struct hstep_schedule schedule = {.kind = kind, .warmup = (uint64_t)warmup_steps, .total = (uint64_t)total_steps,
                                       .final = final_fraction, .decay_start = decay_start, .power = power};
+    struct hstep_fp fp = hstep_fp_enter();
     *factor = hstep_schedule_factor(&schedule, step);
+    hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }
 

@@ -3,6 +3,7 @@
  * (the rows of fused.def), from the same functions. Over 500 lines because everything here must be seen by the compiler at
  * once for each instruction set. */
 #include "kernels.h"
+#include "scale.h"
 
 /* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of long
  * loops overlap. */
@@ -27,17 +28,17 @@
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
 /* Of formats.def; block: elements that share a scale, 0 for element formats. */
-struct columns { int bits, block, scale_bits, stochastic; };
+struct columns { int bits, block, scale, stochastic; };
 
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, title, roles, bits, dtype, extra_bits, extra_dtype, sr) \
-    case HSTEP_FORMAT_##fn:                                                                  \
-        return (struct columns){bits, 0, 0, sr};
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
-    case HSTEP_FORMAT_##fn:                                                                                 \
-        return (struct columns){bits, block, scale_bits, sr};
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
+    case HSTEP_FORMAT_##fn:                                          \
+        return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr};
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
+    case HSTEP_FORMAT_##fn:                                                               \
+        return (struct columns){bits, block, HSTEP_SCALE_##scale, sr};
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -47,18 +48,6 @@ V_OP struct columns columns_of(const int format)
 }
 
 V_OP int is_block(const int format) { return columns_of(format).block != 0; }
-
-V_OP uint32_t scale_pattern(const char *extra, int64_t block, const int bits)
-{
-    uint32_t wide;
-    uint16_t narrow;
-    if (bits == 32) {
-        memcpy(&wide, extra + 4 * block, 4);
-        return wide;
-    }
-    memcpy(&narrow, extra + 2 * block, 2);
-    return (uint32_t)narrow << 16;
-}
 
 /* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
 V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
@@ -84,7 +73,7 @@ V_OP void load_any(const int format, const int nonneg, const char *code, const c
 {
     const struct columns c = columns_of(format);
     if (c.block) {
-        load_scaled(format, nonneg, code, v_from_bits(vi_set(scale_pattern(extra, i / c.block, c.scale_bits))), i, e, o);
+        load_scaled(format, nonneg, code, v_from_bits(vi_set(hstep_scale_load(c.scale, extra, i / c.block))), i, e, o);
         return;
     }
     switch (format) {
@@ -155,7 +144,7 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
 V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
 /* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
-#define SCALES_ROWS(fn, nonneg, block, scale_bits)                                                                 \
+#define SCALES_ROWS(fn, nonneg, block, scale)                                                                      \
     if (block > HSTEP_GROUP)                                                                                       \
         for (int64_t b = 0; b * block < n; b++) {                                                                  \
             uint32_t largest = 0;                                                                                  \
@@ -164,22 +153,16 @@ V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg 
             maxima[b] = largest;                                                                                   \
         }                                                                                                          \
     for (int b = 0; b < 16; b += VL) {                                                                             \
-        vi scale = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                           \
-        vi_store(scales + b, scale);                                                                               \
-        v_store(inverses + b, fn##_inverse(scale, nonneg));                                                        \
+        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                        \
+        vi_store(scales + b, patterns);                                                                            \
+        v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                     \
     }                                                                                                              \
-    for (int64_t b = 0; b * block < n; b++) {                                                                      \
-        uint16_t narrow = (uint16_t)(scales[b] >> 16);                                                             \
-        if (scale_bits == 32)                                                                                      \
-            memcpy(extra + 4 * b, &scales[b], 4);                                                                  \
-        else                                                                                                       \
-            memcpy(extra + 2 * b, &narrow, 2);                                                                     \
-    }
+    for (int64_t b = 0; b * block < n; b++) hstep_scale_store(HSTEP_SCALE_##scale, extra, b, scales[b]);
 #define SCALES_FLAT SCALES_ROWS
 /* The scale is given. */
-#define SCALES_TENSOR(fn, nonneg, block, scale_bits)                                                               \
+#define SCALES_TENSOR(fn, nonneg, block, scale)                                                                    \
     (void)maxima, (void)scales, (void)n;                                                                           \
-    v_store(inverses, fn##_inverse(vi_set(scale_pattern(extra, 0, scale_bits)), nonneg));
+    v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg));
 
 /* maxima and inverses have room for 16; inverses[b] belongs to block b. */
 V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
@@ -187,10 +170,10 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
     HSTEP_ALIGNED uint32_t scales[16];
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
-    case HSTEP_FORMAT_##fn: {                                                                               \
-        SCALES_##geometry(fn, nonneg, block, scale_bits)                                                    \
-        break;                                                                                              \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
+    case HSTEP_FORMAT_##fn: {                                                             \
+        SCALES_##geometry(fn, nonneg, block, scale)                                       \
+        break;                                                                            \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
@@ -305,7 +288,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1));                        \
     }
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) NORM_##geometry(fn)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) NORM_##geometry(fn)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -631,7 +614,7 @@ V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, 
 V_OP char *fused_extra(const struct fused_slot *s, const int format, int64_t t)
 {
     const struct columns c = columns_of(format);
-    return s->extra + t / c.block * c.scale_bits / 8;
+    return s->extra + t / c.block * hstep_scale_bytes(c.scale);
 }
 
 /* Scales of the n elements from t on, before a tile. */
@@ -640,7 +623,7 @@ V_OP void fused_read_scales(const struct fused_slot *s, const int format, int64_
     const struct columns c = columns_of(format);
     if (!c.block) return;
     for (int64_t b = 0; b * c.block < n; b++) {
-        uint32_t scale = scale_pattern(fused_extra(s, format, t), b, c.scale_bits);
+        uint32_t scale = hstep_scale_load(c.scale, fused_extra(s, format, t), b);
         memcpy(&s->room->scales[b], &scale, 4);
     }
 }
@@ -762,7 +745,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define SCALE_ROWS(fn)
 #define SCALE_FLAT(fn)
 #define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}, .tensor_scale = fn##_tensor_scale
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr)        \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr)                          \
     [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}, \
                            SCALE_##geometry(fn)},
 #include "formats/formats.def"

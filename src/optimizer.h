@@ -36,6 +36,7 @@ struct hstep_tensor {
     /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one. Their
      * limbs start at number `first_sum` of those of all tensors. */
     int sums, first_sum;
+    int norms_made; /* by halfstep_step_tensor_norms(), for the next finish */
 };
 
 struct hstep_group {
@@ -65,9 +66,12 @@ struct hstep_update {
     int skip, fused;
     int still;             /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
     int micro;             /* only states are written */
+    int own;               /* the constants come from the tensor itself: no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
     float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
 };
+
+#define HSTEP_DETAIL_BYTES 256
 
 /* Statistics of a step: the limbs of the sum of squares, then for each tensor whether it is not finite, then the limbs of the
  * sums over single tensors. */
@@ -94,7 +98,7 @@ struct halfstep_optimizer {
     struct hstep_update *updates;
     int64_t *statistics;
     int sums;            /* of all tensors */
-    int norms_are_made;  /* by halfstep_step_norms(), for the next finish */
+    int norms_made;      /* by halfstep_step_norms(), for the next finish */
     void *memory;        /* the library's own, or NULL */
     /* For matrices, the largest of which it fits; one at a time. */
     float *workspace;
@@ -108,8 +112,9 @@ struct halfstep_optimizer {
     double gradient_norm;
     atomic_uint_least64_t skipped;
     atomic_int nonfinite_tensor;
+    uint64_t serial; /* among all handles of the process */
     atomic_flag detail_lock;
-    char detail[256];
+    char detail[HSTEP_DETAIL_BYTES];
 };
 
 /* Sets the detail sentence and returns the code. */
@@ -118,6 +123,10 @@ int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) _
 /* Errors with ARGUMENT unless there is such a tensor. */
 int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
 
+/* Runs, index space, unit and sums of a tensor whose slots are chosen. */
+void hstep_lay_out(const halfstep_optimizer *o, struct hstep_tensor *t);
+/* How many chunks a laid out tensor has, with `index` as its number; written where out is not NULL. */
+int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
 /* Chunk lists, fused rows and per-step arrays; afterwards no group or tensor can be added. */
 int hstep_settle(halfstep_optimizer *o);
 /* Errors with ORDER if some slot that stores something has no memory. */

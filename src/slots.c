@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "dispatch.h"
 #include "optimizer.h"
 #include "threads.h"
 
@@ -25,16 +26,16 @@ static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
 
 int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
 {
-    if (!o || !info || info->struct_size != sizeof *info) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_slot(o, tensor, slot);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
-    *info = (halfstep_slot_info){.struct_size = sizeof *info, .format = s->format, .name = slot_name(o, tensor, slot),
-                                 .code_bytes = s->code_bytes, .extra_bytes = s->extra_bytes,
-                                 .blocks_per_row = hstep_blocks_per_row(t, s->format), .fell_back = s->fell_back,
-                                 .code = s->code, .extra = s->extra};
-    return HALFSTEP_OK;
+    halfstep_slot_info ours = {.format = s->format, .name = slot_name(o, tensor, slot),
+                               .code_bytes = s->code_bytes, .extra_bytes = s->extra_bytes,
+                               .blocks_per_row = hstep_blocks_per_row(t, s->format), .fell_back = s->fell_back,
+                               .code = s->code, .extra = s->extra};
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 /* Calls back for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
@@ -237,10 +238,9 @@ static int next_piece(const struct hstep_tensor *t, int format, int64_t first, i
     return 1;
 }
 
-int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
-                       int64_t n_rows, float *out)
+static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                     int64_t n_rows, float *out)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_rows(o, tensor, slot, data, first_row, n_rows, out);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
@@ -263,7 +263,7 @@ static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slo
     for (int64_t i = 0; i < n && (block || s->nonneg); i++) {
         uint32_t bits;
         memcpy(&bits, in + i, 4);
-        if (block && (bits & 0x7fffffff) >= 0x7f800000)
+        if ((bits & 0x7fffffff) >= 0x7f800000)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite", t->name, (long long)i,
                               slot_name(o, tensor, slot));
         if (s->nonneg && in[i] < 0.0f)
@@ -294,10 +294,9 @@ static float tensor_scale(const halfstep_optimizer *o, const struct hstep_tensor
     return kernels->format[s->format].tensor_scale(sqrt(sum), (double)t->rows * (double)t->row_length);
 }
 
-int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
-                        const float *in)
+static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
+                      const float *in)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
     if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
@@ -325,6 +324,8 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
     while (next_piece(t, s->format, first, end, &p)) {
         memset(plain, 0, sizeof plain);
         memcpy(plain, in + (p.element - first), (size_t)p.n * 4);
+        /* A second moment of -0 is one of 0, and its sign bit is not for the codes. */
+        for (int i = 0; i < p.n && s->nonneg; i++) plain[i] = fabsf(plain[i]);
         if (one_scale) memcpy(extra, &scale, 4);
         o->kernels->from_plain(plain, x, padded(s->format, p.n));
         /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would start
@@ -339,11 +340,10 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
     return HALFSTEP_OK;
 }
 
-int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
-                          float *out)
+static int read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
+                        float *out)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    int error = halfstep_read_slot(o, tensor, HALFSTEP_SLOT_WEIGHT, weight, first_row, n_rows, out);
+    int error = read_slot(o, tensor, HALFSTEP_SLOT_WEIGHT, weight, first_row, n_rows, out);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_group *g = &o->groups[t->group];
@@ -366,4 +366,36 @@ int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const voi
         }
     }
     return HALFSTEP_OK;
+}
+
+/* The public faces. */
+
+int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                       int64_t n_rows, float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = read_slot(o, tensor, slot, data, first_row, n_rows, out);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
+                        const float *in)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = write_slot(o, tensor, slot, data, first_row, n_rows, in);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
+                          float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = read_average(o, tensor, weight, first_row, n_rows, out);
+    hstep_fp_leave(fp);
+    return result;
 }

@@ -17,8 +17,10 @@ struct scan {
     int64_t *flags;               /* per tensor from `first_tensor` on, or NULL */
 };
 
-void hstep_merge_squares(int64_t *to, const int64_t *from)
+void hstep_merge_squares(int64_t *to, int64_t *from)
 {
+    /* Carried first, a task adds less than 2^32 to a limb however many squares it has summed. */
+    hstep_exact_normalize(from);
     for (int i = 0; i < HSTEP_EXACT_LIMBS; i++)
         if (from[i]) __atomic_fetch_add(&to[i], from[i], __ATOMIC_RELAXED);
 }

@@ -9,8 +9,8 @@
 void hstep_scan_tensors(const halfstep_optimizer *o, int first, int n, const void *const *gradients, int clipped,
                         int64_t *squares, int64_t *flags);
 
-/* Adds limbs to limbs, safe against other threads that do the same. */
-void hstep_merge_squares(int64_t *to, const int64_t *from);
+/* Carries in `from` and adds it, safe against other threads that do the same. 2^31 merges fit. */
+void hstep_merge_squares(int64_t *to, int64_t *from);
 
 /* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which begins
  * at index `start`, to the chunks that are its own. */

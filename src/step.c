@@ -29,7 +29,7 @@ static int count_sums(const halfstep_optimizer *o, const struct hstep_tensor *t)
     return sums;
 }
 
-static void lay_out(const halfstep_optimizer *o, struct hstep_tensor *t)
+void hstep_lay_out(const halfstep_optimizer *o, struct hstep_tensor *t)
 {
     int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
     t->unit = HSTEP_GROUP;
@@ -56,7 +56,7 @@ static void lay_out(const halfstep_optimizer *o, struct hstep_tensor *t)
     t->sums = count_sums(o, t);
 }
 
-static int64_t chunk_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
+int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
 {
     int64_t n = 0;
     if (!t->runs) return 0;
@@ -108,8 +108,8 @@ int hstep_settle(halfstep_optimizer *o)
     o->sums = 0;
     for (int i = 0; i < o->n_tensors; i++) {
         struct hstep_tensor *t = &o->tensors[i];
-        lay_out(o, t);
-        n_chunks += chunk_tensor(t, i, NULL);
+        hstep_lay_out(o, t);
+        n_chunks += hstep_cut_tensor(t, i, NULL);
         t->first_sum = o->sums;
         o->sums += t->sums;
         size_t floats = t->matrix && t->runs ? hstep_matrix_workspace(t->rows, t->row_length) +
@@ -131,7 +131,7 @@ int hstep_settle(halfstep_optimizer *o)
     for (int i = 0; i < o->n_tensors; i++) {
         struct hstep_tensor *t = &o->tensors[i];
         t->first_chunk = n_chunks;
-        t->chunks = chunk_tensor(t, i, chunks + n_chunks);
+        t->chunks = hstep_cut_tensor(t, i, chunks + n_chunks);
         n_chunks += t->chunks;
         t->fused = find_fused(o, t);
     }
@@ -143,6 +143,65 @@ int hstep_settle(halfstep_optimizer *o)
     o->workspace_bytes = workspace * sizeof *room;
     o->settled = 1;
     return HALFSTEP_OK;
+}
+
+/* ---- What a call is about ---- */
+
+/* All tensors, or one. Their statistics: limbs of the sum of squares, a flag for each, limbs of the sums over each. */
+struct span {
+    int first, n, single, micro;
+    int *norms_made; /* by the call between begin and finish */
+};
+
+static struct span all_of(halfstep_optimizer *o, int micro)
+{
+    return (struct span){0, o->n_tensors, 0, micro, &o->norms_made};
+}
+
+static struct span one_of(halfstep_optimizer *o, int tensor, int micro)
+{
+    return (struct span){tensor, 1, 1, micro, &o->tensors[tensor].norms_made};
+}
+
+#define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
+
+static int64_t norms_offset(const struct span *s) { return HSTEP_STATISTICS_HEAD + s->n; }
+
+static int64_t statistics_count(const halfstep_optimizer *o, const struct span *s)
+{
+    int64_t sums = 0;
+    for (int i = s->first; i < s->first + s->n; i++) sums += o->settled ? o->tensors[i].sums : count_sums(o, &o->tensors[i]);
+    return norms_offset(s) + sums * HSTEP_EXACT_LIMBS;
+}
+
+static int64_t *flags_of(int64_t *statistics) { return statistics + HSTEP_STATISTICS_HEAD; }
+
+static int64_t *sums_of(const halfstep_optimizer *o, const struct span *s, int64_t *statistics, int tensor)
+{
+    int64_t before = o->tensors[tensor].first_sum - o->tensors[s->first].first_sum;
+    return statistics + norms_offset(s) + before * HSTEP_EXACT_LIMBS;
+}
+
+/* From the first sum on. */
+static int64_t sum_limbs(const halfstep_optimizer *o, const struct span *s)
+{
+    return statistics_count(o, s) - norms_offset(s);
+}
+
+static int is_whole(const struct hstep_tensor *t) { return t->n_rows == t->rows && t->n_columns == t->row_length; }
+
+/* A micro-step has no use for the sums of the rule: they decide how far the weight goes. */
+static int needs_sums(const halfstep_optimizer *o, const struct hstep_tensor *t, int micro)
+{
+    return t->sums > (micro ? hstep_rules[o->groups[t->group].recipe.rule].norms : 0);
+}
+
+static int is_clipped(const halfstep_optimizer *o, const struct span *s) { return !s->micro && o->clip_norm > 0.0; }
+
+/* Whether the gradients end below clip_norm, whatever they were. */
+static int is_clipped_by_own_norm(const halfstep_optimizer *o, const struct span *s)
+{
+    return is_clipped(o, s) && (!s->single || o->clip == HSTEP_CLIP_TENSOR);
 }
 
 /* ---- Norm and clipping ---- */
@@ -158,25 +217,31 @@ static double clip_factor(const halfstep_optimizer *o, double norm)
     return o->clip_norm > 0.0 && factor < 1.0 ? factor : 1.0;
 }
 
+/* The norm that the gradients are clipped by, 0 where they are not. */
+static double clipping_norm(const halfstep_optimizer *o, const struct span *s, const int64_t *statistics)
+{
+    if (!is_clipped(o, s)) return 0.0;
+    return is_clipped_by_own_norm(o, s) ? norm_of(o, statistics) : o->round_norm;
+}
+
 /* ---- Preparing ---- */
 
-/* Tensors of one group that have made as many steps share their constants; only the first pays for the powers. Rules that
- * look at the tensor are prepared for each. */
-static int prepare_all(halfstep_optimizer *o, double clip, int micro, const void *const *gradients, const int64_t *flags)
+/* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers, unless
+ * these have come from the tensor itself. */
+static int prepare_all(halfstep_optimizer *o, const struct span *s, double clip, const void *const *gradients,
+                       const int64_t *flags)
 {
     int last = -1;
-    for (int i = 0; i < o->n_tensors; i++) {
+    for (int i = s->first; i < s->first + s->n; i++) {
         struct hstep_update *u = &o->updates[i];
         const struct hstep_tensor *t = &o->tensors[i], *before = last < 0 ? NULL : &o->tensors[last];
-        if (!gradients[i] || (flags && flags[i])) {
+        if (!gradients[i - s->first] || flags[i - s->first]) {
             u->skip = 1;
             continue;
         }
-        const struct hstep_rule *rule = &hstep_rules[o->groups[t->group].recipe.rule];
-        int alone = rule->norms || rule->scalar[0] || rule->kind == HSTEP_MATRIX;
-        int same = !alone && before && before->group == t->group && before->state_steps == t->state_steps &&
-                   before->full_steps == t->full_steps;
-        int error = hstep_prepare_update(o, i, clip, micro, NULL, same ? &o->updates[last] : NULL, u);
+        int same = before && !o->updates[last].own && before->group == t->group &&
+                   before->state_steps == t->state_steps && before->full_steps == t->full_steps;
+        int error = hstep_prepare_update(o, i, clip, s->micro, NULL, same ? &o->updates[last] : NULL, u);
         if (error) return error;
         last = i;
     }
@@ -184,323 +249,382 @@ static int prepare_all(halfstep_optimizer *o, double clip, int micro, const void
 }
 
 /* The second preparation of one tensor, from its sums. */
-static int prepare_again(halfstep_optimizer *o, int tensor, double clip, int micro, const int64_t *limbs,
-                         struct hstep_update *u)
+static int prepare_again(halfstep_optimizer *o, int tensor, double clip, int micro, const int64_t *limbs)
 {
     double norms[HSTEP_MAX_SUMS];
     for (int j = 0; j < o->tensors[tensor].sums; j++)
         norms[j] = sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS));
-    return hstep_prepare_update(o, tensor, clip, micro, norms, NULL, u);
-}
-
-static int is_whole(const struct hstep_tensor *t) { return t->n_rows == t->rows && t->n_columns == t->row_length; }
-
-static int64_t *sums_of(int64_t *statistics, const halfstep_optimizer *o, int tensor)
-{
-    return statistics + halfstep_norms_offset(o) + (int64_t)o->tensors[tensor].first_sum * HSTEP_EXACT_LIMBS;
-}
-
-static void clear_sums(const halfstep_optimizer *o, int64_t *statistics)
-{
-    memset(statistics + halfstep_norms_offset(o), 0, (size_t)o->sums * HSTEP_EXACT_LIMBS * sizeof *statistics);
-}
-
-/* A micro-step has no use for the sums of the rule: they decide how far the weight goes. */
-static int needs_sums(const halfstep_optimizer *o, const struct hstep_tensor *t, int micro)
-{
-    return t->sums > (micro ? hstep_rules[o->groups[t->group].recipe.rule].norms : 0);
+    return hstep_prepare_update(o, tensor, clip, micro, norms, NULL, &o->updates[tensor]);
 }
 
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
 /* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. */
-static int update_all(halfstep_optimizer *o, double clip, int micro, void *const *weights, const void *const *gradients,
-                      int64_t *statistics)
+static int update_all(halfstep_optimizer *o, const struct span *s, double clip, void *const *weights,
+                      const void *const *gradients, int64_t *statistics)
 {
-    for (int first = 0, end; first < o->n_tensors; first = end) {
+    for (int first = s->first, end; first < s->first + s->n; first = end) {
         int64_t elements = 0;
-        int sums = 0;
-        for (end = first; end < o->n_tensors && (end == first || !o->sums || elements < BATCH_ELEMENTS); end++) {
+        int sums = 0, at = first - s->first;
+        for (end = first; end < s->first + s->n && (end == first || !o->sums || elements < BATCH_ELEMENTS); end++) {
             elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
-            sums |= !o->updates[end].skip && needs_sums(o, &o->tensors[end], micro);
+            sums |= !o->updates[end].skip && needs_sums(o, &o->tensors[end], s->micro);
         }
-        if (sums && !o->norms_are_made)
-            hstep_sum_tensors(o, first, end - first, o->updates + first, weights ? weights + first : NULL, gradients + first,
-                              sums_of(statistics, o, first));
+        if (sums && !*s->norms_made)
+            hstep_sum_tensors(o, first, end - first, o->updates + first, weights ? weights + at : NULL, gradients + at,
+                              sums_of(o, s, statistics, first));
         for (int i = first; sums && i < end; i++) {
-            if (o->updates[i].skip || !needs_sums(o, &o->tensors[i], micro)) continue;
-            int error = prepare_again(o, i, clip, micro, sums_of(statistics, o, i), &o->updates[i]);
+            if (o->updates[i].skip || !needs_sums(o, &o->tensors[i], s->micro)) continue;
+            int error = prepare_again(o, i, clip, s->micro, sums_of(o, s, statistics, i));
             if (error) return error;
         }
-        hstep_update_tensors(o, first, end - first, o->updates + first, weights ? weights + first : NULL, gradients + first);
+        hstep_update_tensors(o, first, end - first, o->updates + first, weights ? weights + at : NULL, gradients + at);
+    }
+    return HALFSTEP_OK;
+}
+
+/* ---- Checks ---- */
+
+static int check_ready(const halfstep_optimizer *o, const struct span *s, void *const *weights, const void *const *gradients)
+{
+    if (!o->settled) {
+        if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+        return HALFSTEP_OK;
+    }
+    int error = hstep_check_bound(o, s->first, s->n);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[s->first];
+    for (int i = 0; weights && i < s->n; i++)
+        if (!weights[i] && gradients[i] && t[i].runs)
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights", t[i].name);
+    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < s->n; i++)
+        if (!gradients[i]) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", t[i].name);
+    return HALFSTEP_OK;
+}
+
+/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
+static int check_alone(const halfstep_optimizer *o, const struct span *s, const void *const *gradients)
+{
+    for (int i = s->first; i < s->first + s->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        if (!gradients[i - s->first] || is_whole(t)) continue;
+        const char *what = needs_sums(o, t, s->micro)    ? "its update needs sums over all of it"
+                           : is_clipped(o, s)            ? "clipping needs the norm of all of it"
+                           : o->scan != HSTEP_SCAN_NONE ? "the scan has to see all of it"
+                                                        : NULL;
+        if (what)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and %s: step it by begin and finish", t->name, what);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Sums over a tensor can be made by the way only where all of it is. */
+static int check_norms(const halfstep_optimizer *o, const struct span *s, const void *const *gradients)
+{
+    for (int i = s->first; !*s->norms_made && i < s->first + s->n; i++)
+        if (gradients[i - s->first] && needs_sums(o, &o->tensors[i], s->micro) && !is_whole(&o->tensors[i]))
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
+                              o->tensors[i].name, s->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
+    return HALFSTEP_OK;
+}
+
+/* Micro-steps keep the gradient only where a state does. */
+static int check_accumulates(const halfstep_optimizer *o, const struct span *s, const void *const *gradients)
+{
+    for (int i = s->first; s->micro && i < s->first + s->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_group *g = &o->groups[t->group];
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        int state = hstep_rule_state(g->recipe.rule, rule->keeps);
+        if (!gradients[i - s->first]) continue;
+        if (state < 0 || !hstep_state_needed(g, state))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", t->name, rule->name,
+                              state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+        if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step", t->name);
+        if (needs_sums(o, t, 1) && !is_whole(t))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and a scale of its states a sum over all", t->name);
     }
     return HALFSTEP_OK;
 }
 
 /* ---- Steps ---- */
 
-static int check_ready(const halfstep_optimizer *o, int first, int n, void *const *weights, const void *const *gradients)
+static void begin(halfstep_optimizer *o, const struct span *s, const void *const *gradients, int64_t *statistics)
 {
-    if (!o->settled) {
-        if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
-        return HALFSTEP_OK;
-    }
-    int error = hstep_check_bound(o, first, n);
-    if (error) return error;
-    for (int i = 0; weights && i < n; i++)
-        if (!weights[i] && gradients[i] && o->tensors[first + i].runs)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
-                              o->tensors[first + i].name);
-    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < n; i++)
-        if (!gradients[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->tensors[first + i].name);
-    return HALFSTEP_OK;
-}
-
-static int step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
-{
-    int error = check_ready(o, 0, o->n_tensors, NULL, gradients);
-    if (error) return error;
-    o->norms_are_made = 0;
-    memset(statistics, 0, (size_t)halfstep_statistics_count(o) * sizeof *statistics);
-    if (!o->n_tensors) return HALFSTEP_OK;
-    int clipped = o->clip_norm > 0.0;
-    hstep_scan_tensors(o, 0, o->n_tensors, gradients, clipped, clipped ? statistics : NULL,
-                       o->scan == HSTEP_SCAN_NONE ? NULL : statistics + HSTEP_STATISTICS_HEAD);
+    *s->norms_made = 0;
+    memset(statistics, 0, (size_t)statistics_count(o, s) * sizeof *statistics);
+    hstep_scan_tensors(o, s->first, s->n, gradients, is_clipped_by_own_norm(o, s), is_clipped(o, s) ? statistics : NULL,
+                       o->scan == HSTEP_SCAN_NONE ? NULL : flags_of(statistics));
     hstep_exact_normalize(statistics);
-    return HALFSTEP_OK;
 }
 
 /* How many tensors the flags refuse; names the first. */
-static int offenders_of(halfstep_optimizer *o, const int64_t *flags)
+static int offenders_of(halfstep_optimizer *o, const struct span *s, const int64_t *flags)
 {
     int offenders = 0;
-    for (int i = 0; i < o->n_tensors; i++) {
+    for (int i = 0; i < s->n; i++) {
         if (!flags[i]) continue;
         if (!offenders++) {
-            atomic_store(&o->nonfinite_tensor, i);
-            hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->tensors[i].name);
+            atomic_store(&o->nonfinite_tensor, s->first + i);
+            hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->tensors[s->first + i].name);
         }
     }
     return offenders;
 }
 
-static int step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
+static int refuses(const halfstep_optimizer *o, int offenders, double norm)
 {
-    int error = check_ready(o, 0, o->n_tensors, weights, gradients);
-    if (error || !o->sums) return error;
-    const int64_t *flags = statistics + HSTEP_STATISTICS_HEAD;
-    int offenders = 0;
-    for (int i = 0; i < o->n_tensors; i++) offenders |= flags[i] != 0;
-    /* finish will refuse. */
-    int refused = offenders && o->scan != HSTEP_SCAN_TENSOR;
-    double clip = clip_factor(o, norm_of(o, statistics));
-    if (!refused && (error = prepare_all(o, clip, 0, gradients, offenders ? flags : NULL))) return error;
-    clear_sums(o, statistics);
-    if (!refused) hstep_sum_tensors(o, 0, o->n_tensors, o->updates, weights, gradients, statistics + halfstep_norms_offset(o));
-    for (int i = 0; i < o->sums; i++)
-        hstep_exact_normalize(statistics + halfstep_norms_offset(o) + (int64_t)i * HSTEP_EXACT_LIMBS);
-    o->norms_are_made = 1;
+    return (offenders && o->scan != HSTEP_SCAN_TENSOR) || !(norm < INFINITY);
+}
+
+static int norms(halfstep_optimizer *o, const struct span *s, void *const *weights, const void *const *gradients,
+                 int64_t *statistics)
+{
+    int error, offenders = 0;
+    if (!sum_limbs(o, s)) return HALFSTEP_OK;
+    for (int i = 0; i < s->n; i++) offenders |= flags_of(statistics)[i] != 0;
+    double norm = clipping_norm(o, s, statistics);
+    memset(statistics + norms_offset(s), 0, (size_t)sum_limbs(o, s) * sizeof *statistics);
+    /* What finish will refuse needs no sums. */
+    if (!refuses(o, offenders, norm)) {
+        if ((error = prepare_all(o, s, clip_factor(o, norm), gradients, flags_of(statistics)))) return error;
+        hstep_sum_tensors(o, s->first, s->n, o->updates + s->first, weights, gradients, statistics + norms_offset(s));
+        for (int64_t i = norms_offset(s); i < statistics_count(o, s); i += HSTEP_EXACT_LIMBS)
+            hstep_exact_normalize(statistics + i);
+    }
+    *s->norms_made = 1;
     return HALFSTEP_OK;
 }
 
-/* What finish and micro-steps share; the latter have no weights. */
-static int complete(halfstep_optimizer *o, int micro, void *const *weights, const void *const *gradients, int64_t *statistics)
+/* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a sum over
+ * all of them counts every tensor once. */
+static void add_to_round(halfstep_optimizer *o, const struct hstep_tensor *t, int64_t *squares)
 {
-    const int64_t *flags = statistics + HSTEP_STATISTICS_HEAD;
-    int error, offenders = offenders_of(o, flags);
-    if (offenders && o->scan != HSTEP_SCAN_TENSOR) {
-        o->norms_are_made = 0;
+    if (is_whole(t) || (!t->first_row && !t->first_column && t->runs)) hstep_merge_squares(o->round_squares, squares);
+}
+
+/* The decision and the update. weights are NULL in a micro-step. */
+static int finish(halfstep_optimizer *o, const struct span *s, void *const *weights, const void *const *gradients,
+                  int64_t *statistics)
+{
+    int64_t *flags = flags_of(statistics);
+    int error, offenders = offenders_of(o, s, flags);
+    double norm = clipping_norm(o, s, statistics), clip = s->micro ? 1.0 : clip_factor(o, norm);
+    if (refuses(o, offenders, norm)) {
+        *s->norms_made = 0;
         atomic_fetch_add(&o->skipped, 1);
-        return HALFSTEP_NONFINITE;
+        if (offenders) return HALFSTEP_NONFINITE;
+        atomic_store(&o->nonfinite_tensor, -1);
+        return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
     }
-    double norm = o->clip_norm > 0.0 && !micro ? norm_of(o, statistics) : 0.0, clip = micro ? 1.0 : clip_factor(o, norm);
-    if (o->n_tensors && (error = prepare_all(o, clip, micro, gradients, offenders ? flags : NULL))) return error;
-    if (!o->norms_are_made) clear_sums(o, statistics);
-    if ((error = update_all(o, clip, micro, weights, gradients, statistics))) return error;
-    o->norms_are_made = 0;
-    for (int i = 0; i < o->n_tensors; i++)
-        if (!o->updates[i].skip) hstep_count_update(&o->tensors[i], &o->updates[i]);
+    if ((error = prepare_all(o, s, clip, gradients, flags))) return error;
+    if (!*s->norms_made) memset(statistics + norms_offset(s), 0, (size_t)sum_limbs(o, s) * sizeof *statistics);
+    if ((error = update_all(o, s, clip, weights, gradients, statistics))) return error;
+    *s->norms_made = 0;
+    for (int i = s->first; i < s->first + s->n; i++) {
+        if (o->updates[i].skip) continue;
+        hstep_count_update(&o->tensors[i], &o->updates[i]);
+        if (s->single && is_clipped(o, s)) add_to_round(o, &o->tensors[i], statistics);
+    }
     atomic_fetch_add(&o->skipped, (uint64_t)offenders);
-    if (!micro) {
+    if (!s->micro && !s->single) {
         o->gradient_norm = norm;
         for (int i = 0; i < o->n_groups; i++) o->groups[i].steps++;
     }
     return offenders ? HALFSTEP_NONFINITE : HALFSTEP_OK;
 }
 
-static int step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
-{
-    int error = check_ready(o, 0, o->n_tensors, weights, gradients);
-    if (error) return error;
-    for (int i = 0; !o->norms_are_made && i < o->n_tensors; i++)
-        if (gradients[i] && o->tensors[i].sums && !is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                              "tensor '%s' is a part of one: halfstep_step_norms() comes before finish",
-                              o->tensors[i].name);
-    return complete(o, 0, weights, gradients, statistics);
-}
+/* What a call does with its span. ALONE is all of it. */
+enum call { BEGIN, NORMS, FINISH, ALONE };
 
-/* Micro-steps keep the gradient only where a state does. */
-static int check_accumulates(const halfstep_optimizer *o, int tensor)
+/* statistics: written by BEGIN and NORMS, read by FINISH. own: room for as many. */
+static int make(halfstep_optimizer *o, const struct span *s, enum call call, void *const *weights,
+                const void *const *gradients, int64_t *statistics, int64_t *own)
 {
-    const struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_group *g = &o->groups[t->group];
-    const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
-    int state = hstep_rule_state(g->recipe.rule, rule->keeps);
-    if (state < 0 || !hstep_state_needed(g, state))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it",
-                          t->name, rule->name, state < 0 ? "" : " without ",
-                          state < 0 ? "" : rule->state[state].unless);
-    if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step", t->name);
-    if (needs_sums(o, t, 1) && !is_whole(t))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s' is a part of one, and a scale of its states a sum over all",
-                          t->name);
-    return HALFSTEP_OK;
-}
-
-static int accumulate_states(halfstep_optimizer *o, const void *const *gradients)
-{
-    int error = check_ready(o, 0, o->n_tensors, NULL, gradients);
-    if (error) return error;
-    if (!o->n_tensors) return HALFSTEP_OK;
-    for (int i = 0; i < o->n_tensors; i++)
-        if (gradients[i] && (error = check_accumulates(o, i))) return error;
-    o->norms_are_made = 0;
-    memset(o->statistics, 0, (size_t)halfstep_statistics_count(o) * sizeof *o->statistics);
-    hstep_scan_tensors(o, 0, o->n_tensors, gradients, 0, NULL,
-                       o->scan == HSTEP_SCAN_NONE ? NULL : o->statistics + HSTEP_STATISTICS_HEAD);
-    return complete(o, 1, NULL, gradients, o->statistics);
-}
-
-/* One tensor, as soon as its gradient exists; weight is NULL in a micro-step. */
-static int step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient, int micro)
-{
-    struct hstep_tensor *t = &o->tensors[tensor];
-    int error = check_ready(o, tensor, 1, micro ? NULL : &weight, &gradient), clipped = !micro && o->clip_norm > 0.0;
-    if (error || !gradient) return error;
-    if (micro && (error = check_accumulates(o, tensor))) return error;
-    if (!micro && t->sums && !is_whole(t))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s' is a part of one, and its update needs sums over all",
-                          t->name);
-    int64_t squares[HSTEP_EXACT_LIMBS] = {0}, flag = 0;
-    int own = clipped && o->clip == HSTEP_CLIP_TENSOR;
-    hstep_scan_tensors(o, tensor, 1, &gradient, own, clipped ? squares : NULL, o->scan == HSTEP_SCAN_NONE ? NULL : &flag);
-    if (flag) {
-        atomic_fetch_add(&o->skipped, 1);
-        atomic_store(&o->nonfinite_tensor, tensor);
-        return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", t->name);
+    int error = check_ready(o, s, weights, gradients);
+    if (error || (error = check_accumulates(o, s, gradients))) return error;
+    switch (call) {
+    case BEGIN:
+        begin(o, s, gradients, statistics);
+        return HALFSTEP_OK;
+    case NORMS:
+        return norms(o, s, weights, gradients, statistics);
+    case FINISH:
+        if ((error = check_norms(o, s, gradients))) return error;
+        memcpy(own, statistics, (size_t)statistics_count(o, s) * sizeof *own);
+        return finish(o, s, weights, gradients, own);
+    default:
+        if ((error = check_alone(o, s, gradients))) return error;
+        begin(o, s, gradients, own);
+        return finish(o, s, weights, gradients, own);
     }
-    double norm = own ? norm_of(o, squares) : o->round_norm, clip = micro ? 1.0 : clip_factor(o, norm);
-    struct hstep_update update;
-    if ((error = hstep_prepare_update(o, tensor, clip, micro, NULL, NULL, &update))) return error;
-    if (needs_sums(o, t, micro)) {
-        int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
-        hstep_sum_tensors(o, tensor, 1, &update, micro ? NULL : &weight, &gradient, limbs);
-        if ((error = prepare_again(o, tensor, clip, micro, limbs, &update))) return error;
-    }
-    hstep_update_tensors(o, tensor, 1, &update, micro ? NULL : &weight, &gradient);
-    hstep_exact_normalize(squares);
-    hstep_merge_squares(o->round_squares, squares);
-    hstep_count_update(t, &update);
-    return HALFSTEP_OK;
 }
 
-/* The public faces: arguments, and the floating-point environment for what is computed on the caller's thread. */
+/* ---- The public faces: arguments, and the floating-point environment for what is computed on the caller's thread ---- */
 
 int64_t halfstep_norms_offset(const halfstep_optimizer *o) { return o ? HSTEP_STATISTICS_HEAD + o->n_tensors : 0; }
 
 int64_t halfstep_statistics_count(const halfstep_optimizer *o)
 {
-    if (!o) return 0;
-    int64_t sums = o->settled ? o->sums : 0;
-    for (int i = 0; !o->settled && i < o->n_tensors; i++) sums += count_sums(o, &o->tensors[i]);
-    return halfstep_norms_offset(o) + sums * HSTEP_EXACT_LIMBS;
+    struct span s = {.n = o ? o->n_tensors : 0};
+    return o ? statistics_count(o, &s) : 0;
+}
+
+int64_t halfstep_tensor_norms_offset(void) { return HSTEP_STATISTICS_HEAD + 1; }
+
+int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t tensor)
+{
+    struct span s = {.first = tensor, .n = 1};
+    return !o || tensor < 0 || tensor >= o->n_tensors ? 0 : statistics_count(o, &s);
+}
+
+static int call_all(halfstep_optimizer *o, enum call call, int micro, void *const *weights, const void *const *gradients,
+                    const int64_t *statistics)
+{
+    if (!o || (call != ALONE && !statistics) ||
+        (o->n_tensors && (!gradients || (!weights && !micro && call != BEGIN))))
+        return HALFSTEP_ERROR_ARGUMENT;
+    int64_t none[HSTEP_STATISTICS_HEAD];
+    struct span s = all_of(o, micro);
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = make(o, &s, call, weights, gradients, (int64_t *)(uintptr_t)statistics, o->n_tensors ? o->statistics : none);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+static int call_one(halfstep_optimizer *o, enum call call, int micro, int32_t tensor, void *weight, const void *gradient,
+                    const int64_t *statistics)
+{
+    if (!o || (call != ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
+    int result = hstep_check_tensor(o, tensor);
+    if (result) return result;
+    int64_t own[MAX_SINGLE_STATISTICS];
+    struct span s = one_of(o, tensor, micro);
+    struct hstep_fp fp = hstep_fp_enter();
+    result = make(o, &s, call, micro || call == BEGIN ? NULL : &weight, &gradient, (int64_t *)(uintptr_t)statistics, own);
+    hstep_fp_leave(fp);
+    return result;
 }
 
 int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
 {
-    if (!o || !statistics || (!gradients && o->n_tensors)) return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_fp fp = hstep_fp_enter();
-    int result = step_begin(o, gradients, statistics);
-    hstep_fp_leave(fp);
-    return result;
+    return call_all(o, BEGIN, 0, NULL, gradients, statistics);
 }
 
 int halfstep_step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
 {
-    if (!o || !statistics || ((!weights || !gradients) && o->n_tensors)) return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_fp fp = hstep_fp_enter();
-    int result = step_norms(o, weights, gradients, statistics);
-    hstep_fp_leave(fp);
-    return result;
+    return call_all(o, NORMS, 0, weights, gradients, statistics);
 }
 
 int halfstep_step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients,
                          const int64_t *statistics)
 {
-    if (!o || !statistics || ((!weights || !gradients) && o->n_tensors)) return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_fp fp = hstep_fp_enter();
-    /* The caller's statistics are read only; sums that are still to be made go to the handle's own. */
-    int64_t *own = o->statistics;
-    if (o->settled && statistics != own)
-        memcpy(own, statistics, (size_t)halfstep_statistics_count(o) * sizeof *own);
-    int result = step_finish(o, weights, gradients, o->settled ? own : (int64_t *)(uintptr_t)statistics);
-    hstep_fp_leave(fp);
-    return result;
+    return call_all(o, FINISH, 0, weights, gradients, statistics);
 }
 
 int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
 {
-    if (!o || ((!weights || !gradients) && o->n_tensors)) return HALFSTEP_ERROR_ARGUMENT;
-    int error = check_ready(o, 0, o->n_tensors, weights, gradients);
-    if (error) return error;
-    int64_t none[HSTEP_STATISTICS_HEAD];
-    int64_t *statistics = o->n_tensors ? o->statistics : none;
-    if ((error = halfstep_step_begin(o, gradients, statistics))) return error;
-    return halfstep_step_finish(o, weights, gradients, statistics);
+    return call_all(o, ALONE, 0, weights, gradients, NULL);
 }
 
-static int step_one(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient, int micro)
+int halfstep_step_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient, int64_t *statistics)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    int result = hstep_check_tensor(o, tensor);
-    if (result) return result;
-    struct hstep_fp fp = hstep_fp_enter();
-    result = step_tensor(o, tensor, weight, gradient, micro);
-    hstep_fp_leave(fp);
-    return result;
+    return call_one(o, BEGIN, 0, tensor, NULL, gradient, statistics);
+}
+
+int halfstep_step_tensor_norms(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
+                               int64_t *statistics)
+{
+    return call_one(o, NORMS, 0, tensor, weight, gradient, statistics);
+}
+
+int halfstep_step_tensor_finish(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
+                                const int64_t *statistics)
+{
+    return call_one(o, FINISH, 0, tensor, weight, gradient, statistics);
 }
 
 int halfstep_step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient)
 {
-    return step_one(o, tensor, weight, gradient, 0);
+    return call_one(o, ALONE, 0, tensor, weight, gradient, NULL);
 }
 
 int halfstep_accumulate_states(halfstep_optimizer *o, const void *const *gradients)
 {
-    if (!o || (!gradients && o->n_tensors)) return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_fp fp = hstep_fp_enter();
-    int result = accumulate_states(o, gradients);
-    hstep_fp_leave(fp);
-    return result;
+    return call_all(o, ALONE, 1, NULL, gradients, NULL);
+}
+
+int halfstep_accumulate_states_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
+{
+    return call_all(o, BEGIN, 1, NULL, gradients, statistics);
+}
+
+int halfstep_accumulate_states_finish(halfstep_optimizer *o, const void *const *gradients, const int64_t *statistics)
+{
+    return call_all(o, FINISH, 1, NULL, gradients, statistics);
 }
 
 int halfstep_accumulate_states_tensor(halfstep_optimizer *o, int32_t tensor, const void *gradient)
 {
-    return step_one(o, tensor, NULL, gradient, 1);
+    return call_one(o, ALONE, 1, tensor, NULL, gradient, NULL);
+}
+
+int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient,
+                                            int64_t *statistics)
+{
+    return call_one(o, BEGIN, 1, tensor, NULL, gradient, statistics);
+}
+
+int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tensor, const void *gradient,
+                                             const int64_t *statistics)
+{
+    return call_one(o, FINISH, 1, tensor, NULL, gradient, statistics);
+}
+
+/* ---- Rounds of release ---- */
+
+static int end_round(halfstep_optimizer *o, const int64_t *squares)
+{
+    struct hstep_fp fp = hstep_fp_enter();
+    double norm = o->clip_norm > 0.0 ? norm_of(o, squares) : 0.0;
+    int result = norm < INFINITY ? HALFSTEP_OK : hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the round is not finite");
+    if (!result) {
+        o->gradient_norm = o->round_norm = norm;
+        memset(o->round_squares, 0, sizeof o->round_squares);
+        for (int i = 0; i < o->n_groups; i++) o->groups[i].steps++;
+    }
+    hstep_fp_leave(fp);
+    return result;
 }
 
 int halfstep_end_round(halfstep_optimizer *o)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    o->round_norm = o->clip_norm > 0.0 ? norm_of(o, o->round_squares) : 0.0;
-    o->gradient_norm = o->round_norm;
-    memset(o->round_squares, 0, sizeof o->round_squares);
-    for (int i = 0; i < o->n_groups; i++) o->groups[i].steps++;
+    for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0; i++)
+        if (!is_whole(&o->tensors[i]))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round by "
+                              "begin and finish", o->tensors[i].name);
+    return end_round(o, o->round_squares);
+}
+
+int64_t halfstep_round_statistics_count(void) { return HSTEP_EXACT_LIMBS; }
+
+int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
+{
+    if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
+    memcpy(statistics, o->round_squares, sizeof o->round_squares);
+    hstep_exact_normalize(statistics);
     return HALFSTEP_OK;
+}
+
+int halfstep_end_round_finish(halfstep_optimizer *o, const int64_t *statistics)
+{
+    return !o || !statistics ? HALFSTEP_ERROR_ARGUMENT : end_round(o, statistics);
 }

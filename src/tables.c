@@ -4,7 +4,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "rng.h"
+#include "scale.h"
 #include "schedule.h"
 
 enum {
@@ -17,11 +19,45 @@ enum {
     TENSOR = HALFSTEP_GEOMETRY_TENSOR
 };
 
+/* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does not
+ * compile, and the message names it. */
+#define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
+#define ROW(condition, name, text) _Static_assert(condition, name ": " text);
+#define FORMAT_ROW(id, name, fn, roles)                                                                    \
+    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                  \
+    ROW((id) > 0, name, "ids count from 1")                                                                \
+    ROW(((roles) & ROLES) == (roles) && (roles) != 0, name, "roles are WEIGHT, GRADIENT, SIGNED, NONNEG") \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                                                    \
+    FORMAT_ROW(id, name, fn, roles)                                                                                     \
+    ROW(HSTEP_BITS_##dtype == 16 || HSTEP_BITS_##dtype == 32, name, "codes of single elements have 16 or 32 bits")      \
+    ROW(HSTEP_BITS_##extra == 0 || HSTEP_BITS_##extra == 8 || HSTEP_BITS_##extra == 16, name,                           \
+        "a second stream has 8 or 16 bits")                                                                             \
+    ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                      \
+    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr)                                \
+    FORMAT_ROW(id, name, fn, roles)                                                                                     \
+    ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")                           \
+    ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                                           \
+    ROW(HSTEP_BITS_##dtype == 8, name, "codes in blocks are stored in bytes")                                           \
+    ROW((geometry) == TENSOR ? (block) == 1 << 30                                                                       \
+                             : (block) % HSTEP_GROUP == 0 && (block) > 0 && HSTEP_TILE % ((block) > 0 ? (block) : 1) == 0, \
+        name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                                 \
+    ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")                 \
+    ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                                           \
+    ROW((sr) >= 0 && (sr) < 31, name, "stochastic is an exponent of 2")
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+#undef FORMAT_ROW
+#undef ROLES
+
 const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
-#define ELEMENT_FORMAT(id, name, fn, title, roles, bits, dtype, extra_bits, extra_dtype, sr) \
-    {id, name, title, roles, bits, extra_bits, 0, 0, 0, sr, dtype, extra_dtype},
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale_bits, scale_dtype, geometry, sr) \
-    {id, name, title, roles, bits, 0, block, scale_bits, geometry, sr, dtype, scale_dtype},
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
+    {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, #dtype, \
+     HSTEP_BITS_##extra ? #extra : NULL},
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
+    {id, name, title, roles, bits, 0, block, HSTEP_BITS_##scale, geometry, sr, #dtype, #scale},
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -33,6 +69,7 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define STATES(...) {__VA_ARGS__}
 #define HYPERS(...) {__VA_ARGS__}
 #define SCALARS(...) {__VA_ARGS__}
+#define SCALAR(name, minimum, maximum) {name, minimum, maximum}
 #define NO_NORMS 0
 #define NORMS_1 1
 #define NORMS_2 2
@@ -49,6 +86,7 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #undef NORMS_2
 #undef NORMS_1
 #undef NO_NORMS
+#undef SCALAR
 #undef SCALARS
 #undef STATES
 #undef HYPERS
@@ -73,7 +111,7 @@ int hstep_rule_hypers(int rule)
 int hstep_rule_scalars(int rule)
 {
     int n = 0;
-    while (hstep_rules[rule].scalar[n]) n++;
+    while (hstep_rules[rule].scalar[n].name) n++;
     return n;
 }
 
@@ -368,12 +406,11 @@ int32_t halfstep_format_count(void) { return HSTEP_FORMATS; }
 int32_t halfstep_rule_find(const char *name) { return name ? find_rule(name, strlen(name)) : -1; }
 int32_t halfstep_format_find(const char *name) { return name ? find_format(name, strlen(name)) : -1; }
 
-int halfstep_get_rule_info(int32_t row, halfstep_rule_info *info)
+int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
 {
-    if (!info || info->struct_size != sizeof *info || row < 0 || row >= HSTEP_RULES) return HALFSTEP_ERROR_ARGUMENT;
+    if (!given || row < 0 || row >= HSTEP_RULES) return HALFSTEP_ERROR_ARGUMENT;
     const struct hstep_rule *rule = &hstep_rules[row];
-    memset(info, 0, sizeof *info);
-    info->struct_size = sizeof *info;
+    halfstep_rule_info ours = {0}, *info = &ours;
     info->id = rule->id;
     info->name = rule->name;
     info->title = rule->title;
@@ -386,37 +423,37 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *info)
         info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
     }
     info->scalars = hstep_rule_scalars(row);
-    for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i];
+    for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
     info->two_pass = rule->norms > 0;
     info->matrix = rule->kind == HSTEP_MATRIX;
     info->accumulates = rule->keeps != NULL;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
-    return HALFSTEP_OK;
+    return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
 {
-    if (!info || info->struct_size != sizeof *info || row < 0 || row >= HSTEP_FORMATS) return HALFSTEP_ERROR_ARGUMENT;
+    if (!info || row < 0 || row >= HSTEP_FORMATS) return HALFSTEP_ERROR_ARGUMENT;
     const struct hstep_format *format = &hstep_formats[row];
-    *info = (halfstep_format_info){
-        .struct_size = sizeof *info, .id = format->id, .name = format->name, .title = format->title,
+    halfstep_format_info ours = {
+        .id = format->id, .name = format->name, .title = format->title,
         .roles = format->roles, .code_bits = format->code_bits, .extra_bits = format->extra_bits,
         .block = format->block, .scale_bytes = format->scale_bits / 8, .geometry = format->geometry,
         .stochastic = format->stochastic != 0,
         .code_dtype = format->code_dtype, .extra_dtype = format->extra_dtype};
-    return HALFSTEP_OK;
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info)
 {
-    if (!info || info->struct_size != sizeof *info || rule < 0 || rule >= HSTEP_RULES || index < 0 ||
+    if (!info || rule < 0 || rule >= HSTEP_RULES || index < 0 ||
         index >= HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule))
         return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_hyper hyper = hstep_rule_hyper(rule, index);
-    *info = (halfstep_hyper_info){
-        .struct_size = sizeof *info, .name = hyper.name, .title = hyper.title, .initial = hyper.initial,
+    halfstep_hyper_info ours = {
+        .name = hyper.name, .title = hyper.title, .initial = hyper.initial,
         .minimum = hyper.minimum, .maximum = hyper.maximum, .exclusive_maximum = hyper.exclusive,
         .per_optimizer = index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS};
-    return HALFSTEP_OK;
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

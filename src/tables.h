@@ -2,6 +2,8 @@
 #ifndef HSTEP_TABLES_H
 #define HSTEP_TABLES_H
 
+#include <stddef.h>
+
 #include "halfstep.h"
 #include "rules/rule.h"
 
@@ -15,6 +17,14 @@ enum {
     HSTEP_FORMATS
 };
 #define HSTEP_FORMAT_NONE (-1)
+
+/* Bits of an element of each dtype; NONE is a stream that is not there. */
+enum {
+    HSTEP_BITS_NONE,
+#define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,
+#include "dtypes.def"
+#undef HSTEP_DTYPE
+};
 
 enum {
 #define RULE(id, name, ...) HSTEP_RULE_ROW_##id,
@@ -38,6 +48,12 @@ struct hstep_hyper {
     int exclusive;
 };
 
+/* A double that a rule keeps for each tensor, and the bounds of what its updates leave there. */
+struct hstep_scalar {
+    const char *name;
+    double minimum, maximum;
+};
+
 struct hstep_state {
     const char *name;
     int role;
@@ -56,7 +72,7 @@ struct hstep_rule {
     const char *formats; /* default formats of the states, as in a recipe, or NULL */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
     int norms;
-    const char *scalar[HSTEP_MAX_NAMED_SCALARS + 1];
+    struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
     const char *keeps;
     int kind;
 };
@@ -109,6 +125,11 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
 
 /* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed by. */
 int64_t hstep_row_stride(int64_t row_length);
+
+/* The caller's structure, which may be of another version, as ours, in a zeroed `ours`: 0 if that cannot be. */
+int hstep_take_struct(void *ours, size_t size, const void *theirs);
+/* Ours as the caller's, whose struct_size says how much of it there is room for: 0 if that cannot be. */
+int hstep_give_struct(void *theirs, const void *ours, size_t size);
 
 int hstep_choice_find(const char *choice, const char *value);
 

@@ -84,9 +84,10 @@ int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, in
             u->centralize = hyper[HSTEP_CENTRALIZE] * scale;
         }
     }
-    struct hstep_prepare p = {.lr = lr, .decay = decay, .t = t->state_steps + 1, .full = t->full_steps + 1,
-                              .elements = elements, .id = t->id, .matrix = t->matrix,
-                              .rows = t->rows, .row_length = t->row_length, .norm = norms, .scalar = u->scalar};
+    struct hstep_own own = {.id = t->id, .rows = t->rows, .row_length = t->row_length, .elements = elements,
+                            .matrix = t->matrix, .scalar = u->scalar};
+    struct hstep_prepare p = {.lr = lr, .decay = decay, .t = t->state_steps + 1, .full = t->full_steps + 1, .norm = norms,
+                              .own = &own, .looked = &u->own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
     if (same)
         memcpy(u->k, same->k, sizeof u->k);

@@ -76,7 +76,8 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
 /* Mean of a row, times what the group takes of it. */
 float hstep_centralized(const struct hstep_work *w, int64_t row_start);
 
-/* same: the update of a tensor with the same group and step count, whose constants are taken over, or NULL. norms: roots of
+/* same: the update of a tensor with the same group and step counts, whose constants are taken over, or NULL; they must not be
+ * its own. norms: roots of
  * the tensor's sums, or NULL before they are known. */
 int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, int micro, const double *norms,
                          const struct hstep_update *same, struct hstep_update *u);

@@ -1,5 +1,6 @@
 #!/bin/bash
 # The README's line for building the core library without any build system works as it is printed there.
+# (make check leaves it out.)
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch

@@ -67,6 +67,12 @@ expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere
 expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
 expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
+# Kernels that are not there are refused by every command, and the library's choice is not taken instead.
+for isa in avx9 SCALAR scalar,avx2; do
+    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa, .* there are: .*scalar" \
+        train lm --data "$data" --log log.csv --checkpoint run
+    HALFSTEP_ISA=$isa expect 2 "HALFSTEP_ISA is $isa" info
+done
 [ "$(ls)" = $'err\nout' ] || fail "failed commands left files behind: $(ls)"
 ok "usage errors: one line, the right exit status, nothing left behind"
 

@@ -42,8 +42,10 @@ judge "only kernels.c and prepare.c see a vector header" \
 # An internal header of the core, by path or by name; a header beside the including file may share the name.
 # examples/skeleton_*.h are rules and formats to copy from, so they belong inside.
 users=$(sources tools examples bench src/io src/dist | except '^examples/skeleton_')
-judge "tools, examples, io and dist include nothing of the core's folders" \
-    "$(having '# *include *"(\.\./)*(src/|vec/|rules/|formats/)' $users)"
+judge "tools, examples, io and dist include nothing of the core's folders, and of io the JSON reader only" \
+    "$(having '# *include *"(\.\./)*(src/|vec/|rules/|formats/)' $users | except '^tools/halfstep/.*"(\.\./)+src/io/json\.h"')"
+judge "only document.c, which looks at every result, sees jansson" \
+    "$(having '# *include *<jansson\.h>|\bjson_(object|array|pack|string|integer|real|dump|load)' $(sources tools src | except '^tools/halfstep/ui/document\.c$' ))"
 internal=
 for header in src/*.h; do
     name=$(basename "$header")

@@ -179,7 +179,7 @@ static void test_building(void)
         options.threads = -1;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_RANGE);
         options.threads = 1;
-        options.struct_size = 4;
+        options.struct_size = 0;
         EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_create(NULL, NULL), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_set_threads(NULL, 1), HALFSTEP_ERROR_ARGUMENT);
@@ -359,7 +359,7 @@ static void test_building(void)
         EXPECT_NAMED(o, halfstep_get_tensor(o, 2, &found), HALFSTEP_ERROR_ARGUMENT, "2");
         EXPECT(halfstep_get_tensor(NULL, 0, &found), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_tensor(o, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
-        found.struct_size = 4;
+        found.struct_size = 5;
         EXPECT(halfstep_get_tensor(o, 0, &found), HALFSTEP_ERROR_ARGUMENT);
         halfstep_destroy(o);
     }

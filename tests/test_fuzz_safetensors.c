@@ -1,4 +1,6 @@
-/* The fuzz target's own seeded mutations, run as a test ("--short" runs fewer). */
+/* The fuzz target's corpus and seeded rounds, run as a test ("--short" runs fewer). */
 #include "halfstep_io.h"
 
 #include "../fuzz/fuzz_safetensors.c"
+
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 4000, 60000); }

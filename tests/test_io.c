@@ -154,6 +154,15 @@ static int faulty_fsync(int fd)
     return fsync(fd);
 }
 
+/* Reading has a count of its own: 0, no read fails. */
+static long reads, read_fails_at;
+static ssize_t faulty_pread(int fd, void *data, size_t bytes, off_t offset)
+{
+    if (++reads != read_fails_at) return pread(fd, data, bytes, offset);
+    errno = EIO;
+    return -1;
+}
+
 static int faulty_open(const char *path, int flags, mode_t mode)
 {
     if (is_gone(path)) return -1;
@@ -226,6 +235,7 @@ static void *faulty_realloc(void *old, size_t bytes)
     return block;
 }
 
+#define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
 #define write(fd, data, bytes) faulty_write(fd, data, bytes)
 #define fsync(fd) faulty_fsync(fd)
 #define open(path, flags, mode) faulty_open(path, flags, mode)
@@ -1323,6 +1333,56 @@ static void test_checkpoint_damage(void)
     CHECK(open_generation_number(dir, NULL) == -1 && strstr(message, "model.safetensors"), "%s", message);
 }
 
+/* What was written is looked at before the pointer moves and the old one goes. */
+static void test_incomplete_save(void)
+{
+    halfstep_save_options none = {.keep = 1};
+    halfstep_checkpoint_save *save;
+    const char *dir = at("incomplete");
+    empty_tree(dir, 1);
+    CHECK(!save_generation(dir, 10, none, NULL), "%s", message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "config.json", "{ }", 3, TEXT), "%s",
+          message);
+    DIR *stream = opendir(dir);
+    struct dirent *entry;
+    int cut = 0;
+    while (stream && (entry = readdir(stream)) != NULL) {
+        char path[512];
+        if (strncmp(entry->d_name, ".halfstep-tmp-", 14)) continue;
+        snprintf(path, sizeof path, "%s/%.200s/.halfstep-part-config.json", dir, entry->d_name);
+        cut += !truncate(path, 2);
+    }
+    if (stream) closedir(stream);
+    CHECK(cut == 1, "%d files cut", cut);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_FORMAT && strstr(message, "config.json"), "%s", message);
+    CHECK(open_generation_number(dir, NULL) == 10, "%s", message);
+}
+
+/* A disk that cannot be read now says nothing of a checkpoint: nobody goes back for it, nor past another one. */
+static void test_fallback_is_for_damage(void)
+{
+    halfstep_save_options keep3 = {.keep = 3};
+    halfstep_open_options fallback = {sizeof fallback, 1, 0};
+    const char *dir = at("unreadable");
+    for (int damaged = 0; damaged < 2; damaged++) {
+        empty_tree(dir, 1);
+        for (uint64_t step = 10; step <= 30; step += 10) CHECK(!save_generation(dir, step, keep3, NULL), "%s", message);
+        if (damaged) damage(at("unreadable/checkpoint-30/config.json"), 1);
+        long sound = damaged ? 20 : 30, number;
+        CHECK(open_generation_number(dir, &fallback) == sound, "%s", message);
+        for (long at = 1; ; at++) {
+            reads = 0;
+            read_fails_at = at;
+            number = open_generation_number(dir, &fallback);
+            read_fails_at = 0;
+            if (reads < at) break;
+            CHECK(number < 0 || number == sound, "%s, read %ld fails: went back to %ld: %s", damaged ? "damaged" : "sound", at,
+                  number, message);
+        }
+        CHECK(number == sound, "%s", message);
+    }
+}
+
 /* A save in which one call fails: either an error, and the old state, or (after the pointer is in place) a note. */
 static void test_failing_calls(void)
 {
@@ -1627,6 +1687,8 @@ int main(int argc, char **argv)
     TEST("checkpoint: generations and leftovers that cannot be listed") test_foreign_hidden();
     TEST("checkpoint: size of a manifest") test_manifest_size();
     TEST("checkpoint: damage is found and named") test_checkpoint_damage();
+    TEST("checkpoint: what a save has not written whole replaces nothing") test_incomplete_save();
+    TEST("checkpoint: a fallback passes over damage only, not over a disk that cannot be read") test_fallback_is_for_damage();
     TEST("checkpoint: every call failing once") test_failing_calls();
     TEST("checkpoint: killed or out of power at every call") test_sudden_end();
     TEST("checkpoint: the power simulation bites") test_simulation();

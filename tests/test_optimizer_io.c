@@ -601,9 +601,10 @@ static const refusal refusals[] = {
      "element 99 of \"norm.weight/exp_avg_sq\""},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xffff, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f81, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f80, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "not finite"},
     /* What looks odd but may be. */
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x8000, .bytes = 2}, 0, ""},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f80, .bytes = 2}, 0, ""},
+    {{.poke = "linear/exp_avg_sq.scale", .element = 5, .bits = 0x7f80, .bytes = 2}, 0, ""},
     {{.poke = "norm.weight/exp_avg", .element = 5, .bits = 0xffff, .bytes = 2}, 0, ""},
     {{.poke = "norm.weight/weight", .element = 5, .bits = 0xffff, .bytes = 2}, 0, ""},
     {META("gradient_norm", NULL), 0, ""},
@@ -738,6 +739,7 @@ static void test_scalars(void)
         {META("scalars.conv", "accumulated_decay 1 accumulated_decay 1"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
         {META("scalars.conv", "accumulated_decay 1, "), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
         {META("scalars.conv", "else 1"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay 1e300"), HALFSTEP_ERROR_RANGE, "accumulated_decay"},
         {META("scalars.linear", "weight_norm 1 update_norm 1"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
         {META("scalars.linear", "trust_ratio 0x1p-1 weight_norm 1 update_norm 2.5"), 0, ""},
     };

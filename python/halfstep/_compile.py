@@ -4,15 +4,22 @@ The operator gets the parameters and gradients and says that it changes the para
 which may be copies that the compiler made. The optimizer is found by a number, and its parameters by their places. States are
 no inputs of the graph: they are reached, as ever, through the optimizer.
 """
+import itertools
 import weakref
 
 import torch
 
+from ._watch import Watch
+
 _optimizers = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def register(optimizer):
-    """The number by which the operator finds an optimizer."""
+    """Gives an optimizer, or a copy of one, the number by which the operator finds it in this process, and a witness."""
+    optimizer._number = next(_numbers)
+    optimizer._witness = torch.zeros(1, device="cpu")
+    optimizer._watch = Watch(optimizer._witness)
     _optimizers[optimizer._number] = optimizer
 
 
@@ -25,7 +32,7 @@ if hasattr(torch.library, "custom_op"):
         if optimizer is None:
             raise RuntimeError("halfstep: the optimizer of this compiled step does not exist any more")
         flat = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer._step({flat[i]: pair for i, pair in zip(places, zip(params, grads))})
+        optimizer._step_compiled({flat[i]: pair for i, pair in zip(places, zip(params, grads))}, params[-1])
 
     @_step_op.register_fake
     def _(params, grads, places, number):
@@ -43,4 +50,5 @@ def step(optimizer):
             grads.append(p.grad)
             places.append(i)
     if params:
+        params.append(optimizer._witness)
         torch.ops.halfstep.step(params, grads, places, optimizer._number)

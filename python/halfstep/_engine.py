@@ -5,6 +5,7 @@ thrown away at any time between steps (`Engine.save_counters` first) and built a
 how parameters that get their first gradient late, loaded states, copies and changed formats all work.
 """
 import ctypes
+import os
 import struct
 import sys
 from ctypes import byref, c_double, c_int32, c_void_p
@@ -39,6 +40,15 @@ def increment_versions(tensors):
     else:  # which take one at a time
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
+
+
+def caller():
+    """The `stacklevel` by which a warning of whoever calls this names the line outside of this package and of torch."""
+    ours = tuple(os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (_abi, torch))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def rows_of(shape):
@@ -97,6 +107,16 @@ def check_parameter(p, name):
 def check_device(p, name):
     if p.device.type != "cpu":
         raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this build steps tensors in CPU memory")
+
+
+def seed_of(seed):
+    """The number that the option `seed` stands for. None is drawn from torch's default generator, so that torch.manual_seed()
+    governs it; where torch.distributed runs it is 0, which all ranks agree on without a word."""
+    if seed is not None:
+        return int(seed)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return 0
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 def create_handle(threads, seed):
@@ -289,6 +309,8 @@ class Engine:
             self.index_of = {m.p: m.index for m in self.members}
             # From here on nothing can go wrong but memory: states come into being all together.
             fresh = [(m, self._create_state(optimizer, m)) for m in self.members]
+            #: whose residual or error code is new here
+            self.converted = [m.p for m, made in fresh if "weight.extra" in made]
             for m, made in fresh:
                 optimizer.state[m.p].update(made)
                 groups[m.group]["recipes"][m.position] = m.recipe
@@ -312,6 +334,8 @@ class Engine:
         self.gradients = (c_void_p * n)()
         self.weights_are_plain = False  # whether `weights` holds what `plain` says
         self.params = [m.p for m in self.members]
+        #: those with a residual or error code, as keys
+        self.guarded = {m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)}
         self.plain = Plain(self, optimizer.state) if n and all(m.dense and m.address for m in self.members) else None
 
     # ---- Building ----

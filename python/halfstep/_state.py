@@ -73,7 +73,7 @@ def load(optimizer, state_dict, torch_load):
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks)
     optimizer._optimizer_load_state_dict_pre_hooks["halfstep"] = wrap
-    kept = (optimizer.state, optimizer.param_groups)
+    kept = (optimizer.state, optimizer.param_groups, optimizer._watch)
     # The dictionary may share this optimizer's own, edited; what the handle knows must not go over it.
     state_dict = dict(state_dict)
     state_dict["state"] = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
@@ -82,7 +82,7 @@ def load(optimizer, state_dict, torch_load):
         torch_load(state_dict)
         _check(optimizer)
     except BaseException:
-        optimizer.state, optimizer.param_groups = kept
+        optimizer.state, optimizer.param_groups, optimizer._watch = kept
         optimizer._engine = None
         raise
     finally:
@@ -303,6 +303,7 @@ def plain(optimizer):
 def save_safetensors(optimizer, path):
     """optimizer.save_safetensors()"""
     from safetensors.torch import save_file
+    optimizer._notice()
     optimizer._sync()
     tensors, metadata = {}, {"format": "halfstep optimizer 1", "rule": optimizer.rule, "seed": str(optimizer.seed)}
     rule = _abi.rules[optimizer.rule]

@@ -1,6 +1,5 @@
 """Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling of BF16 sums."""
 import ctypes
-import itertools
 import weakref
 from ctypes import byref
 
@@ -8,12 +7,11 @@ import torch
 
 from . import _abi
 from ._abi import check, lib
-from ._engine import DTYPES, PLAIN, add_group, add_tensor, check_device, check_gradient, check_parameter, create_handle
+from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_device, check_gradient, check_parameter, create_handle,
+                      seed_of)
 
 #: what halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
-
-_accumulators = itertools.count()
 
 
 def _named(parameters):
@@ -83,7 +81,8 @@ class GradientAccumulator:
     parameters   a module, `(name, tensor)` pairs or tensors; those that do not require a gradient are left alone. Random
                  bits are keyed by the names, so replicas with the same seed round alike
     format       of the buffers: "bf16-sr", "bf16", "f16" or "f32"
-    seed         of the random bits: the same seed, names and gradients give the same bits
+    seed         of the random bits: the same seed, names (else positions) and gradients give the same bits. None: as in
+                 Optimizer
     missing      "error": a parameter without a gradient, when the gradients are handed back, is an error; "skip": it keeps
                  `grad` None
     dtype        of the gradients handed back. None: what the parameter takes, so a float32 parameter gets a float32
@@ -92,19 +91,18 @@ class GradientAccumulator:
                  `Tensor.grad_dtype`)
     """
 
-    def __init__(self, parameters, format="bf16-sr", seed=0, *, missing="error", dtype=None):
+    def __init__(self, parameters, format="bf16-sr", seed=None, *, missing="error", dtype=None):
         if format not in FORMATS:
             raise ValueError(f"halfstep: gradients cannot be accumulated in {format!r}; there are: {', '.join(FORMATS)}")
         if missing not in ("error", "skip"):
             raise ValueError(f"halfstep: missing={missing!r} is not known; there are: error, skip")
         if dtype is not None and dtype not in PLAIN:
             raise ValueError(f"halfstep: gradients cannot be handed back as {dtype}")
-        number = next(_accumulators)
         members = []
         for i, (name, p) in enumerate(_named(parameters)):
             if p.requires_grad:
-                members.append((name or getattr(p, "_halfstep_name", None) or f"accumulator.{number}.{i}", p))
-        self._setup(members, format, int(seed), missing, dtype)
+                members.append((name or getattr(p, "_halfstep_name", None) or f"accumulated {i}", p))
+        self._setup(members, format, seed_of(seed), missing, dtype)
 
     def _setup(self, members, format, seed, missing, dtype):
         for name, p in members:

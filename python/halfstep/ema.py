@@ -12,8 +12,9 @@ import torch
 
 from . import _abi
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
-from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, check_parameter, create_handle, increment_versions,
-                      no_dynamo, read_rows, weight_format, write_rows)
+from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, caller, check_parameter, create_handle,
+                      increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
+from ._watch import Watch
 
 __all__ = ["EMA"]
 
@@ -48,10 +49,11 @@ def _dense(tensor):
 
 
 class _Handle:
-    """The C handle of an EMA with what it was built for. It belongs to one process and one object, so copies are empty."""
+    """The C handle of an EMA with what it was built for, and what is known of its averages. It belongs to one process and one
+    object, so copies are empty."""
 
     def __init__(self):
-        self.handle = None
+        self.handle, self.watch = None, Watch()
 
     def __deepcopy__(self, memo):
         return _Handle()
@@ -201,7 +203,9 @@ class EMA(torch.nn.Module):
     and goes on bit for bit; that of an AveragedModel loads too.
     """
 
-    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=0,
+    _dropped = False  # whether a residual was, and that was said
+
+    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=None,
                  generator=None, threads=0):
         super().__init__()
         if not 0.0 <= decay <= 1.0:
@@ -234,7 +238,7 @@ class EMA(torch.nn.Module):
         ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
         self.register_buffer("formats", torch.tensor(formats, dtype=torch.long))
         self.register_buffer("ids", torch.tensor(ids, dtype=torch.long))
-        random = [_signed(int(seed)), _signed(_abi.name_id(generator))]
+        random = [_signed(seed_of(seed)), _signed(_abi.name_id(generator))]
         self.register_buffer("random", torch.tensor(random, dtype=torch.long))
         self.register_buffer("counters", torch.zeros(2, dtype=torch.long))
 
@@ -319,6 +323,9 @@ class EMA(torch.nn.Module):
         optimizer: the halfstep optimizer (or several) that trains the model; where it keeps a residual or an error code
         beside a weight, the average follows both parts. Without it, it follows the 16-bit weights.
         """
+        first = int(self.n_averaged) == 0
+        if not first:
+            self._notice()
         members = self._members()
         followed = list(self._averaged_in(model, self.use_buffers))
         if len(followed) != len(members):
@@ -328,6 +335,7 @@ class EMA(torch.nn.Module):
             if not hasattr(one, "read_weight"):
                 raise TypeError(f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its weights are what "
                                 "they are in the model, so leave it out")
+            one._notice()
         states = [one.state for one in optimizers]
         lives = []
         for (name, _, fmt, average), (_, tensor) in zip(members, followed):
@@ -340,8 +348,8 @@ class EMA(torch.nn.Module):
                 self._refuse(name)
                 return
         handle = self._ready(members, [live[1] for live in lives])
-        first = int(self.n_averaged) == 0
         if first:
+            handle.watch = Watch()  # whatever there was is written over
             refused = self._take_over(members, lives)
             if refused is not None:
                 self._refuse(refused)
@@ -364,6 +372,9 @@ class EMA(torch.nn.Module):
         for average, dense in back:
             average.copy_(dense)
         increment_versions([member[3] for member in members])
+        extras = self._extras()
+        handle.watch.keep(extras)
+        handle.watch.wrote(list(extras), extras.get)
         self._follow_buffers(others, first)
         self.n_averaged += 1
         self.counters[0] += 1
@@ -435,7 +446,46 @@ class EMA(torch.nn.Module):
             # As AveragedModel does with whole numbers.
             ours.detach().copy_(theirs if first or not self.use_buffers else ours * self.decay + theirs * (1 - self.decay))
 
+    # ---- Residuals of averages that others write ----
+
+    def _extras(self):
+        """The residual or error code beside each average that has one."""
+        found = ((average, _find(self.extra, name)) for name, average in self._averages())
+        return {average: extra for average, extra in found if extra is not None}
+
+    @torch.no_grad()
+    def _notice(self):
+        """Drops the residuals of averages that something else than update_parameters() has written since."""
+        watch = self._handle.watch
+        if not watch:
+            return
+        extras = self._extras()
+        strangers = watch.strangers(extras.get)
+        # Of a tensor in another's place: what is known is the residual that it found there.
+        known = {id(note.extra): note for note in watch.notes}
+        strangers += [average for average, extra in extras.items() if average not in watch.index and id(extra) in known
+                      and known[id(extra)].extra_version == extra._version]
+        for average in strangers:
+            if average not in extras:
+                continue
+            extras[average].zero_()
+            watch.wrote([average], extras.get)
+            if not self._dropped:
+                self._dropped = True
+                name = next(name for name, other in self._averages() if other is average)
+                warnings.warn(f"halfstep: the average {name!r} was written by something else than update_parameters(), so the "
+                              "residual kept beside it was dropped: it belonged to the average before. This is said once",
+                              UserWarning, stacklevel=caller())
+
     # ---- Reading and saving ----
+
+    def __getstate__(self):
+        self._notice()
+        return self.__dict__.copy()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self._notice()  # before the parts of this module are asked
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -443,6 +493,7 @@ class EMA(torch.nn.Module):
 
         Buffers that are not averaged are copied as they are.
         """
+        self._notice()
         found = {}
         for name, _, fmt, average in self._members():
             self._check_average(name, fmt, average)

@@ -3,7 +3,6 @@
 This file is longer than 500 lines because it is one class: torch asks an optimizer to be one object, with its steps, release,
 inspection and saving; the C handle is in _engine.py, the reading of saved states in _state.py.
 """
-import itertools
 import warnings
 import weakref
 from ctypes import byref, c_double, c_int32, c_uint64
@@ -13,20 +12,22 @@ import torch
 
 from . import _abi, _state
 from ._abi import check, lib
-from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, check_device, check_gradient, check_parameter, create_handle,
-                      declare, formats_of, increment_versions, no_dynamo, read_rows, weight_format, write_rows)
+from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, caller, check_device, check_gradient, check_parameter,
+                      create_handle, declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format,
+                      write_rows)
+from ._watch import Watch
 
 _Tensor = torch.Tensor
-_optimizers = itertools.count()
 # Called through map(), which costs half of what a loop does.
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
 # From this version on torch itself takes (name, tensor) pairs.
 _NAMED = VERSION >= (2, 6)
-#: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance
-_TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "grad_scale", "found_inf",
-              "_zero_grad_profile_name", "step", "_opt_called")
+#: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
+#: of older versions
+_TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "_watch", "_witness",
+              "grad_scale", "found_inf", "_zero_grad_profile_name", "step", "_opt_called", "_number")
 
 
 def name_parameters(module, prefix=""):
@@ -58,7 +59,8 @@ class Optimizer(torch.optim.Optimizer):
     scan            "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its tensor is
                     left alone; "known-finite": nobody looks
     generator       "mixer" or "philox7", the source of random bits; None: the library's default
-    seed            of the random bits
+    seed            of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs it; where
+                    torch.distributed is initialized it is 0 on all ranks
     threads         0: torch.get_num_threads() at each step
     gradient_release, optimizer_accumulation    see prepare_gradient_release() and `optimizer_accumulation`
     compile         True: step() can be traced by torch.compile(fullgraph=True)
@@ -72,9 +74,11 @@ class Optimizer(torch.optim.Optimizer):
     # What pickles that lack them go on with.
     clip_norm, clip, scan, generator, threads = 0.0, None, None, None, 0
     compile = optimizer_accumulation = gradient_release = False
+    # In a compiled step: by weight, and of the witness under None, whether the operator got a copy (see _watch.py).
+    _compiled_copies = None
 
     def __init__(self, params, defaults, *, weights=None, states=None, decay=None, reference_lr=0.0, clip_norm=0.0, clip=None,
-                 scan=None, generator=None, seed=0, threads=0, gradient_release=False, optimizer_accumulation=False,
+                 scan=None, generator=None, seed=None, threads=0, gradient_release=False, optimizer_accumulation=False,
                  foreach=None, fused=None, capturable=False, differentiable=False, compile=False):
         if differentiable:
             raise ValueError(f"halfstep: {type(self).__name__} cannot be differentiated through: differentiable=True")
@@ -83,8 +87,8 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = None
         self._flat, self._indices, self._empty = [], [], []
         self._warned = set()
+        self._watch = Watch()
         self._release_handles, self._released = [], set()
-        self._number = next(_optimizers)
         self.clip_norm, self.clip, self.scan, self.generator = clip_norm, clip, scan, generator
         self.threads = threads
         self.compile = compile
@@ -95,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         self.optimizer_accumulation = optimizer_accumulation
         self.gradient_release = False
         defaults = {**defaults, "weights": weights, "states": states, "decay": decay, "reference_lr": reference_lr,
-                    "seed": int(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
+                    "seed": seed_of(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
         self._check_options(defaults)
         super().__init__(params, defaults)
         if fused:
@@ -200,6 +204,8 @@ class Optimizer(torch.optim.Optimizer):
         for key in ("ids", "recipes"):
             if key not in group or len(group[key]) != len(group["params"]):
                 group[key] = [None] * len(group["params"])
+        if group.get("seed") is None:
+            group["seed"] = self.defaults["seed"]
         if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
             group["reference_lr"] = float(group["lr"])
         self._drop_engine()
@@ -228,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._given_name(group["params"][position]) or f"{position} of group {group_index}"
 
     def _resolve_ids(self):
-        """Fixes the ids of parameters that have none: hashes of their names, else of their places in this process."""
+        """Fixes the ids of parameters that have none: hashes of their names, else of their places among all parameters."""
         flat = 0
         for group in self.param_groups:
             names, ids = group.get("param_names"), group["ids"]
@@ -238,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if ids[i] is None:
                     name = names[i] if names else self._given_name(p)
-                    ids[i] = _abi.name_id(name if name is not None else f"optimizer {self._number}, parameter {flat}")
+                    ids[i] = _abi.name_id(name if name is not None else f"parameter {flat}")
                 flat += 1
 
     # ---- The handle ----
@@ -255,6 +261,7 @@ class Optimizer(torch.optim.Optimizer):
         """Builds the handle anew for every parameter that has states or a gradient, and for those of `also`, a dictionary of
         gradients by parameter."""
         also = also or {}
+        self._notice()
         self._drop_engine()
         self._resolve_ids()
         flat, wanted, seen = [], [], set()
@@ -273,6 +280,8 @@ class Optimizer(torch.optim.Optimizer):
                 wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else check_gradient(p, grad, name)))
         engine = Engine(self, wanted)
         engine.refresh(self)
+        self._watch.keep(engine.guarded)
+        self._watch.wrote([p for p in engine.converted if p in self._watch.index], self._extra_of)
         self._flat = flat
         self._indices = [engine.index_of.get(p, -1) for p in flat]
         self._empty = [p for p in flat if p.numel() == 0]
@@ -392,6 +401,34 @@ class Optimizer(torch.optim.Optimizer):
             engine.weights_are_plain = True
         return True
 
+    # ---- Residuals of weights that others write ----
+
+    def _extra_of(self, p):
+        """The residual or error code beside a weight, or None."""
+        state = self.state.get(p)
+        return state.get("weight.extra") if state else None
+
+    def _notice(self, only=None, token=None):
+        """Drops the residuals of weights, or of `only`, that somebody else has written since this optimizer did."""
+        if not self._watch:
+            return
+        for p in self._watch.strangers(self._extra_of, only, self._compiled_copies, token):
+            extra = self._extra_of(p)
+            if extra is None:
+                continue
+            extra.zero_()
+            self._watch.wrote([p], self._extra_of)
+            if "written" not in self._warned:
+                self._warned.add("written")
+                name = next((self._name_of(g, i) for g, group in enumerate(self.param_groups)
+                             for i, other in enumerate(group["params"]) if other is p), "?")
+                warnings.warn(
+                    f"halfstep: the weight of parameter {name!r} was written by something else than this optimizer, so the "
+                    "residual kept beside it was dropped: it belonged to the weight before. After load_state_dict() that is as "
+                    "it should be. Code that changes weights after every step, such as a mask, would lose each time what small "
+                    "updates have gathered there; write optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. "
+                    "This is said once", UserWarning, stacklevel=caller())
+
     # ---- Steps ----
 
     def step(self, closure=None):
@@ -409,6 +446,23 @@ class Optimizer(torch.optim.Optimizer):
         else:
             self._step()
         return loss
+
+    @no_dynamo
+    @torch.no_grad()
+    def _step_compiled(self, given, witness):
+        """The step inside the operator of a compiled step: weights and gradients by parameter, and the witness."""
+        copies = {p: weight.data_ptr() != p.data_ptr() for p, (weight, _) in given.items()}
+        copies[None] = witness.data_ptr() != self._witness.data_ptr()
+        self._compiled_copies = copies
+        try:
+            self._step(given)
+        finally:
+            self._compiled_copies = None
+        watch, engine = self._watch, self._engine
+        watch.compiled += 1
+        watch.witness_copied = copies[None]
+        if engine is not None and engine.guarded:
+            watch.wrote([p for p in given if p in engine.guarded], self._extra_of, copies)
 
     @no_dynamo
     @torch.no_grad()
@@ -434,6 +488,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._release_handles:
             self._step_in_release(engine, stepped)
             return
+        if engine.guarded:
+            self._notice(token=engine.plain if engine.weights_are_plain else None)
         scale = getattr(self, "grad_scale", None)
         engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
         if self.optimizer_accumulation:
@@ -469,6 +525,13 @@ class Optimizer(torch.optim.Optimizer):
         for p, weight in back:
             p.detach().copy_(weight)
         increment_versions(stepped)
+        if engine.guarded:
+            whole = len(stepped) == len(engine.params)
+            written = engine.guarded if whole else [p for p in stepped if p in engine.guarded]
+            if len(written) > 1:
+                self._watch.wrote_all(written, self._extra_of, engine.plain if engine.weights_are_plain else None)
+            elif written:
+                self._watch.wrote(list(written), self._extra_of)
 
     def _report_nonfinite(self, engine):
         if "nonfinite" in self._warned:
@@ -509,6 +572,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is not None and self._engine.index_of.get(p) in self._released and not self.optimizer_accumulation:
             self._end_round()
         engine, m = self._one(p)
+        if engine.guarded:
+            self._notice(p)
         keep, back = [], []
         found = self._place(engine, m, p, p.grad, keep, back)
         if found is None:
@@ -698,6 +763,7 @@ class Optimizer(torch.optim.Optimizer):
         """The weight in fp32, with its residual or error code."""
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
+        self._notice(p)
         weight = p.detach().contiguous()
         return self._read(self._member(p), lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
 
@@ -706,6 +772,7 @@ class Optimizer(torch.optim.Optimizer):
         """The weight to evaluate with, in fp32: schedule-free's average; for other rules the weight itself."""
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
+        self._notice(p)
         weight = p.detach().contiguous()
         return self._read(self._member(p), lib.halfstep_read_average, weight.data_ptr())
 
@@ -735,6 +802,10 @@ class Optimizer(torch.optim.Optimizer):
         self._write(m, WEIGHT, weight.data_ptr(), values)
         if weight.data_ptr() != p.data_ptr():
             p.copy_(weight)
+        else:
+            increment_versions([p])
+        if p in self._engine.guarded:
+            self._watch.wrote([p], self._extra_of)
 
     @torch.no_grad()
     def write_state(self, p, name, values):
@@ -748,6 +819,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Saving ----
 
     def _sync(self):
+        """Brings `state` and `param_groups` up to date with what the handle alone knows."""
         self._resolve_ids()
         if self._engine is not None:
             self._engine.save_counters(self)
@@ -760,6 +832,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self):
         """As torch's. `state` holds tensors and numbers only, exactly as they are stored; identities, recipes, the seed and
         the counters of the groups are in `param_groups`. Loads with torch.load(weights_only=True)."""
+        self._notice()
         self._sync()
         return super().state_dict()
 
@@ -788,23 +861,23 @@ class Optimizer(torch.optim.Optimizer):
         _state.load_safetensors(self, path)
 
     def __getstate__(self):
+        self._notice()
         self._sync()
         return {key: value for key, value in self.__dict__.items()
                 if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}
 
     def __setstate__(self, state):
         # Called for copies with everything, and by load_state_dict() and for old pickles with states and groups alone.
-        if "_number" not in self.__dict__:
-            self._number = next(_optimizers)
         self.__dict__.setdefault("_engine", None)
         if self._engine is not None:
             self._engine.destroy()
         self._engine = None
         self._flat, self._indices, self._empty = [], [], []
         self._released = set()
+        self._watch = Watch(self.__dict__.get("_witness"))
         self.__dict__.setdefault("_release_handles", [])
         self.__dict__.setdefault("_warned", set())
-        state = dict(state)
+        state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         if "state" in state:
             state["state"] = _state.unwrap(state["state"])
         super().__setstate__(state)
@@ -814,5 +887,8 @@ class Optimizer(torch.optim.Optimizer):
             for key in ("ids", "recipes"):
                 if key not in group or len(group[key]) != len(group["params"]):
                     group[key] = [None] * len(group["params"])
-        if "_number" in state and state.get("gradient_release"):
+        if state.get("compile"):
+            from . import _compile
+            _compile.register(self)
+        if state.get("gradient_release"):
             self.prepare_gradient_release()

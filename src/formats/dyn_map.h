@@ -111,7 +111,8 @@ V_OP vi hstep_dyn_below(vf a, const int decades, const int first)
 {
     vf slope = v_set((decades == 7 ? 1e6f : 1e2f) / 0.9f * (float)first);
     vf start = v_set((float)first * (8.0f / 9.0f) - 1.75f);
-    a = v_min(a, v_set(1.0f));
+    /* Stored bytes may be anything, such as a negative scale: entries are looked up only where there are some. */
+    a = v_max(v_min(a, v_set(1.0f)), v_set(0.0f));
     if (decades == 7) {
         hstep_dyn_decade(a, 1e-6f, 1e5f, first << 1, &slope, &start);
         hstep_dyn_decade(a, 1e-5f, 1e4f, first << 2, &slope, &start);

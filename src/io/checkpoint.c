@@ -886,6 +886,18 @@ static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error
     return code;
 }
 
+static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected, int contents,
+                           hstep_error *error);
+
+/* Opens what was written, before the pointer moves and anything older is removed: all of its files are there, in their sizes. */
+static int check_generation(const halfstep_checkpoint_save *save, const char *path, hstep_error *error)
+{
+    halfstep_checkpoint *made;
+    int code = open_generation(&made, path, save->manifest.sequence, 0, error);
+    if (!code) halfstep_close_checkpoint(made);
+    return code;
+}
+
 static int commit(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char *name = NULL, *path = NULL;
@@ -894,6 +906,7 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
     if (!code) code = seal_generation(save, error);
     if (!code) code = name_generation(save, &name, &path, error);
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, error);
+    if (!code) code = check_generation(save, path, error);
     if (!code) code = replace_pointer(save, name, &renamed, error);
     if (!code) {
         tidy(save, name);
@@ -988,7 +1001,9 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     for (size_t i = 0; !code && i < m->file_count; i++) {
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
         code = m->files[i].path ? verify_file(&m->files[i], contents, piece, PIECE, error) : hstep_fail_memory(error);
-        error->missing = 0; /* a listed file that is gone is damage, not an absent checkpoint */
+        /* A listed file that is gone is damage, not an absent checkpoint. */
+        error->incomplete = error->missing;
+        error->missing = 0;
     }
     free(piece);
     if (code) {
@@ -999,23 +1014,39 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     return HALFSTEP_OK;
 }
 
+/* What is there is wrong, or it is not there. No memory, a version that is newer or an error of the system proves nothing of the
+ * kind: going back for it would lose work for no reason. */
+static int is_damage(int code, const hstep_error *error)
+{
+    return code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_NAME ||
+           (code == HALFSTEP_ERROR_IO && (error->missing || error->incomplete));
+}
+
 /* The current generation of dir failed to open, with code and text in *error: opens the newest other one that is sound if
- * fallback is set, and otherwise completes the text with what else there is. */
+ * fallback is set and all that are newer are damaged, and otherwise completes the text with what else there is. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback, int contents,
                       int code, hstep_error *error)
 {
     generation *list;
     size_t count;
-    hstep_error ignored = {0};
+    notes unread = {{0}};
+    char detail[512];
+    hstep_error trouble = hstep_make_error(detail, sizeof detail);
     char *first = error->size ? hstep_copy(error->text) : NULL;
     int opened = 0;
-    /* These say nothing about the checkpoint: going back would lose work for no reason. */
-    if (code == HALFSTEP_ERROR_MEMORY || code == HALFSTEP_ERROR_UNSUPPORTED) fallback = 0;
-    if (list_generations(dir, &list, &count, NULL, &ignored)) count = 0;
-    for (size_t i = 0; i < count && !opened; i++) {
+    if (!is_damage(code, error)) fallback = 0;
+    int listed = list_generations(dir, &list, &count, &unread, &trouble), stopped = 0;
+    if (listed) count = 0;
+    if (fallback && (listed || unread.text[0])) {
+        hstep_fail(error, code, "%s; %s", first ? first : "", listed ? detail : unread.text);
+        stopped = 1;
+    }
+    for (size_t i = 0; i < count && !opened && !stopped; i++) {
         if (current && !strcmp(list[i].name, current)) continue;
         char *path = hstep_join_path(dir, list[i].name);
-        if (path && !open_generation(checkpoint, path, 0, contents && fallback, &ignored)) opened = 1;
+        trouble.missing = trouble.incomplete = 0;
+        int result = path ? open_generation(checkpoint, path, 0, contents && fallback, &trouble) : hstep_fail_memory(&trouble);
+        opened = !result;
         if (opened && fallback) {
             (*checkpoint)->fell_back = 1;
             hstep_fail(error, code, "note: %s; opened %s instead", first ? first : "", path);
@@ -1023,6 +1054,9 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
             halfstep_close_checkpoint(*checkpoint);
             *checkpoint = NULL;
             hstep_fail(error, code, "%s; there is another checkpoint: %s", first ? first : "", path);
+        } else if (fallback && !is_damage(result, &trouble)) {
+            code = hstep_fail(error, result, "%s; %s", first ? first : "", detail);
+            stopped = 1;
         }
         free(path);
     }
@@ -1048,7 +1082,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
 
     uint64_t tried = 0;
     for (;;) {
-        error.missing = 0;
+        error.missing = error.incomplete = 0;
         code = read_manifest(path, &pointer, &error);
         if (code && error.missing) {
             hstep_fail(&error, code, "no checkpoint in %s: there is no " HSTEP_MANIFEST, path);

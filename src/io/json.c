@@ -122,3 +122,109 @@ int hstep_json_string(hstep_json *json, const char **string)
     *string = start;
     return 1;
 }
+
+char hstep_json_peek(hstep_json *json)
+{
+    skip_blanks(json);
+    return json->at < json->bytes ? json->text[json->at] : 0;
+}
+
+static size_t digits(const hstep_json *json, size_t at)
+{
+    size_t n = 0;
+    while (at + n < json->bytes && json->text[at + n] >= '0' && json->text[at + n] <= '9') n++;
+    return n;
+}
+
+int hstep_json_real(hstep_json *json, double *number)
+{
+    if (json->problem) return 0;
+    skip_blanks(json);
+    size_t start = json->at, at = start, n;
+    if (at < json->bytes && json->text[at] == '-') at++;
+    n = digits(json, at);
+    if (!n || (n > 1 && json->text[at] == '0')) return hstep_json_fail(json, "expected a number");
+    at += n;
+    if (at < json->bytes && json->text[at] == '.') {
+        n = digits(json, at + 1);
+        if (!n) return hstep_json_fail(json, "expected digits after the point");
+        at += 1 + n;
+    }
+    if (at < json->bytes && (json->text[at] == 'e' || json->text[at] == 'E')) {
+        at++;
+        if (at < json->bytes && (json->text[at] == '-' || json->text[at] == '+')) at++;
+        n = digits(json, at);
+        if (!n) return hstep_json_fail(json, "expected digits in the exponent");
+        at += n;
+    }
+    char *end;
+    double value = strtod(json->text + start, &end);
+    /* A locale with another decimal point would stop at ours. */
+    if (end != json->text + at) return hstep_json_fail(json, "a number that cannot be read in this locale");
+    if (value - value != 0) return hstep_json_fail(json, "the number is too large");
+    json->at = at;
+    *number = value;
+    return 1;
+}
+
+int hstep_json_word(hstep_json *json, const char *word)
+{
+    size_t n = strlen(word);
+    if (json->problem) return 0;
+    skip_blanks(json);
+    if (json->bytes - json->at < n || memcmp(json->text + json->at, word, n) != 0)
+        return hstep_json_fail(json, "expected true, false or null");
+    json->at += n;
+    return 1;
+}
+
+static int skip_plain(hstep_json *json, char first)
+{
+    const char *text;
+    double number;
+    if (first == '"') return hstep_json_string(json, &text);
+    if (first == 't' || first == 'f' || first == 'n')
+        return hstep_json_word(json, first == 't' ? "true" : first == 'f' ? "false" : "null");
+    return hstep_json_real(json, &number);
+}
+
+static int skip_key(hstep_json *json)
+{
+    const char *key;
+    return hstep_json_string(json, &key) && hstep_json_expect(json, ':');
+}
+
+int hstep_json_skip(hstep_json *json)
+{
+    char closing[HSTEP_JSON_DEPTH];
+    int depth = 0;
+    do {
+        char first = hstep_json_peek(json);
+        if (first == '{' || first == '[') {
+            if (depth == HSTEP_JSON_DEPTH) return hstep_json_fail(json, "nested too deeply");
+            closing[depth] = first == '{' ? '}' : ']';
+            json->at++;
+            if (!hstep_json_take(json, closing[depth])) {
+                if (first == '{' && !skip_key(json)) return 0;
+                depth++;
+                continue;
+            }
+        } else if (!skip_plain(json, first)) {
+            return 0;
+        }
+        /* A value is complete: after it comes another one, or the end of what holds it. */
+        while (depth && !hstep_json_take(json, ',')) {
+            if (!hstep_json_expect(json, closing[depth - 1])) return 0;
+            depth--;
+        }
+        if (depth && closing[depth - 1] == '}' && !skip_key(json)) return 0;
+    } while (depth);
+    return 1;
+}
+
+int hstep_json_end(hstep_json *json)
+{
+    if (json->problem) return 0;
+    skip_blanks(json);
+    return json->at == json->bytes ? 1 : hstep_json_fail(json, "more than one value");
+}

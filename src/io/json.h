@@ -1,8 +1,9 @@
-/* A strict JSON reader for file headers: it builds no tree, allocates nothing, and knows strings and non-negative integers
- * only, which is all that safetensors headers and manifests hold.
+/* A strict JSON reader that builds no tree and allocates nothing: strings and non-negative integers, which is all that
+ * safetensors headers and manifests hold, and the other kinds of value for the JSON files of a checkpoint, which the tools
+ * read with it too.
  *
- * Not jansson, which the tools use: after a failed reallocation inside a string, 2.14 accepts the text with bytes of the
- * string missing, and its tree of a hostile header takes twenty times the header's size. */
+ * Not jansson, with which the tools write what they print: after a failed reallocation inside a string, 2.14 accepts the
+ * text with bytes of the string missing, and its tree of a hostile header takes twenty times the header's size. */
 #ifndef HALFSTEP_IO_JSON_H
 #define HALFSTEP_IO_JSON_H
 
@@ -22,5 +23,18 @@ int hstep_json_expect(hstep_json *json, char mark); /* the next mark must be thi
 int hstep_json_string(hstep_json *json, const char **string);
 int hstep_json_number(hstep_json *json, uint64_t *number);
 int hstep_json_fail(hstep_json *json, const char *problem);
+
+/* The character that the next value or mark begins with, 0 at the end: tells a string from a list. */
+char hstep_json_peek(hstep_json *json);
+/* Any number; a zero byte must follow the text. What is too large for a double is an error. */
+int hstep_json_real(hstep_json *json, double *number);
+/* true, false or null. */
+int hstep_json_word(hstep_json *json, const char *word);
+/* Passes over one value of any kind, nested at most HSTEP_JSON_DEPTH deep. */
+int hstep_json_skip(hstep_json *json);
+/* Nothing is left but blanks. */
+int hstep_json_end(hstep_json *json);
+
+#define HSTEP_JSON_DEPTH 64
 
 #endif

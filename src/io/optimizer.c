@@ -732,7 +732,7 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
     if (code) return code;
     l->places[l->place_count++] = index;
     if (source->file == l->states.file) l->known[index] = 1;
-    return stream->positive ? hstep_check_values(source, index, piece, HSTEP_CHECK_BYTES) : HALFSTEP_OK;
+    return stream->positive ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES) : HALFSTEP_OK;
 }
 
 static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream, void *piece)

@@ -25,7 +25,7 @@ typedef struct dtype_row {
 
 static const dtype_row dtypes[] = {
 #define HSTEP_DTYPE(name, bits) {#name, bits},
-#include "dtypes.def"
+#include "../dtypes.def"
 #undef HSTEP_DTYPE
 };
 

@@ -82,7 +82,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
             make_codes(codes, tensor, &format, &info, shape);
             int is_positive = rule->state_role[slot - HALFSTEP_SLOT_STATE] == HALFSTEP_ROLE_NONNEG;
             for (size_t i = 0; i < sizeof floats / sizeof *floats && is_positive; i++)
-                codes->positive |= !strcmp(format.code_dtype, floats[i]);
+                codes->positive = codes->finite |= !strcmp(format.code_dtype, floats[i]);
         }
         if (!info.extra_bytes) continue;
         hstep_stream *extra = &streams[n++];
@@ -170,27 +170,24 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
     return code;
 }
 
-/* Whether a number of this many bits is NaN, or below zero; sign, exponent and mantissa lie as IEEE has them. */
-static int is_bad(uint32_t bits, uint32_t sign, uint32_t infinity)
-{
-    return (bits & ~sign) > infinity || bits > sign;
-}
-
-static size_t find_bad(const void *piece, size_t count, const char *dtype)
+/* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE has
+ * them, so that NaN is above infinity. -0 is zero. */
+static size_t find_bad(const void *piece, size_t count, const char *dtype, int finite)
 {
     size_t i = 0;
     if (!strcmp(dtype, "F32")) {
         const uint32_t *values = piece;
-        while (i < count && !is_bad(values[i], 0x80000000u, 0x7f800000u)) i++;
+        const uint32_t sign = 0x80000000u, largest = 0x7f800000u - (uint32_t)finite;
+        while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
     } else {
         const uint16_t *values = piece;
-        uint32_t infinity = !strcmp(dtype, "BF16") ? 0x7f80 : 0x7c00;
-        while (i < count && !is_bad(values[i], 0x8000, infinity)) i++;
+        const uint32_t sign = 0x8000, largest = (!strcmp(dtype, "BF16") ? 0x7f80u : 0x7c00u) - (uint32_t)finite;
+        while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
     }
     return i;
 }
 
-int hstep_check_values(const hstep_source *source, uint64_t index, void *piece, size_t piece_bytes)
+int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes)
 {
     halfstep_safetensor_info info = {.struct_size = sizeof info};
     int code = halfstep_get_safetensor_info(source->file, index, &info);
@@ -199,10 +196,10 @@ int hstep_check_values(const hstep_source *source, uint64_t index, void *piece, 
         uint64_t left = info.bytes - offset, bytes = left < piece_bytes ? left : piece_bytes, width = info.dtype_bits / 8;
         code = halfstep_read_safetensor(source->file, index, offset, piece, bytes, source->error->text, source->error->size);
         if (code) return code;
-        uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype);
+        uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, finite);
         if (bad < bytes / width)
-            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT, "%s: element %" PRIu64 " of \"%s\" is negative or not a "
-                              "number", source->path, offset / width + bad, info.name);
+            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT, "%s: element %" PRIu64 " of \"%s\" is negative or %s",
+                              source->path, offset / width + bad, info.name, finite ? "not finite" : "not a number");
         offset += bytes;
     }
     return HALFSTEP_OK;

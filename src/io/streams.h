@@ -14,7 +14,8 @@ typedef struct hstep_stream {
     uint64_t own[2];
     int by_element;        /* one element for each of the tensor's */
     int flat;              /* scales of a flattened tensor: their shape does not matter, only their number */
-    int positive;          /* neither NaN nor negative */
+    int positive;          /* neither NaN nor negative, */
+    int finite;            /* nor infinite */
     void *data;
     uint64_t bytes;
 } hstep_stream;
@@ -40,6 +41,6 @@ int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor
 /* Finds the stream in a file and judges dtype and shape. */
 int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream, uint64_t *index);
 /* Reads values that have to be positive through a buffer of piece_bytes, and judges them. */
-int hstep_check_values(const hstep_source *source, uint64_t index, void *piece, size_t piece_bytes);
+int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes);
 
 #endif

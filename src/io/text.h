@@ -16,16 +16,17 @@ static inline unsigned long long ull(uint64_t value)
     return value;
 }
 
-/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals. */
+/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals, `incomplete` that it
+ * was a file which a manifest promises. */
 typedef struct hstep_error {
     char *text;
     size_t size;
-    int missing;
+    int missing, incomplete;
 } hstep_error;
 
 static inline hstep_error hstep_make_error(char *text, size_t size)
 {
-    hstep_error error = {text, text ? size : 0, 0};
+    hstep_error error = {text, text ? size : 0, 0, 0};
     if (error.size) text[0] = 0;
     return error;
 }

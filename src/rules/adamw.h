@@ -14,7 +14,8 @@
 #include "rules/rule.h"
 
 enum {
-    ADAMW_BETA1, ADAMW_NEW1, ADAMW_BETA2, ADAMW_NEW2, ADAMW_ROOT, ADAMW_EPS, ADAMW_LR, ADAMW_DECAY, ADAMW_BOUND
+    ADAMW_BETA1, ADAMW_NEW1, ADAMW_BETA2, ADAMW_NEW2, ADAMW_ROOT, ADAMW_EPS, ADAMW_LR, ADAMW_DECAY, ADAMW_BOUND,
+    adamw_constants
 };
 
 /* Cauchy-Schwarz on the two sums of t terms: m^2 <= C^2 v. Returns C, huge where there is no such bound. */

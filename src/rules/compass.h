@@ -16,7 +16,7 @@
 
 enum {
     COMPASS_BETA1, COMPASS_NEW1, COMPASS_BETA2, COMPASS_NEW2, COMPASS_AMPLIFY, COMPASS_ROOT, COMPASS_EPS, COMPASS_LR,
-    COMPASS_DECAY
+    COMPASS_DECAY, compass_constants
 };
 
 static inline void compass_prepare(float *k, struct hstep_prepare *p)

@@ -12,6 +12,8 @@
 
 #include "rules/adamw.h"
 
+enum { delayed_constants = adamw_constants };
+
 static inline double delayed_start(uint64_t id)
 {
     id = (id ^ (id >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -21,12 +23,12 @@ static inline double delayed_start(uint64_t id)
 
 static inline void delayed_prepare(float *k, struct hstep_prepare *p)
 {
-    double threshold = p->hyper[3], lump = 0.0;
-    if (p->full == 1) p->scalar[0] = threshold * delayed_start(p->id);
-    p->scalar[0] = p->scalar[0] + p->decay;
-    if (p->scalar[0] > threshold) {
-        lump = p->scalar[0];
-        p->scalar[0] = 0.0;
+    double threshold = p->hyper[3], lump = 0.0, *gathered = hstep_own(p)->scalar;
+    if (p->full == 1) *gathered = threshold * delayed_start(hstep_own(p)->id);
+    *gathered = *gathered + p->decay;
+    if (*gathered > threshold) {
+        lump = *gathered;
+        *gathered = 0.0;
     }
     adamw_prepare(k, p);
     k[ADAMW_ROOT] = 1.0f;

@@ -10,7 +10,7 @@
 
 #include "rules/rule.h"
 
-enum { EMA_RATE, EMA_DECAY };
+enum { EMA_RATE, EMA_DECAY, ema_constants };
 
 static inline void ema_prepare(float *k, struct hstep_prepare *p)
 {

@@ -14,12 +14,12 @@
 #include "rules/adamw.h"
 
 /* Of the constants of adamw.h, LAMB_LR * LAMB_MEAN is what multiplies m, and LAMB_DECAY is lambda. */
-enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1 };
+enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1, lamb_constants };
 
 /* x^y for a ratio of norms and y of 0 to 1, exact at the ends. */
 static inline double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
 
-static inline void lamb_constants(float *k, struct hstep_prepare *p, int debias, double ratio)
+static inline void lamb_fill(float *k, struct hstep_prepare *p, int debias, double ratio)
 {
     double lambda = p->lr != 0.0 ? p->decay / p->lr : 0.0, rate = p->lr * ratio;
     adamw_prepare(k, p);
@@ -35,11 +35,12 @@ static inline void lamb_prepare(float *k, struct hstep_prepare *p)
     if (p->norm) {
         double weight = most > 0.0 && p->norm[0] > most ? most : p->norm[0], update = p->norm[1];
         if (weight > 0.0 && update > 0.0 && p->hyper[5] == 0.0) ratio = lamb_power(weight / update, p->hyper[4]);
-        p->scalar[0] = weight;
-        p->scalar[1] = update;
-        p->scalar[2] = ratio;
+        double *scalar = hstep_own(p)->scalar;
+        scalar[0] = weight;
+        scalar[1] = update;
+        scalar[2] = ratio;
     }
-    lamb_constants(k, p, p->hyper[6] != 0.0, ratio);
+    lamb_fill(k, p, p->hyper[6] != 0.0, ratio);
 }
 
 V_OP vf lamb_update(const vf *k, vf w, vf g, vf *s, const int mode)

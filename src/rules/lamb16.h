@@ -17,23 +17,24 @@
 
 #include "rules/lamb.h"
 
-enum { LAMB16_FLOOR = LAMB_MEAN + 1, LAMB16_CEILING };
+enum { LAMB16_FLOOR = LAMB_MEAN + 1, LAMB16_CEILING, lamb16_constants };
 
 static inline void lamb16_prepare(float *k, struct hstep_prepare *p)
 {
     double ratio = 1.0;
     if (p->norm) {
-        double weight = p->norm[0] / p->elements, update = p->norm[1] / p->elements;
+        const struct hstep_own *own = hstep_own(p);
+        double weight = p->norm[0] / own->elements, update = p->norm[1] / own->elements;
         if (p->lr == 0.0)
             ratio = 2.0;
         else if (weight > 0.0 && update > 0.0)
             ratio = lamb_power(weight / update * 1e-3 / p->lr, p->hyper[3]);
         if (ratio > 2.0) ratio = 2.0;
-        p->scalar[0] = weight;
-        p->scalar[1] = update;
-        p->scalar[2] = ratio;
+        own->scalar[0] = weight;
+        own->scalar[1] = update;
+        own->scalar[2] = ratio;
     }
-    lamb_constants(k, p, 0, ratio);
+    lamb_fill(k, p, 0, ratio);
     k[LAMB16_FLOOR] = (float)sqrt(p->hyper[2]);
     k[LAMB16_CEILING] = 1.0f;
 }

@@ -8,7 +8,7 @@
 
 #include "rules/rule.h"
 
-enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY };
+enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY, lion_constants };
 
 static inline void lion_prepare(float *k, struct hstep_prepare *p)
 {

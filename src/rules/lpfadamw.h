@@ -11,7 +11,7 @@
 
 #include "rules/adamw.h"
 
-enum { LPF_BETA = ADAMW_BOUND + 1, LPF_NEW, LPF_AMPLIFY };
+enum { LPF_BETA = ADAMW_BOUND + 1, LPF_NEW, LPF_AMPLIFY, lpfadamw_constants };
 
 static inline void lpfadamw_prepare(float *k, struct hstep_prepare *p)
 {

@@ -15,16 +15,20 @@
 #include "matrix.h"
 #include "rules/adamw.h"
 
+enum { muon_constants = MUON_EPS + 1 > (int)adamw_constants ? MUON_EPS + 1 : (int)adamw_constants };
+
 static inline void muon_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct hstep_own *own = hstep_own(p);
     const double *hyper = p->hyper;
-    if (!p->matrix) {
+    if (!own->matrix) {
         struct hstep_prepare rest = *p;
         rest.hyper = hyper + 7;
         adamw_prepare(k, &rest);
         return;
     }
-    double momentum = hyper[0], rows = (double)p->rows, columns = (double)p->row_length, most = rows > columns ? rows : columns;
+    double momentum = hyper[0], rows = (double)own->rows, columns = (double)own->row_length;
+    double most = rows > columns ? rows : columns;
     double adjust = hyper[6] != 0.0 ? 0.2 * sqrt(most) : sqrt(most / columns);
     int nesterov = hyper[1] != 0.0;
     k[MUON_OLD] = (float)momentum;

@@ -12,6 +12,8 @@
 
 #include "rules/adamw.h"
 
+enum { radam_constants = adamw_constants };
+
 static inline void radam_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], t = (double)p->t;

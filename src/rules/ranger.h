@@ -11,7 +11,7 @@
 
 #include "rules/radam.h"
 
-enum { RANGER_ALPHA = ADAMW_BOUND + 1 };
+enum { RANGER_ALPHA = ADAMW_BOUND + 1, ranger_constants };
 
 static inline void ranger_prepare(float *k, struct hstep_prepare *p)
 {

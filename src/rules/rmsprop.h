@@ -15,7 +15,8 @@
 
 enum {
     RMSPROP_ALPHA, RMSPROP_NEW, RMSPROP_CENTERED, RMSPROP_LEAST, RMSPROP_ROOT, RMSPROP_EPS, RMSPROP_MOMENTUM, RMSPROP_LR,
-    RMSPROP_DECAY
+    RMSPROP_DECAY,
+    rmsprop_constants
 };
 
 static inline void rmsprop_prepare(float *k, struct hstep_prepare *p)

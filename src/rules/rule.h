@@ -1,5 +1,6 @@
-/* What every rule header builds on. A rule is two functions, or three:
+/* What every rule header builds on. A rule is a list of its constants and two functions, or three:
  *
+ *   enum { NAME_..., NAME_constants }, the places in k[] and, in lower case like the functions, how many there are;
  *   static inline void NAME_prepare(float *k, struct hstep_prepare *p)
  *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to fp32
  *       once, with + - * / sqrt and detmath.h only;
@@ -24,19 +25,34 @@
 #define RULE_OPTION 2 /* the last state, which hyper-parameters may make needless, is stored */
 #define RULE_MODES 4
 
+/* What one tensor of a group has to itself. */
+struct hstep_own {
+    uint64_t id;
+    int64_t rows, row_length;
+    double elements;    /* of the whole tensor; 1 where there are none */
+    int matrix;         /* stepped as a matrix */
+    double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
+};
+
 struct hstep_prepare {
     const double *hyper; /* the rule's own, in the order of its row */
     double lr;           /* after the schedule */
     double decay;        /* coefficient of the weight in the change; 0 for l2 */
     uint64_t t;          /* this update of the states, from 1; micro-steps count */
     uint64_t full;       /* this update of the weight, from 1 */
-    double elements;     /* of the whole tensor */
-    uint64_t id;         /* the tensor's */
-    int matrix;          /* stepped as a matrix */
-    int64_t rows, row_length;
     const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
-    double *scalar;      /* the rule's SCALARS of this tensor: before on entry, after on return */
     int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
+    /* For hstep_own() alone. */
+    const struct hstep_own *own;
+    int *looked;
 };
+
+/* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of the group
+ * takes them over. */
+static inline const struct hstep_own *hstep_own(const struct hstep_prepare *p)
+{
+    *p->looked = 1;
+    return p->own;
+}
 
 #endif

@@ -14,12 +14,12 @@
 
 #include "rules/rule.h"
 
-enum { SF_BETA2, SF_NEW2, SF_ROOT, SF_EPS, SF_LR, SF_DECAY, SF_MEAN, SF_STEP };
+enum { SF_BETA2, SF_NEW2, SF_ROOT, SF_EPS, SF_LR, SF_DECAY, SF_MEAN, SF_STEP, schedulefree_constants };
 
 static inline void schedulefree_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], mean = 0.0;
-    double *sum = &p->scalar[0], *most = &p->scalar[1];
+    double *sum = &hstep_own(p)->scalar[0], *most = &hstep_own(p)->scalar[1];
     if (p->lr > 0.0) {
         if (p->lr > *most) *most = p->lr;
         double weight = hstep_pow(*most, p->hyper[3]);

@@ -10,7 +10,7 @@
 
 #include "rules/rule.h"
 
-enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY };
+enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY, sgd_constants };
 
 static inline void sgd_prepare(float *k, struct hstep_prepare *p)
 {

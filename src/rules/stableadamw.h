@@ -11,13 +11,16 @@
 
 #include "rules/adamw.h"
 
+enum { stableadamw_constants = adamw_constants };
+
 static inline void stableadamw_prepare(float *k, struct hstep_prepare *p)
 {
     double divisor = 1.0;
     adamw_prepare(k, p);
     if (!p->norm) return;
-    p->scalar[0] = p->norm[0] / sqrt(p->elements);
-    if (p->scalar[0] > 1.0) divisor = p->scalar[0];
+    const struct hstep_own *own = hstep_own(p);
+    own->scalar[0] = p->norm[0] / sqrt(own->elements);
+    if (own->scalar[0] > 1.0) divisor = own->scalar[0];
     k[ADAMW_LR] = (float)(p->lr / (1.0 - hstep_powi(p->hyper[0], p->t)) / divisor);
     k[ADAMW_DECAY] = (float)(p->decay / divisor);
 }

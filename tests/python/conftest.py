@@ -96,11 +96,11 @@ def group_options(opt):
     return [{k: plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
 
 
-def make(rule, recipe="f32", named=True, shapes=None, **options):
-    """Parameters by name and an optimizer for them."""
+def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):
+    """Parameters by name and an optimizer for them; two calls give the same bits."""
     dtype, formats = RECIPES[recipe]
     params = parameters(dtype, shapes)
-    return params, class_of(rule)(list(params.items()) if named else list(params.values()), **formats, **options)
+    return params, class_of(rule)(list(params.items()) if named else list(params.values()), seed=seed, **formats, **options)
 
 
 def saved(state_dict):

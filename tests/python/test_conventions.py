@@ -296,10 +296,10 @@ def test_named_parameters(recipe):
     dtype, formats = RECIPES[recipe]
     module = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)).to(dtype)
     modules = [copy.deepcopy(module) for _ in range(3)]
-    opts = [halfstep.AdamW(modules[0].named_parameters(), **formats),
-            halfstep.AdamW([{"params": [(n, p)]} for n, p in modules[1].named_parameters()], **formats)]
+    opts = [halfstep.AdamW(modules[0].named_parameters(), **formats, seed=0),
+            halfstep.AdamW([{"params": [(n, p)]} for n, p in modules[1].named_parameters()], **formats, seed=0)]
     halfstep.name_parameters(modules[2])
-    opts.append(halfstep.AdamW(modules[2].parameters(), **formats))
+    opts.append(halfstep.AdamW(modules[2].parameters(), **formats, seed=0))
     for opt in opts[:2]:
         assert [n for g in opt.param_groups for n in g["param_names"]] == [n for n, _ in module.named_parameters()]
     for step in range(3):

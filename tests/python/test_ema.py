@@ -112,7 +112,7 @@ def test_wrapped_model():
     model = pair()
     wrapper = nn.Module()
     wrapper.module = model
-    ema, other = EMA(model, 0.5), EMA(model, 0.5)
+    ema, other = EMA(model, 0.5, seed=0), EMA(model, 0.5, seed=0)
     for step in range(3):
         disturb(model, step)
         ema.update_parameters(wrapper)
@@ -283,8 +283,8 @@ def test_live_residuals_are_only_read():
 # ---- Random bits ----
 
 
-def movements(model, **options):
-    ema = EMA(model, 0.99, **options)
+def movements(model, seed=0, **options):
+    ema = EMA(model, 0.99, seed=seed, **options)
     ema.update_parameters(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -524,8 +524,8 @@ def test_layouts_give_the_bits_of_contiguous_tensors():
                     average = average.to(memory_format=torch.channels_last)
                 if turned_live:
                     model = model.to(memory_format=torch.channels_last)
-                opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, weights="bf16-kahan")
-                ema = EMA(average, 0.9, weights)
+                opt = halfstep.AdamW(model.named_parameters(), lr=1e-4, weights="bf16-kahan", seed=0)
+                ema = EMA(average, 0.9, weights, seed=0)
                 for step in range(4):
                     for p in model.parameters():
                         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -538,7 +538,7 @@ def test_layouts_give_the_bits_of_contiguous_tensors():
 
 def test_compiled_step():
     model, other = pair(), pair()
-    ema, plain = EMA(model, 0.9), EMA(other, 0.9)
+    ema, plain = EMA(model, 0.9, seed=0), EMA(other, 0.9, seed=0)
 
     def step(model, ema, number):
         with torch.no_grad():

@@ -94,7 +94,7 @@ def surroundings(p):
 def reference(rule, recipe, steps=4):
     dtype, formats = RECIPES[recipe]
     params = parameters(dtype, SHAPES)
-    opt = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats)
+    opt = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats, seed=0)
     for step in range(steps):
         gradients(params, step, "contiguous")
         opt.step()
@@ -110,7 +110,7 @@ def test_weights_of_any_layout(rule, recipe):
         params = laid_out(parameters(dtype, SHAPES), layout)
         strides = [p.stride() for p in params.values()]
         around = [surroundings(p) for p in params.values()]
-        other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats)
+        other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **formats, seed=0)
         for step in range(4):
             gradients(params, step, ("contiguous", "same", "transposed", "sliced")[step])
             other.step()
@@ -127,7 +127,7 @@ def test_gradients_of_any_layout(rule, kind):
     """Contiguous weights with gradients of other strides; the gradients are not written."""
     want, opt = reference(rule, "ecc8-int8")
     params = parameters(torch.bfloat16, SHAPES)
-    other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **RECIPES["ecc8-int8"][1])
+    other = class_of(rule)(list(params.items()), lr=0.02, weight_decay=0.1, **RECIPES["ecc8-int8"][1], seed=0)
     for step in range(4):
         gradients(params, step, kind)
         held = {n: (p.grad, p.grad.stride(), bits(p.grad)) for n, p in params.items()}
@@ -146,7 +146,7 @@ def test_expanded_gradients(rule, recipe):
     found = []
     for expanded in (True, False):
         params = parameters(dtype, SHAPES)
-        opt = class_of(rule)(list(params.items()), lr=0.02, **formats)
+        opt = class_of(rule)(list(params.items()), lr=0.02, **formats, seed=0)
         for step in range(3):
             for p in params.values():
                 p.grad = None
@@ -179,7 +179,7 @@ def test_files_between_layouts(recipe):
     for layout in LAYOUTS:
         file.seek(0)
         fresh = laid_out(params, layout)
-        other = halfstep.AdamW(list(fresh.items()), **formats)
+        other = halfstep.AdamW(list(fresh.items()), **formats, seed=0)
         other.load_state_dict(torch.load(file, weights_only=True))
         for step in range(3, 6):
             gradients(fresh, step, "same")
@@ -222,7 +222,7 @@ def test_layout_that_changes_at_the_same_address(recipe, release):
     found = []
     for copied in (False, True):
         p = parameters(dtype, {"p": (32, 32)})["p"]
-        opt = halfstep.AdamW([("p", p)], lr=0.05, gradient_release=release, **formats)
+        opt = halfstep.AdamW([("p", p)], lr=0.05, gradient_release=release, **formats, seed=0)
         for step in range(4):
             g = torch.randn((32, 32), generator=torch.Generator().manual_seed(step)).to(dtype)
             if release:
@@ -243,7 +243,7 @@ def test_gradient_layout_that_changes_at_the_same_address():
     found = []
     for copied in (False, True):
         p = parameters(torch.float32, {"p": (32, 32)})["p"]
-        opt = halfstep.AdamW([("p", p)], lr=0.05)
+        opt = halfstep.AdamW([("p", p)], lr=0.05, seed=0)
         memory = torch.randn((32, 32), generator=torch.Generator().manual_seed(1))
         for step in range(4):
             g = memory.t() if step % 2 else memory
@@ -260,7 +260,7 @@ def test_clipping_and_release_of_any_layout(layout):
         params = parameters(torch.bfloat16, SHAPES)
         if kind != "contiguous":
             params = laid_out(params, kind)
-        opt = halfstep.AdamW(list(params.items()), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8")
+        opt = halfstep.AdamW(list(params.items()), lr=0.02, clip_norm=0.5, clip="per-tensor", states="int8", seed=0)
         for step in range(2):
             gradients(params, step, "same")
             opt.step()
@@ -338,7 +338,7 @@ def test_gradient_dtype_that_changes_in_mid_run():
     for dtypes in ((torch.bfloat16,) * 4, (torch.float32, torch.bfloat16, torch.float32, torch.float16),
                    (torch.float16, torch.float16, torch.float32, torch.bfloat16)):
         p = torch.nn.Parameter(torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16())
-        opt = halfstep.AdamW([("p", p)], weights="bf16-ecc8", states="int8", lr=0.02)
+        opt = halfstep.AdamW([("p", p)], weights="bf16-ecc8", states="int8", lr=0.02, seed=0)
         p.grad_dtype = None
         for step, dtype in enumerate(dtypes):
             g = torch.randint(-8, 9, p.shape, generator=torch.Generator().manual_seed(step)) / 4

@@ -16,8 +16,8 @@ from conftest import RECIPES, bits, class_of, loss_of, network, recipes, rules, 
 def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
     dtype, formats = RECIPES[recipe]
     model, other = network(dtype), network(dtype)
-    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, **formats)
-    reference = class_of(rule)(other.named_parameters(), lr=0.01, **formats)
+    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, **formats, seed=0)
+    reference = class_of(rule)(other.named_parameters(), lr=0.01, **formats, seed=0)
     for step in range(4):
         loss_of(model, step).backward()
         assert all(p.grad is None for p in model.parameters())
@@ -35,7 +35,7 @@ def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
 def test_gradient_release_by_methods():
     """prepare_gradient_release(), then plain steps again after remove_gradient_release()."""
     model, other = network(), network()
-    opt, reference = halfstep.AdamW(model.named_parameters()), halfstep.AdamW(other.named_parameters())
+    opt, reference = halfstep.AdamW(model.named_parameters(), seed=0), halfstep.AdamW(other.named_parameters(), seed=0)
     for phase in (True, False, True, False):
         if phase:
             opt.prepare_gradient_release()
@@ -54,11 +54,11 @@ def test_gradient_release_by_methods():
 
 def test_hooks_are_registered_once_and_die_with_the_optimizer():
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, seed=0)
     opt.prepare_gradient_release()
     opt.load_state_dict(opt.state_dict())
     opt.prepare_gradient_release()
-    reference = halfstep.AdamW(other.named_parameters())
+    reference = halfstep.AdamW(other.named_parameters(), seed=0)
     for step in range(2):
         loss_of(model, step).backward()
         opt.step()
@@ -79,8 +79,8 @@ def test_hooks_are_registered_once_and_die_with_the_optimizer():
 def test_schedulers_in_release_without_step():
     """The form of optimi's README: backward() and scheduler.step() only, options read all the same."""
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True)
-    reference = halfstep.AdamW(other.named_parameters(), lr=0.01)
+    opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, seed=0)
+    reference = halfstep.AdamW(other.named_parameters(), lr=0.01, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that step() was not called
         schedulers = [CosineAnnealingLR(o, T_max=6) for o in (opt, reference)]
@@ -139,12 +139,12 @@ def test_release_with_clipping_resumes_bit_for_bit(clip, recipe):
     dtype, formats = RECIPES[recipe]
     options = {"lr": 0.05, "gradient_release": True, "clip_norm": 0.02, "clip": clip, **formats}
     model = network(dtype)
-    opt = halfstep.AdamW(model.named_parameters(), **options)
+    opt = halfstep.AdamW(model.named_parameters(), **options, seed=0)
     for step in range(3):
         loss_of(model, step).backward()
         opt.step()
     other = copy.deepcopy(model)
-    resumed = halfstep.AdamW(other.named_parameters(), **options)
+    resumed = halfstep.AdamW(other.named_parameters(), **options, seed=0)
     resumed.load_state_dict(saved(opt.state_dict()))
     for step in range(3, 6):
         for m, o in ((model, opt), (other, resumed)):
@@ -182,7 +182,7 @@ def test_accumulation_with_and_without_release(rule, recipe):
     for release in (True, False):
         models.append(network(dtype))
         opts.append(class_of(rule)(models[-1].named_parameters(), lr=0.01, gradient_release=release,
-                                   optimizer_accumulation=True, **formats))
+                                   optimizer_accumulation=True, **formats, seed=0))
     for step in range(8):
         last = step % 4 == 3
         for model, opt in zip(models, opts):
@@ -201,8 +201,8 @@ def test_accumulation_with_and_without_release(rule, recipe):
 def test_release_accumulation_clipping_and_scheduler_together():
     """Everything at once is what the parts say: here against a reference made of plain steps."""
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=True, clip_norm=0.02, clip="per-tensor")
-    reference = halfstep.AdamW(other.named_parameters(), lr=0.02)
+    opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=True, clip_norm=0.02, clip="per-tensor", seed=0)
+    reference = halfstep.AdamW(other.named_parameters(), lr=0.02, seed=0)
     schedulers = [OneCycleLR(o, max_lr=0.05, total_steps=10) for o in (opt, reference)]
     for step in range(4):
         for micro in range(3):
@@ -253,7 +253,7 @@ def test_step_param_and_step_parameter(recipe):
     opts = []
     for m in models:
         named = list(m.named_parameters())
-        opts.append(halfstep.AdamW([{"params": named[:3]}, {"params": named[3:], "lr": 0.05}], **formats))
+        opts.append(halfstep.AdamW([{"params": named[:3]}, {"params": named[3:], "lr": 0.05}], **formats, seed=0))
     assert opts[0].supports_fused_back_pass() is True
     for step in range(3):
         for m in models:
@@ -293,8 +293,8 @@ def test_step_param_without_gradient_or_of_another():
 def test_gradients_set_by_hand_in_release_mode():
     """step() steps tensors whose .grad is there."""
     model, other = network(), network()
-    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
-    reference = halfstep.AdamW(other.named_parameters())
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, seed=0)
+    reference = halfstep.AdamW(other.named_parameters(), seed=0)
     for step in range(3):
         for m in (model, other):
             set_gradients(dict(m.named_parameters()), step)
@@ -313,8 +313,8 @@ def test_shared_parameters_are_stepped_once_in_release():
         return torch.nn.Sequential(first, torch.nn.Tanh(), second)
 
     model, other = tied(), tied()
-    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
-    reference = halfstep.AdamW(other.named_parameters())
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, seed=0)
+    reference = halfstep.AdamW(other.named_parameters(), seed=0)
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         model(x).pow(2).sum().backward()

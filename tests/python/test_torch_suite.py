@@ -201,8 +201,8 @@ def test_tensor_lr(cls, options):
         problem = Problem(dtype)
         other = problem.copy()
         names = ("weight", "bias")
-        opt = cls(list(zip(names, problem.params)), lr=kind, **options)
-        reference = cls(list(zip(names, other.params)), lr=0.5 ** 7, **options)
+        opt = cls(list(zip(names, problem.params)), lr=kind, **options, seed=0)
+        reference = cls(list(zip(names, other.params)), lr=0.5 ** 7, **options, seed=0)
         schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (opt, reference)]
         for _ in range(5):
             run(opt, problem, 1)
@@ -223,7 +223,7 @@ def test_param_groups_weight_decay(cls, dtype):
     for decay in (0.0, 0.9):
         problem = Problem(dtype)
         opt = cls([{"params": [("w", problem.weight)], "weight_decay": decay}, {"params": [("b", problem.bias)]}],
-                  weight_decay=0.0, lr=0.05)
+                  weight_decay=0.0, lr=0.05, seed=0)
         for _ in range(10):
             problem.weight.grad = torch.ones_like(problem.weight) * 1e-3
             problem.bias.grad = torch.ones_like(problem.bias) * 1e-3

@@ -31,7 +31,7 @@ const char *args_keep(struct args *args, const char *text)
 static int no_memory(char *error, size_t error_bytes)
 {
     snprintf(error, error_bytes, "out of memory");
-    return -1;
+    return 1;
 }
 
 static int check_bounds(const struct option *option, const char *text, double v, char *error, size_t error_bytes)
@@ -40,12 +40,12 @@ static int check_bounds(const struct option *option, const char *text, double v,
     int exclusive = (option->flags & OPTION_EXCLUSIVE_MAXIMUM) != 0;
     if (v < option->minimum) {
         snprintf(error, error_bytes, "--%s is %s; it must be at least %.15g", option->name, text, option->minimum);
-        return -1;
+        return 2;
     }
     if (v > option->maximum || (exclusive && v == option->maximum)) {
         snprintf(error, error_bytes, "--%s is %s; it must be %s %.15g", option->name, text, exclusive ? "below" : "at most",
                  option->maximum);
-        return -1;
+        return 2;
     }
     return 0;
 }
@@ -57,18 +57,18 @@ static int set_number(const struct option *option, void *target, const char *tex
     if ((bytes ? parse_bytes(text, &v) : parse_number(text, &v)) != 0) {
         snprintf(error, error_bytes, "--%s: \"%s\" is not a number%s", option->name, text,
                  bytes ? " of bytes (such as 24G)" : "");
-        return -1;
+        return 2;
     }
     /* Above 2^53 a double would stand for some other integer than the one typed. */
     if (whole && (v != floor(v) || fabs(v) > 0x1p53)) {
         snprintf(error, error_bytes, "--%s is %s; it must be a whole number", option->name, text);
-        return -1;
+        return 2;
     }
     if (bytes && v < 0) {
         snprintf(error, error_bytes, "--%s is %s; it must be at least 0", option->name, text);
-        return -1;
+        return 2;
     }
-    if (check_bounds(option, text, v, error, error_bytes) != 0) return -1;
+    if (check_bounds(option, text, v, error, error_bytes) != 0) return 2;
     if (option->kind == OPTION_NUMBER) *(double *)target = v;
     else if (bytes) *(uint64_t *)target = (uint64_t)v;
     else *(int64_t *)target = (int64_t)v;
@@ -83,7 +83,7 @@ static int set_seed(const struct option *option, void *target, const char *text,
     unsigned long long v = strtoull(text, &end, base);
     if (!(text[0] >= '0' && text[0] <= '9') || *end || errno == ERANGE) {
         snprintf(error, error_bytes, "--%s is %s; it must be a whole number from 0 to 2^64 - 1", option->name, text);
-        return -1;
+        return 2;
     }
     *(uint64_t *)target = v;
     return 0;
@@ -108,7 +108,7 @@ static int set_choice(const struct option *option, void *target, const char *tex
     const char *near = args_suggest(text, next_choice, (void *)option);
     if (near) snprintf(error, error_bytes, "--%s is %s; did you mean %s? (one of %s)", option->name, text, near, all);
     else snprintf(error, error_bytes, "--%s is %s; it must be one of %s", option->name, text, all);
-    return -1;
+    return 2;
 }
 
 static int list_add(struct args *args, struct string_list *list, const struct option *option, const char *text, char *error,
@@ -116,7 +116,7 @@ static int list_add(struct args *args, struct string_list *list, const struct op
 {
     if (list->n == STRING_LIST_MAX) {
         snprintf(error, error_bytes, "--%s: more than %d values", option->name, STRING_LIST_MAX);
-        return -1;
+        return 2;
     }
     const char *copy = args_keep(args, text);
     if (!copy) return no_memory(error, error_bytes);
@@ -130,7 +130,7 @@ static int set_recipe(struct args *args, const struct option *option, void *targ
     char full[RECIPE_BYTES], why[400];
     if (recipe_check(text, full, why, sizeof why) != 0) {
         snprintf(error, error_bytes, "--%s: %s", option->name, why);
-        return -1;
+        return 2;
     }
     if (option->kind == OPTION_RECIPES) return list_add(args, target, option, full, error, error_bytes);
     const char *copy = args_keep(args, full);
@@ -146,52 +146,30 @@ static int set_recipes(struct args *args, const struct option *option, void *tar
     list->n = 0;
     while (*text) {
         size_t n = strcspn(text, ",");
-        char one[256];
-        if (n >= sizeof one) n = sizeof one - 1;
-        memcpy(one, text, n);
-        one[n] = 0;
-        if (set_recipe(args, option, target, one, error, error_bytes) != 0) return -1;
+        /* What is longer than any recipe stays too long for one. */
+        char one[2 * RECIPE_BYTES];
+        snprintf(one, sizeof one, "%.*s", (int)n, text);
+        int status = set_recipe(args, option, target, one, error, error_bytes);
+        if (status) return status;
         for (int i = 0; i + 1 < list->n; i++)
             if (strcmp(list->item[i], list->item[list->n - 1]) == 0) {
                 snprintf(error, error_bytes, "--%s names %s twice", option->name, list->item[i]);
-                return -1;
+                return 2;
             }
         text += n;
         if (*text == ',') text++;
     }
     if (list->n == 0) {
         snprintf(error, error_bytes, "--%s is empty", option->name);
-        return -1;
+        return 2;
     }
     return 0;
 }
 
-/* A number is judged as a number here; the library knows the bounds of each hyper-parameter. */
-static int set_hyper(struct args *args, const struct option *option, void *target, const char *text, char *error,
-                     size_t error_bytes)
+/* The last value for a name counts. */
+static int keep_hyper(struct args *args, const struct option *option, struct string_list *list, const char *word, char *error,
+                      size_t error_bytes)
 {
-    char word[160];
-    const char *value = text;
-    double number;
-    if (option->kind == OPTION_HYPER) {
-        const char *equals = strchr(text, '=');
-        if (!equals || equals == text || !equals[1]) {
-            snprintf(error, error_bytes, "--%s is %s; it must be NAME=VALUE", option->name, text);
-            return -1;
-        }
-        value = equals + 1;
-        snprintf(word, sizeof word, "%s", text);
-    } else {
-        snprintf(word, sizeof word, "%s=%s", option->name, text);
-    }
-    for (char *c = word; *c && *c != '='; c++)
-        if (*c == '-') *c = '_';
-    if (parse_number(value, &number) != 0) {
-        snprintf(error, error_bytes, "--%s: \"%s\" is not a number", option->name, value);
-        return -1;
-    }
-    /* The last value for a name counts. */
-    struct string_list *list = target;
     size_t name = strcspn(word, "=") + 1;
     for (int i = 0; i < list->n; i++)
         if (strncmp(list->item[i], word, name) == 0) {
@@ -201,6 +179,35 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
             return 0;
         }
     return list_add(args, list, option, word, error, error_bytes);
+}
+
+/* A number is judged as a number here; the library knows the bounds of each hyper-parameter. */
+static int set_hyper(struct args *args, const struct option *option, void *target, const char *text, char *error,
+                     size_t error_bytes)
+{
+    const char *value = text;
+    double number;
+    if (option->kind == OPTION_HYPER) {
+        const char *equals = strchr(text, '=');
+        if (!equals || equals == text || !equals[1]) {
+            snprintf(error, error_bytes, "--%s is %s; it must be NAME=VALUE", option->name, text);
+            return 2;
+        }
+        value = equals + 1;
+    }
+    if (parse_number(value, &number) != 0) {
+        snprintf(error, error_bytes, "--%s: \"%s\" is not a number", option->name, value);
+        return 2;
+    }
+    struct text word = {0};
+    if (option->kind == OPTION_HYPER) text_add(&word, "%s", text);
+    else text_add(&word, "%s=%s", option->name, text);
+    int status = word.failed ? no_memory(error, error_bytes) : 0;
+    for (char *c = word.data; !status && *c != '='; c++)
+        if (*c == '-') *c = '_';
+    if (!status) status = keep_hyper(args, option, target, word.data, error, error_bytes);
+    text_free(&word);
+    return status;
 }
 
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text, char *error,
@@ -235,46 +242,45 @@ int args_set(struct args *args, const struct option_group *group, const struct o
     case OPTION_HEADING:
         break;
     }
-    return -1;
+    return 2;
 }
 
-void args_text(const struct option_group *group, const struct option *option, char *text, size_t text_bytes)
+void args_text(const struct option_group *group, const struct option *option, struct text *out)
 {
     const void *target = variable(group, option);
-    text[0] = 0;
     switch (option->kind) {
     case OPTION_FLAG:
-        snprintf(text, text_bytes, "%d", *(const int *)target != 0);
+        text_add(out, "%d", *(const int *)target != 0);
         return;
     case OPTION_INTEGER:
-        snprintf(text, text_bytes, "%lld", (long long)*(const int64_t *)target);
+        text_add(out, "%lld", (long long)*(const int64_t *)target);
         return;
     case OPTION_SEED:
     case OPTION_BYTES:
-        snprintf(text, text_bytes, "%llu", (unsigned long long)*(const uint64_t *)target);
+        text_add(out, "%llu", (unsigned long long)*(const uint64_t *)target);
         return;
     case OPTION_NUMBER: {
         double v = *(const double *)target;
+        char number[32];
         /* The fewest digits that read back exactly. */
         for (int digits = 6; digits <= 17; digits++) {
-            snprintf(text, text_bytes, "%.*g", digits, v);
-            if (strtod(text, NULL) == v) return;
+            snprintf(number, sizeof number, "%.*g", digits, v);
+            if (strtod(number, NULL) == v) break;
         }
+        text_add(out, "%s", number);
         return;
     }
     case OPTION_STRING:
     case OPTION_CHOICE:
     case OPTION_RECIPE: {
         const char *s = *(const char *const *)target;
-        snprintf(text, text_bytes, "%s", s ? s : "");
+        text_add(out, "%s", s ? s : "");
         return;
     }
     case OPTION_RECIPES:
     case OPTION_HYPER: {
         const struct string_list *list = target;
-        size_t used = 0;
-        for (int i = 0; i < list->n && used < text_bytes; i++)
-            used += (size_t)snprintf(text + used, text_bytes - used, "%s%s", i ? "," : "", list->item[i]);
+        for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "," : "", list->item[i]);
         return;
     }
     case OPTION_HYPER_AS:
@@ -385,8 +391,9 @@ static int read_option(struct args *args, int argc, char **argv, int *at)
     char error[1024];
     if (option->kind != OPTION_FLAG && !*value && option->kind != OPTION_STRING)
         return usage_error(args->command->name, "--%s needs a value, it is empty", option->name);
-    if (args_set(args, group, option, value, error, sizeof error) != 0) return usage_error(args->command->name, "%s", error);
-    return ARGS_RUN;
+    int status = args_set(args, group, option, value, error, sizeof error);
+    if (status == 2) return usage_error(args->command->name, "%s", error);
+    return status ? failure(args->command->name, "%s", error) : ARGS_RUN;
 }
 
 static int check_required(const struct args *args)

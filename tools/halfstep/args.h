@@ -25,6 +25,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "ui/text.h"
+
 enum option_kind {
     OPTION_FLAG,     /* int: 1 when given */
     OPTION_INTEGER,  /* int64_t */
@@ -100,7 +102,7 @@ struct args {
 #define ARGS_RUN (-1)
 
 /* Sets all defaults, then reads argv[1] .. argv[argc - 1]. ARGS_RUN, or the exit status after --help was printed (0) or
- * one line of error (2); then nothing needs freeing. `groups` must outlive args. */
+ * one line of error (2; 1 without memory); then nothing needs freeing. `groups` must outlive args. */
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups, int argc,
                char **argv);
 /* Only sets the defaults: for structs that no command line fills. */
@@ -111,11 +113,12 @@ void args_free(struct args *args);
 int args_given(const struct args *args, const char *name);
 /* A copy of text that lives as long as args; NULL when memory is out. */
 const char *args_keep(struct args *args, const char *text);
-/* Reads text into one option's variable, as the command line would. 0, or -1 and a line that begins with the option. */
+/* Reads text into one option's variable, as the command line would. 0, or the exit status and a line: 2 and the option where
+ * text is wrong, 1 without memory. */
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text, char *error,
              size_t error_bytes);
-/* The value as text that args_set() reads back exactly; "" for what is not set. */
-void args_text(const struct option_group *group, const struct option *option, char *text, size_t text_bytes);
+/* Appends the value as text that args_set() reads back exactly; nothing for what is not set. */
+void args_text(const struct option_group *group, const struct option *option, struct text *out);
 
 /* The candidate closest to a mistyped word, or NULL if none is close. next(context, i) gives the candidates, NULL past the
  * last. */

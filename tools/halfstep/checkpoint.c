@@ -76,7 +76,14 @@ static const char *torch_dtype(int dtype)
     return dtype == LM_F32 ? "float32" : dtype == LM_BF16 ? "bfloat16" : "float16";
 }
 
-static int save_files(halfstep_checkpoint_save *save, const struct holding *holding, json_t *trainer, const char *recipe,
+const char *checkpoint_file_name(int index)
+{
+    static const char *const names[] = {"model.safetensors", "optimizer.safetensors", "history.safetensors", "config.json",
+                                        "trainer.json"};
+    return index >= 0 && (size_t)index < sizeof names / sizeof names[0] ? names[index] : NULL;
+}
+
+static int save_files(halfstep_checkpoint_save *save, const struct holding *holding, const char *trainer, const char *recipe,
                       struct declaring *past, const struct run_history *history, char *error, size_t error_bytes)
 {
     halfstep_slot_info info;
@@ -88,28 +95,23 @@ static int save_files(halfstep_checkpoint_save *save, const struct holding *hold
     int code = halfstep_save_optimizer(save, holding->optimizer, holding->weights, NULL, error, error_bytes);
     if (code == 0) code = declare_history(past, history);
     if (code == 0)
-        code = halfstep_save_safetensors(save, "history.safetensors", past->writer, NULL, NULL, error, error_bytes);
-    if (code == 0) code = halfstep_save_file(save, "config.json", text, (uint64_t)length, error, error_bytes);
-    if (code != 0) return code;
-    char *dump = json_dumps(trainer, JSON_INDENT(2));
-    if (!dump) return HALFSTEP_ERROR_MEMORY;
-    code = halfstep_save_file(save, "trainer.json", dump, strlen(dump), error, error_bytes);
-    free(dump);
+        code = halfstep_save_safetensors(save, checkpoint_file_name(2), past->writer, NULL, NULL, error, error_bytes);
+    if (code == 0) code = halfstep_save_file(save, checkpoint_file_name(3), text, (uint64_t)length, error, error_bytes);
+    if (code == 0) code = halfstep_save_file(save, checkpoint_file_name(4), trainer, strlen(trainer), error, error_bytes);
     if (code == 0) code = halfstep_save_value(save, "recipe", recipe, error, error_bytes);
     return code;
 }
 
-int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, json_t *trainer,
-                    const struct run_history *history, char *error, size_t error_bytes)
+int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, const char *recipe,
+                    const char *trainer, const struct run_history *history, char *error, size_t error_bytes)
 {
-    const char *recipe = json_string_value(json_object_get(json_object_get(trainer, "options"), "recipe"));
     halfstep_save_options options = {.struct_size = sizeof options, .keep = keep, .step = step};
     halfstep_checkpoint_save *save = NULL;
     struct declaring past = {NULL, error, error_bytes};
     error[0] = 0;
     int code = halfstep_begin_checkpoint(&save, directory, &options, error, error_bytes);
     if (code == 0) code = halfstep_create_safetensors_writer(&past.writer);
-    if (code == 0) code = save_files(save, holding, trainer, recipe ? recipe : "", &past, history, error, error_bytes);
+    if (code == 0) code = save_files(save, holding, trainer, recipe, &past, history, error, error_bytes);
     halfstep_destroy_safetensors_writer(past.writer);
     if (code == 0) return halfstep_commit_checkpoint(save, error, error_bytes) == HALFSTEP_OK ? 0 : -1;
     halfstep_abandon_checkpoint(save);
@@ -171,7 +173,7 @@ int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding 
     /* total_steps is judged by the trainer, which knows whether it changes anything; gradient_scale is set at each step. */
     static const char *const left[] = {"total_steps", "gradient_scale", NULL};
     halfstep_file_options options = {.struct_size = sizeof options, .settings = HALFSTEP_SETTINGS_COMPARE, .leave = left};
-    struct source past = {NULL, halfstep_checkpoint_path(checkpoint, "history.safetensors"), error, error_bytes};
+    struct source past = {NULL, halfstep_checkpoint_path(checkpoint, checkpoint_file_name(2)), error, error_bytes};
     if (!past.path) {
         snprintf(error, error_bytes, "the checkpoint has no history.safetensors");
         return -1;

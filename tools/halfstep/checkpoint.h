@@ -10,7 +10,6 @@
 #ifndef HALFSTEP_CHECKPOINT_H
 #define HALFSTEP_CHECKPOINT_H
 
-#include <jansson.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -39,8 +38,11 @@ const char *gradient_format_of(const char *dtype);
  * extras of each state. */
 uint64_t holding_hash(const struct holding *holding);
 
-int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, json_t *trainer,
-                    const struct run_history *history, char *error, size_t error_bytes);
+/* trainer is the text of trainer.json. After success error is empty, or a line that begins with "note: ". */
+int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, const char *recipe,
+                    const char *trainer, const struct run_history *history, char *error, size_t error_bytes);
+/* The files of a checkpoint, by number; NULL past the last. A save replaces what has these names in the directory. */
+const char *checkpoint_file_name(int index);
 
 /* Takes everything back. The optimizer must have the same tensors, recipe and hyper-parameters; a difference is named.
  * The schedule's total_steps is the caller's to judge. */
@@ -59,8 +61,7 @@ void weight_source_close(struct weight_source *source);
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes);
 
-/* config.json and trainer.json. The JSON object is the caller's to release. */
+/* The shape that config.json tells. */
 int checkpoint_read_shape(const char *path, struct lm_config *shape, char *error, size_t error_bytes);
-json_t *checkpoint_read_json(const halfstep_checkpoint *checkpoint, const char *name, char *error, size_t error_bytes);
 
 #endif

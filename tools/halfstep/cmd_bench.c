@@ -2,7 +2,6 @@
  * possible, timed before and after each step. A ratio of neighbours survives a machine whose bandwidth changes by the
  * second; a time alone does not. */
 #include <errno.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,37 +132,37 @@ static double sr_over_nearest(const struct result *results, int n)
     return sr && nearest ? sr->ns / nearest->ns : 0;
 }
 
-static json_t *case_object(const struct result *r)
+static void put_case(struct document *d, json_t *in, const struct result *r)
 {
-    json_t *o = json_object();
-    json_object_set_new(o, "recipe", json_string(r->recipe));
-    json_object_set_new(o, "gradients", json_string(r->gradients));
-    json_object_set_new(o, "params", json_integer(r->params));
-    json_object_set_new(o, "tensors", json_integer(r->tensors));
-    json_object_set_new(o, "ns_per_param", json_real(r->ns));
-    json_object_set_new(o, "bytes_per_param", json_real(r->bytes));
-    json_object_set_new(o, "gb_per_s", json_real(r->bytes / r->ns));
-    json_object_set_new(o, "stream_fraction", json_real(r->fraction));
-    json_object_set_new(o, "stream_gb_per_s", json_real(r->stream_gbs));
-    json_object_set_new(o, "scan_ns_per_param", json_real(r->scan_ns));
-    json_object_set_new(o, "scan_bytes_per_param", json_real(r->scan_bytes));
-    json_object_set_new(o, "scan_stream_fraction", json_real(r->scan_fraction));
-    if (r->cache_ns > 0) json_object_set_new(o, "cache_ns_per_param", json_real(r->cache_ns));
-    if (r->over_one > 0) json_object_set_new(o, "time_over_one_tensor", json_real(r->over_one));
-    if (r->flops > 0) json_object_set_new(o, "gflop_per_s", json_real(r->flops / r->ns));
-    return o;
+    json_t *o = put_object(d, in, NULL);
+    put_text(d, o, "recipe", r->recipe);
+    put_text(d, o, "gradients", r->gradients);
+    put_integer(d, o, "params", r->params);
+    put_integer(d, o, "tensors", r->tensors);
+    put_number(d, o, "ns_per_param", r->ns);
+    put_number(d, o, "bytes_per_param", r->bytes);
+    put_number(d, o, "gb_per_s", r->bytes / r->ns);
+    put_number(d, o, "stream_fraction", r->fraction);
+    put_number(d, o, "stream_gb_per_s", r->stream_gbs);
+    put_number(d, o, "scan_ns_per_param", r->scan_ns);
+    put_number(d, o, "scan_bytes_per_param", r->scan_bytes);
+    put_number(d, o, "scan_stream_fraction", r->scan_fraction);
+    if (r->cache_ns > 0) put_number(d, o, "cache_ns_per_param", r->cache_ns);
+    if (r->over_one > 0) put_number(d, o, "time_over_one_tensor", r->over_one);
+    if (r->flops > 0) put_number(d, o, "gflop_per_s", r->flops / r->ns);
 }
 
 static int print_object(const struct result *results, int n, int threads)
 {
-    json_t *object = json_object(), *cases = json_array();
+    struct document d;
+    json_t *object = document_begin(&d);
     double ratio = sr_over_nearest(results, n);
-    for (int i = 0; i < n; i++) json_array_append_new(cases, case_object(&results[i]));
-    json_object_set_new(object, "isa", json_string(halfstep_isa()));
-    json_object_set_new(object, "threads", json_integer(threads));
-    json_object_set_new(object, "cases", cases);
-    if (ratio > 0) json_object_set_new(object, "sr_over_nearest", json_real(ratio));
-    return print_json(object);
+    put_text(&d, object, "isa", halfstep_isa());
+    put_integer(&d, object, "threads", threads);
+    json_t *cases = put_array(&d, object, "cases");
+    for (int i = 0; i < n; i++) put_case(&d, cases, &results[i]);
+    if (ratio > 0) put_number(&d, object, "sr_over_nearest", ratio);
+    return document_print(&d);
 }
 
 static void print_heading(void)

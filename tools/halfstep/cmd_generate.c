@@ -100,9 +100,14 @@ static int load_weights(halfstep_safetensors *file, const struct lm_config *shap
 
 static int print_text(const struct generate *g, const uint8_t *text, size_t n)
 {
-    if (g->json)
-        return print_json(json_pack("{s:o,s:o,s:I}", "prompt", json_bytes((const uint8_t *)g->prompt, strlen(g->prompt)), "text",
-                                    json_bytes(text, n), "bytes", (json_int_t)n));
+    if (g->json) {
+        struct document d;
+        json_t *object = document_begin(&d);
+        put_text(&d, object, "prompt", g->prompt);
+        put_bytes(&d, object, "text", text, n);
+        put_integer(&d, object, "bytes", (int64_t)n);
+        return document_print(&d);
+    }
     print_bytes((const uint8_t *)g->prompt, strlen(g->prompt));
     print_bytes(text, n);
     putchar('\n');

@@ -1,4 +1,3 @@
-#include <jansson.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -18,20 +17,18 @@ static const struct command command = {
     "info", "[--json]", "Tells what this processor offers, which kernels and how many threads are in use, and every rule and format.",
     "HALFSTEP_ISA and HALFSTEP_THREADS in the environment override the choice of kernels and threads.\n", 0, 0};
 
-static json_t *names(const char *(*name)(int32_t index))
+static void put_names(struct document *d, json_t *in, const char *key, const char *(*name)(int32_t index))
 {
-    json_t *array = json_array();
+    json_t *array = put_array(d, in, key);
     const char *each;
-    for (int32_t i = 0; (each = name(i)) != NULL; i++) json_array_append_new(array, json_string(each));
-    return array;
+    for (int32_t i = 0; (each = name(i)) != NULL; i++) put_text(d, array, NULL, each);
 }
 
-static json_t *choices(const char *choice)
+static void put_choices(struct document *d, json_t *in, const char *key, const char *choice)
 {
-    json_t *array = json_array();
+    json_t *array = put_array(d, in, key);
     const char *each;
-    for (int32_t i = 0; (each = halfstep_choice_value(choice, i)) != NULL; i++) json_array_append_new(array, json_string(each));
-    return array;
+    for (int32_t i = 0; (each = halfstep_choice_value(choice, i)) != NULL; i++) put_text(d, array, NULL, each);
 }
 
 static void version(char text[32])
@@ -44,23 +41,24 @@ static int print_object(const char *features)
 {
     char number[32];
     version(number);
-    json_t *isas = json_array(), *object = json_object();
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_text(&d, object, "version", number);
+    put_integer(&d, object, "abi", halfstep_abi());
+    put_text(&d, object, "isa", halfstep_isa());
+    json_t *isas = put_array(&d, object, "isas");
     for (int32_t i = 0; i < halfstep_isa_count(); i++)
-        if (halfstep_isa_available(i)) json_array_append_new(isas, json_string(halfstep_isa_name(i)));
-    json_object_set_new(object, "version", json_string(number));
-    json_object_set_new(object, "abi", json_integer(halfstep_abi()));
-    json_object_set_new(object, "isa", json_string(halfstep_isa()));
-    json_object_set_new(object, "isas", isas);
-    json_object_set_new(object, "cpu_features", json_string(features));
-    json_object_set_new(object, "threads", json_integer(halfstep_default_threads()));
-    json_object_set_new(object, "rules", names(rule_name));
-    json_object_set_new(object, "weight_formats", names(weight_format_name));
-    json_object_set_new(object, "state_formats", names(state_format_name));
-    json_object_set_new(object, "gradient_formats", names(gradient_format_name));
-    json_object_set_new(object, "schedules", choices("schedule"));
-    json_object_set_new(object, "decays", choices("decay"));
-    json_object_set_new(object, "generators", choices("generator"));
-    return print_json(object);
+        if (halfstep_isa_available(i)) put_text(&d, isas, NULL, halfstep_isa_name(i));
+    put_text(&d, object, "cpu_features", features);
+    put_integer(&d, object, "threads", halfstep_default_threads());
+    put_names(&d, object, "rules", rule_name);
+    put_names(&d, object, "weight_formats", weight_format_name);
+    put_names(&d, object, "state_formats", state_format_name);
+    put_names(&d, object, "gradient_formats", gradient_format_name);
+    put_choices(&d, object, "schedules", "schedule");
+    put_choices(&d, object, "decays", "decay");
+    put_choices(&d, object, "generators", "generator");
+    return document_print(&d);
 }
 
 static void print_rules(void)

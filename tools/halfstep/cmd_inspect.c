@@ -1,5 +1,4 @@
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +11,8 @@
 #include "checkpoint.h"
 #include "commands.h"
 #include "train.h"
+#include "trainer_file.h"
+#include "ui/document.h"
 
 struct inspect {
     int json, quick;
@@ -30,84 +31,76 @@ static const struct command command = {
 
 /* ---- One safetensors file ----------------------------------------------------------------------------------------------- */
 
-static json_t *file_json(const halfstep_safetensors *file, uint64_t *elements, uint64_t *bytes)
+static int tensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
 {
-    json_t *tensors = json_array(), *metadata = json_object();
-    *elements = *bytes = 0;
-    for (uint64_t i = 0; i < halfstep_safetensor_count(file); i++) {
-        halfstep_safetensor_info info = {.struct_size = sizeof info};
-        if (halfstep_get_safetensor_info(file, i, &info) != HALFSTEP_OK) continue;
-        json_t *shape = json_array();
-        for (uint64_t d = 0; d < info.ndim; d++) json_array_append_new(shape, json_integer((json_int_t)info.shape[d]));
-        json_array_append_new(tensors, json_pack("{s:s,s:s,s:o,s:I}", "name", info.name, "dtype", info.dtype, "shape", shape,
-                                                 "bytes", (json_int_t)info.bytes));
-        *elements += info.elements;
-        *bytes += info.bytes;
-    }
+    *info = (halfstep_safetensor_info){.struct_size = sizeof *info};
+    return halfstep_get_safetensor_info(file, index, info) == HALFSTEP_OK;
+}
+
+static void put_file(struct document *d, json_t *in, const halfstep_safetensors *file)
+{
+    uint64_t elements = 0, bytes = 0;
+    json_t *metadata = put_object(d, in, "metadata");
     for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
         const char *key, *value;
-        if (halfstep_get_safetensors_metadata(file, i, &key, &value) == HALFSTEP_OK)
-            json_object_set_new(metadata, key, json_string(value));
+        if (halfstep_get_safetensors_metadata(file, i, &key, &value) == HALFSTEP_OK) put_text(d, metadata, key, value);
     }
-    return json_pack("{s:o,s:o,s:I,s:I}", "metadata", metadata, "tensors", tensors, "elements", (json_int_t)*elements, "bytes",
-                     (json_int_t)*bytes);
+    json_t *tensors = put_array(d, in, "tensors");
+    for (uint64_t i = 0; i < halfstep_safetensor_count(file); i++) {
+        halfstep_safetensor_info info;
+        if (!tensor_info(file, i, &info)) continue;
+        json_t *tensor = put_object(d, tensors, NULL);
+        put_text(d, tensor, "name", info.name);
+        put_text(d, tensor, "dtype", info.dtype);
+        json_t *shape = put_array(d, tensor, "shape");
+        for (uint64_t k = 0; k < info.ndim; k++) put_integer(d, shape, NULL, (int64_t)info.shape[k]);
+        put_integer(d, tensor, "bytes", (int64_t)info.bytes);
+        elements += info.elements;
+        bytes += info.bytes;
+    }
+    put_integer(d, in, "elements", (int64_t)elements);
+    put_integer(d, in, "bytes", (int64_t)bytes);
 }
 
-static void print_metadata(const json_t *metadata)
+static void print_shape(const halfstep_safetensor_info *info)
 {
-    const char *key;
-    json_t *value;
-    json_object_foreach((json_t *)metadata, key, value) printf("  %s = %s\n", key, json_string_value(value));
+    for (uint64_t k = 0; k < info->ndim; k++) printf("%s%llu", k ? " x " : "", (unsigned long long)info->shape[k]);
 }
 
-static void print_tensors(const json_t *file)
+static void print_file(const halfstep_safetensors *file)
 {
-    const json_t *tensors = json_object_get(file, "tensors"), *tensor;
-    size_t i;
+    halfstep_safetensor_info info;
+    uint64_t elements = 0, bytes = 0, n = halfstep_safetensor_count(file);
     int wide = 4;
-    json_array_foreach(tensors, i, tensor) {
-        int n = (int)strlen(json_string_value(json_object_get(tensor, "name")));
-        if (n > wide) wide = n;
+    for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
+        const char *key, *value;
+        if (halfstep_get_safetensors_metadata(file, i, &key, &value) == HALFSTEP_OK) printf("  %s = %s\n", key, value);
     }
-    json_array_foreach(tensors, i, tensor) {
-        const json_t *shape = json_object_get(tensor, "shape"), *size;
-        char text[256] = "";
-        size_t d, used = 0;
-        json_array_foreach(shape, d, size) {
-            if (used < sizeof text)
-                used += (size_t)snprintf(text + used, sizeof text - used, "%s%" JSON_INTEGER_FORMAT, d ? " x " : "",
-                                         json_integer_value(size));
-        }
-        printf("  %-*s  %-5s %14" JSON_INTEGER_FORMAT " bytes  %s\n", wide, json_string_value(json_object_get(tensor, "name")),
-               json_string_value(json_object_get(tensor, "dtype")), json_integer_value(json_object_get(tensor, "bytes")), text);
+    for (uint64_t i = 0; i < n; i++)
+        if (tensor_info(file, i, &info) && (int)strlen(info.name) > wide) wide = (int)strlen(info.name);
+    for (uint64_t i = 0; i < n; i++) {
+        if (!tensor_info(file, i, &info)) continue;
+        printf("  %-*s  %-5s %14llu bytes  ", wide, info.name, info.dtype, (unsigned long long)info.bytes);
+        print_shape(&info);
+        printf("\n");
+        elements += info.elements;
+        bytes += info.bytes;
     }
-    printf("  %zu tensors, %" JSON_INTEGER_FORMAT " elements, %" JSON_INTEGER_FORMAT " bytes\n", json_array_size(tensors),
-           json_integer_value(json_object_get(file, "elements")), json_integer_value(json_object_get(file, "bytes")));
+    printf("  %llu tensors, %llu elements, %llu bytes\n", (unsigned long long)n, (unsigned long long)elements,
+           (unsigned long long)bytes);
 }
 
-static json_t *open_file(const char *path, char *error, size_t error_bytes)
+static int inspect_file(const char *path, const halfstep_safetensors *file, const struct inspect *inspect)
 {
-    halfstep_safetensors *file;
-    uint64_t elements, bytes;
-    if (halfstep_open_safetensors(&file, path, error, error_bytes) != HALFSTEP_OK) return NULL;
-    json_t *object = file_json(file, &elements, &bytes);
-    halfstep_close_safetensors(file);
-    return object;
-}
-
-static int inspect_file(const char *path, const struct inspect *inspect)
-{
-    char error[1024];
-    json_t *object = open_file(path, error, sizeof error);
-    if (!object) return failure(command.name, "%s", error);
     if (inspect->json) {
-        json_object_set_new(object, "file", json_string(path));
-        return print_json(object);
+        struct document d;
+        document_begin(&d);
+        put_file(&d, d.root, file);
+        put_text(&d, d.root, "file", path);
+        return document_print(&d);
     }
     printf("%s\n", path);
-    print_metadata(json_object_get(object, "metadata"));
-    print_tensors(object);
-    json_decref(object);
+    print_file(file);
     return 0;
 }
 
@@ -119,104 +112,150 @@ static int has_suffix(const char *name, const char *suffix)
     return n >= m && strcmp(name + n - m, suffix) == 0;
 }
 
-static json_t *checkpoint_json(const halfstep_checkpoint *checkpoint, char *error, size_t error_bytes)
+/* One file of a checkpoint, opened before anything is printed. */
+struct part {
+    halfstep_checkpoint_file info;
+    halfstep_safetensors *file;     /* of a safetensors file */
+};
+
+struct checkpoint {
+    const halfstep_checkpoint *opened;
+    halfstep_checkpoint_info info;
+    struct part *part;
+    const char *recipe, *seed;      /* NULL: not told */
+    struct trainer_file trainer;
+    uint64_t bytes;
+};
+
+static int open_parts(struct checkpoint *c, char *error, size_t error_bytes)
 {
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
-    halfstep_get_checkpoint_info(checkpoint, &info);
-    json_t *files = json_object(), *object = json_object();
-    json_int_t total = 0;
-    for (uint64_t i = 0; i < info.files; i++) {
-        halfstep_checkpoint_file file = {.struct_size = sizeof file};
-        if (halfstep_get_checkpoint_file(checkpoint, i, &file) != HALFSTEP_OK) continue;
-        json_t *entry = NULL;
-        if (has_suffix(file.name, ".safetensors")) entry = open_file(file.path, error, error_bytes);
-        else if (has_suffix(file.name, ".json")) {
-            json_t *content = checkpoint_read_json(checkpoint, file.name, error, error_bytes);
-            if (content) entry = json_pack("{s:o}", "content", content);
-        } else entry = json_object();
-        if (!entry) {
-            json_decref(files);
-            json_decref(object);
-            return NULL;
-        }
-        char crc[24];
-        snprintf(crc, sizeof crc, "%016" PRIx64, file.crc64);
-        json_object_set_new(entry, "file_bytes", json_integer((json_int_t)file.bytes));
-        json_object_set_new(entry, "crc64", json_string(crc));
-        json_object_set_new(files, file.name, entry);
-        total += (json_int_t)file.bytes;
+    c->part = calloc(c->info.files ? c->info.files : 1, sizeof *c->part);
+    if (!c->part) {
+        snprintf(error, error_bytes, "out of memory");
+        return -1;
     }
-    const json_t *trainer = json_object_get(json_object_get(files, "trainer.json"), "content");
-    const json_t *settings = json_object_get(json_object_get(files, "optimizer.safetensors"), "metadata");
-    json_object_set_new(object, "directory", json_string(info.directory));
-    json_object_set_new(object, "step", json_integer((json_int_t)info.step));
-    json_object_set_new(object, "saves", json_integer((json_int_t)info.sequence));
-    json_object_set(object, "recipe", json_object_get(settings, "recipe"));
-    json_object_set(object, "seed", json_object_get(settings, "seed"));
-    json_object_set(object, "options", json_object_get(trainer, "options"));
-    json_object_set_new(object, "bytes", json_integer(total));
-    json_object_set_new(object, "files", files);
-    return object;
+    for (uint64_t i = 0; i < c->info.files; i++) {
+        struct part *part = &c->part[i];
+        part->info.struct_size = sizeof part->info;
+        if (halfstep_get_checkpoint_file(c->opened, i, &part->info) != HALFSTEP_OK) return -1;
+        c->bytes += part->info.bytes;
+        if (has_suffix(part->info.name, ".safetensors") &&
+            halfstep_open_safetensors(&part->file, part->info.path, error, error_bytes) != HALFSTEP_OK)
+            return -1;
+        if (strcmp(part->info.name, "trainer.json") == 0) {
+            int code = trainer_file_read(c->opened, &c->trainer, error, error_bytes);
+            /* That of another program has no options that could be told here. */
+            if (code == HALFSTEP_ERROR_FORMAT) trainer_file_free(&c->trainer);
+            else if (code != HALFSTEP_OK) return -1;
+        }
+        if (strcmp(part->info.name, "optimizer.safetensors") != 0) continue;
+        c->recipe = halfstep_safetensors_metadata_find(part->file, "recipe");
+        c->seed = halfstep_safetensors_metadata_find(part->file, "seed");
+    }
+    return 0;
 }
 
-static void print_options(const json_t *options)
+static int put_content(struct document *d, json_t *in, const struct checkpoint *c, const struct part *part, char *error,
+                       size_t error_bytes)
 {
-    const char *key;
-    json_t *value;
+    char why[256];
+    size_t bytes;
+    char *text = checkpoint_read_text(c->opened, part->info.name, &bytes, error, error_bytes);
+    if (!text) return -1;
+    int bad = put_json(d, in, "content", text, bytes, why, sizeof why);
+    free(text);
+    if (bad) snprintf(error, error_bytes, "%s: %s", part->info.path, why);
+    return bad;
+}
+
+static int put_checkpoint(struct document *d, const struct checkpoint *c, char *error, size_t error_bytes)
+{
+    json_t *object = document_begin(d);
+    put_text(d, object, "directory", c->info.directory);
+    put_integer(d, object, "step", (int64_t)c->info.step);
+    put_integer(d, object, "saves", (int64_t)c->info.sequence);
+    if (c->recipe) put_text(d, object, "recipe", c->recipe);
+    if (c->seed) put_text(d, object, "seed", c->seed);
+    json_t *options = c->trainer.options ? put_object(d, object, "options") : NULL;
+    for (size_t i = 0; i < c->trainer.options; i++) put_text(d, options, c->trainer.option[i].name, c->trainer.option[i].value);
+    put_integer(d, object, "bytes", (int64_t)c->bytes);
+    json_t *files = put_object(d, object, "files");
+    for (uint64_t i = 0; i < c->info.files; i++) {
+        const struct part *part = &c->part[i];
+        char crc[24];
+        json_t *entry = put_object(d, files, part->info.name);
+        if (part->file) put_file(d, entry, part->file);
+        if (has_suffix(part->info.name, ".json") && put_content(d, entry, c, part, error, error_bytes) != 0) return -1;
+        put_integer(d, entry, "file_bytes", (int64_t)part->info.bytes);
+        snprintf(crc, sizeof crc, "%016" PRIx64, part->info.crc64);
+        put_text(d, entry, "crc64", crc);
+    }
+    return 0;
+}
+
+static void print_options(const struct trainer_file *trainer)
+{
     int at = 0;
-    json_object_foreach((json_t *)options, key, value) {
-        const char *text = json_string_value(value);
-        if (!text || !text[0]) continue;
-        int n = (int)(strlen(key) + strlen(text)) + 4;
+    for (size_t i = 0; i < trainer->options; i++) {
+        const struct trainer_option *option = &trainer->option[i];
+        if (!option->value[0]) continue;
+        int n = (int)(strlen(option->name) + strlen(option->value)) + 4;
         if (at && at + n > 98) at = 0, printf("\n");
-        at += printf("%s--%s %s", at ? " " : "  ", key, text);
+        at += printf("%s--%s %s", at ? " " : "  ", option->name, option->value);
     }
     if (at) printf("\n");
 }
 
-static void print_checkpoint(const json_t *object)
+static int print_checkpoint(const struct checkpoint *c)
 {
-    const json_t *files = json_object_get(object, "files");
-    const char *recipe = json_string_value(json_object_get(object, "recipe"));
-    const char *seed = json_string_value(json_object_get(object, "seed"));
-    printf("%s\nstep %" JSON_INTEGER_FORMAT ", recipe %s, seed %s, %" JSON_INTEGER_FORMAT " bytes in all\n",
-           json_string_value(json_object_get(object, "directory")), json_integer_value(json_object_get(object, "step")),
-           recipe ? recipe : "not told", seed ? seed : "not told", json_integer_value(json_object_get(object, "bytes")));
-    print_options(json_object_get(object, "options"));
-    const char *name;
-    json_t *file;
-    json_object_foreach((json_t *)files, name, file) {
-        printf("\n%s, %" JSON_INTEGER_FORMAT " bytes, CRC-64 %s\n", name, json_integer_value(json_object_get(file, "file_bytes")),
-               json_string_value(json_object_get(file, "crc64")));
-        if (!json_object_get(file, "tensors")) continue;
-        print_metadata(json_object_get(file, "metadata"));
-        print_tensors(file);
+    printf("%s\nstep %llu, recipe %s, seed %s, %llu bytes in all\n", c->info.directory, (unsigned long long)c->info.step,
+           c->recipe ? c->recipe : "not told", c->seed ? c->seed : "not told", (unsigned long long)c->bytes);
+    print_options(&c->trainer);
+    for (uint64_t i = 0; i < c->info.files; i++) {
+        const struct part *part = &c->part[i];
+        printf("\n%s, %llu bytes, CRC-64 %016" PRIx64 "\n", part->info.name, (unsigned long long)part->info.bytes, part->info.crc64);
+        if (part->file) print_file(part->file);
     }
+    return 0;
+}
+
+static int inspect_checkpoint(const halfstep_checkpoint *checkpoint, const struct inspect *inspect)
+{
+    struct checkpoint c = {.opened = checkpoint, .info = {.struct_size = sizeof c.info}};
+    struct document document = {0};
+    char error[1024] = "";
+    int bad = halfstep_get_checkpoint_info(checkpoint, &c.info) != HALFSTEP_OK || open_parts(&c, error, sizeof error) != 0, status;
+    if (!bad && inspect->json) bad = put_checkpoint(&document, &c, error, sizeof error) != 0;
+    if (bad) status = failure(command.name, "%s", error);
+    else if (inspect->json) status = document_print(&document);
+    else status = print_checkpoint(&c);
+    document_free(&document);
+    for (uint64_t i = 0; c.part && i < c.info.files; i++) halfstep_close_safetensors(c.part[i].file);
+    free(c.part);
+    trainer_file_free(&c.trainer);
+    return status;
 }
 
 static int inspect_path(const char *path, const struct inspect *inspect)
 {
     char error[1024], why[1024];
     halfstep_checkpoint *checkpoint;
+    halfstep_safetensors *file;
     halfstep_open_options options = {.struct_size = sizeof options, .skip_contents = (uint32_t)inspect->quick};
     int code = halfstep_open_checkpoint(&checkpoint, path, &options, error, sizeof error);
-    if (code != HALFSTEP_OK) {
-        halfstep_safetensors *file;
-        if (halfstep_open_safetensors(&file, path, why, sizeof why) == HALFSTEP_OK) {
-            halfstep_close_safetensors(file);
-            return inspect_file(path, inspect);
-        }
-        struct stat status;
-        int folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-        return failure(command.name, "%s", folder || code != HALFSTEP_ERROR_NAME ? error : why);
+    if (code == HALFSTEP_OK) {
+        int status = inspect_checkpoint(checkpoint, inspect);
+        halfstep_close_checkpoint(checkpoint);
+        return status;
     }
-    json_t *object = checkpoint_json(checkpoint, error, sizeof error);
-    halfstep_close_checkpoint(checkpoint);
-    if (!object) return failure(command.name, "%s", error);
-    if (inspect->json) return print_json(object);
-    print_checkpoint(object);
-    json_decref(object);
-    return 0;
+    if (halfstep_open_safetensors(&file, path, why, sizeof why) == HALFSTEP_OK) {
+        int status = inspect_file(path, file, inspect);
+        halfstep_close_safetensors(file);
+        return status;
+    }
+    struct stat status;
+    int folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    return failure(command.name, "%s", folder || code != HALFSTEP_ERROR_NAME ? error : why);
 }
 
 int cmd_inspect(int argc, char **argv)

@@ -1,5 +1,4 @@
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -172,22 +171,28 @@ static int fits(const struct plan *plan, const struct forecast *f)
 
 static int print_object(const struct plan *plan, double params, const struct forecast *list, int n)
 {
-    json_t *recipes = json_array(), *object = json_object();
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_integer(&d, object, "params", (int64_t)(params + 0.5));
+    if (plan->memory) put_integer(&d, object, "memory", (int64_t)plan->memory);
+    else put_null(&d, object, "memory");
+    put_flag(&d, object, "release", plan->release);
+    json_t *recipes = put_array(&d, object, "recipes");
     for (int i = 0; i < n; i++) {
         const struct forecast *f = &list[i];
-        json_t *bytes = json_pack("{s:f,s:f,s:f,s:f,s:f}", "weights", f->weights / params, "weight_extras", f->extras / params,
-                                  "gradients", f->gradient_bytes / params, "states", f->states / params, "total",
-                                  f->total / params);
-        json_t *row = json_pack("{s:s,s:s,s:o,s:I}", "recipe", f->recipe, "gradients", f->gradients, "bytes_per_param", bytes,
-                                "total_bytes", (json_int_t)(f->total + 0.5));
-        if (plan->memory) json_object_set_new(row, "fits", json_boolean(fits(plan, f)));
-        json_array_append_new(recipes, row);
+        json_t *row = put_object(&d, recipes, NULL);
+        put_text(&d, row, "recipe", f->recipe);
+        put_text(&d, row, "gradients", f->gradients);
+        json_t *bytes = put_object(&d, row, "bytes_per_param");
+        put_number(&d, bytes, "weights", f->weights / params);
+        put_number(&d, bytes, "weight_extras", f->extras / params);
+        put_number(&d, bytes, "gradients", f->gradient_bytes / params);
+        put_number(&d, bytes, "states", f->states / params);
+        put_number(&d, bytes, "total", f->total / params);
+        put_integer(&d, row, "total_bytes", (int64_t)(f->total + 0.5));
+        if (plan->memory) put_flag(&d, row, "fits", fits(plan, f));
     }
-    json_object_set_new(object, "params", json_integer((json_int_t)(params + 0.5)));
-    json_object_set_new(object, "memory", plan->memory ? json_integer((json_int_t)plan->memory) : json_null());
-    json_object_set_new(object, "release", json_boolean(plan->release));
-    json_object_set_new(object, "recipes", recipes);
-    return print_json(object);
+    return document_print(&d);
 }
 
 static void size_text(double bytes, char text[32])

@@ -17,8 +17,9 @@ static const char notes[] =
     "The results go to stdout, progress and notes to stderr. Without --json the results end with a sample of what\n"
     "the model writes. train_loss is the mean over the last 20 steps, val_loss the one of the last validation.\n"
     "\n"
-    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once.\n"
-    "Exit status: 0 done, 1 failure, 2 usage, 130 and 143 interrupted.\n"
+    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does the same,\n"
+    "and so do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under nohup.\n"
+    "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n";
@@ -81,6 +82,13 @@ static void print_result(const struct run_result *r)
     }
 }
 
+static int print_object(const struct run_result *result)
+{
+    struct document document;
+    run_result_document(&document, result);
+    return document_print(&document);
+}
+
 static int train(const struct run_config *config, const struct output *output)
 {
     struct run_data data;
@@ -92,7 +100,7 @@ static int train(const struct run_config *config, const struct output *output)
     progress_open(&progress, stderr, config->quiet);
     int status = train_run(config, &data, &progress, &result, error, sizeof error);
     if (status != 0) complain(command.name, status, error);
-    else if (output->json) status = print_json(run_result_json(&result));
+    else if (output->json) status = print_object(&result);
     else print_result(&result);
     run_result_free(&result);
     run_data_free(&data);
@@ -106,6 +114,7 @@ static int train_lm(int argc, char **argv)
     struct output output;
     struct args args;
     char error[1024];
+    memset(&config, 0, sizeof config);  /* what no option sets */
     run_options_init(&table);
     const struct option_group groups[] = {
         {"Recipe", &run_recipe_option, 1, &config},

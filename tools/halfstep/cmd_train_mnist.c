@@ -43,6 +43,13 @@ static void print_result(const struct mnist_result *result)
     print_held(r);
 }
 
+static int print_object(const struct mnist_result *result)
+{
+    struct document document;
+    mnist_result_document(&document, result);
+    return document_print(&document);
+}
+
 static int train(const struct run_config *config, const struct output *output)
 {
     struct mnist_data data;
@@ -54,7 +61,7 @@ static int train(const struct run_config *config, const struct output *output)
     progress_open(&progress, stderr, config->quiet);
     int status = mnist_run(config, &data, &progress, &result, error, sizeof error);
     if (status != 0) complain(command.name, status, error);
-    else if (output->json) status = print_json(mnist_result_json(&result));
+    else if (output->json) status = print_object(&result);
     else print_result(&result);
     mnist_result_free(&result);
     mnist_data_free(&data);

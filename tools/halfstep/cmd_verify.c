@@ -1,5 +1,4 @@
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,21 +69,22 @@ static int write_list(const char *path, const struct golden_case *cases, const s
 /* Cases of one recipe follow each other. */
 static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, int threads, int passed)
 {
-    json_t *object = json_object(), *hashes = json_object();
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_text(&d, object, "isa", halfstep_isa());
+    put_integer(&d, object, "threads", threads);
+    put_integer(&d, object, "passed", passed);
+    put_integer(&d, object, "failed", n - passed);
+    json_t *hashes = put_object(&d, object, "hashes");
     for (int i = 0; i < n;) {
         char text[24];
         uint64_t hash = HASH_START;
         int first = i;
         for (; i < n && !strcmp(cases[i].recipe, cases[first].recipe); i++) hash = hash_word(hash, outcomes[i].hash);
         snprintf(text, sizeof text, "%016" PRIx64, hash_finish(hash));
-        json_object_set_new(hashes, cases[first].recipe, json_string(text));
+        put_text(&d, hashes, cases[first].recipe, text);
     }
-    json_object_set_new(object, "isa", json_string(halfstep_isa()));
-    json_object_set_new(object, "threads", json_integer(threads));
-    json_object_set_new(object, "passed", json_integer(passed));
-    json_object_set_new(object, "failed", json_integer(n - passed));
-    json_object_set_new(object, "hashes", hashes);
-    return print_json(object);
+    return document_print(&d);
 }
 
 static int compute(const struct verify *v, const struct golden_case *cases, struct outcome *outcomes, int n)

@@ -11,11 +11,13 @@
 #include "interrupt.h"
 #include "recipes.h"
 
+enum { RATE_BYTES = 320 };
+
 static const struct option compare_rows[] = {
     {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
      "what to compare; the first is the reference. R@LR has a learning rate of its own; other options of one recipe follow it: "
      "adamw/bf16-sr:lr=2e-4:clip=1"},
-    {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, 1000, 0, NULL,
+    {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, REPORT_MAX_SEEDS, 0, NULL,
      "runs of each recipe, with seeds from --seed upwards"},
     {"out", OPTION_STRING, offsetof(struct compare_options, out), "DIR", "halfstep-compare", 0, 0, 0, NULL,
      "folder for report.html, report.json, runs.csv and history.csv"},
@@ -48,7 +50,13 @@ static int may_differ(const struct option *option)
     return 0;
 }
 
-/* One "name=value" or flag after a recipe. */
+static int no_memory(char *error, size_t error_bytes)
+{
+    snprintf(error, error_bytes, "out of memory");
+    return 1;
+}
+
+/* One "name=value" or flag after a recipe. As the functions below: 0, or the exit status and one line. */
 static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error, size_t error_bytes)
 {
     char name[128];
@@ -59,31 +67,36 @@ static int set_one(struct compare *compare, struct run_config *config, const cha
     const struct option *option = find_row(&compare->table, name);
     if (!option || !may_differ(option)) {
         snprintf(error, error_bytes, "\"%s\" is %s", name, option ? "the same for all recipes of a comparison" : "not an option");
-        return -1;
+        return 2;
     }
     if ((option->kind == OPTION_FLAG) != !equals) {
         snprintf(error, error_bytes, equals ? "\"%s\" takes no value" : "\"%s\" needs a value", name);
-        return -1;
+        return 2;
     }
     struct option_group group = {"", compare->table.rows, compare->table.n, config};
     return args_set(&compare->args, &group, option, equals ? equals + 1 : "1", error, error_bytes);
 }
 
-/* R@LR, or R@LR/LR/LR with one for each batch size: the one for this group. 0, or -1 and one line. */
-static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group, char text[64], char *error,
-                    size_t error_bytes)
+/* R@LR, or R@LR/LR/LR with one for each batch size: the one for this group. */
+static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group, char text[RATE_BYTES],
+                    char *error, size_t error_bytes)
 {
     int n = 1;
     for (const char *c = rates; *c; c++) n += *c == '/';
     if (n > 1 && n != compare->batches) {
         snprintf(error, error_bytes, "@%s has %d learning rates for %d batch size%s", rates, n, compare->batches,
                  compare->batches == 1 ? "" : "s");
-        return -1;
+        return 2;
     }
     for (int i = 0; n > 1 && i < group; i++) rates = strchr(rates, '/') + 1;
-    char word[64];
-    snprintf(text, 64, "@%.*s", (int)strcspn(rates, "/"), rates);
-    snprintf(word, sizeof word, "lr=%.58s", text + 1);
+    size_t length = strcspn(rates, "/");
+    if (length > RATE_BYTES - 2) {
+        snprintf(error, error_bytes, "@%.20s... is too long for a learning rate", rates);
+        return 2;
+    }
+    char word[RATE_BYTES + 3];
+    snprintf(text, RATE_BYTES, "@%.*s", (int)length, rates);
+    snprintf(word, sizeof word, "lr=%s", text + 1);
     return set_one(compare, config, word, error, error_bytes);
 }
 
@@ -93,14 +106,14 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
     struct report *report = &compare->report;
     if (report->entries == REPORT_MAX_ENTRIES) {
         snprintf(error, error_bytes, "more than %d recipes", REPORT_MAX_ENTRIES);
-        return -1;
+        return 2;
     }
     struct report_entry *entry = &report->entry[report->entries];
     struct run_config *config = &compare->config[report->entries];
-    char full[RECIPE_BYTES], rate[64] = "", why[400], copy[512];
+    char full[RECIPE_BYTES], rate[RATE_BYTES] = "", why[400], copy[512];
     if (snprintf(copy, sizeof copy, "%s", typed) >= (int)sizeof copy) {
         snprintf(error, error_bytes, "\"%.20s...\" is too long", typed);
-        return -1;
+        return 2;
     }
     const char *name = strchr(typed, ':');
     char *special = strchr(copy, ':');
@@ -109,21 +122,22 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
     if (rates) *rates++ = 0;
     if (recipe_check(copy, full, why, sizeof why) != 0) {
         snprintf(error, error_bytes, "%s", why);
-        return -1;
+        return 2;
     }
     *config = compare->base;
     config->recipe = args_keep(&compare->args, full);
+    if (!config->recipe) return no_memory(error, error_bytes);
     if (compare->kind->batches) config->batch = compare->batch[group];
-    int bad = rates && set_rate(compare, config, rates, group, rate, why, sizeof why) != 0;
-    for (char *word = special; word && !bad; ) {
+    int status = rates ? set_rate(compare, config, rates, group, rate, why, sizeof why) : 0;
+    for (char *word = special; word && !status; ) {
         char *next = strchr(word, ':');
         if (next) *next++ = 0;
-        bad = set_one(compare, config, word, why, sizeof why) != 0;
+        status = set_one(compare, config, word, why, sizeof why);
         word = next;
     }
-    if (bad) {
+    if (status) {
         snprintf(error, error_bytes, "%s: %s", typed, why);
-        return -1;
+        return status;
     }
     run_config_settle(config);
     struct text label = {0}, unique = {0}, known = {0};
@@ -142,14 +156,11 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
     entry->compute = config->compute;
     entry->gradients = config->gradients;
     entry->group = group;
-    if (!entry->typed || !entry->recipe || !entry->name || !entry->label) {
-        snprintf(error, error_bytes, "out of memory");
-        return -1;
-    }
+    if (!entry->typed || !entry->name || !entry->label) return no_memory(error, error_bytes);
     for (int i = 0; i < report->entries; i++)
         if (strcmp(report->entry[i].name, entry->name) == 0) {
             snprintf(error, error_bytes, "%s is there twice", entry->name);
-            return -1;
+            return 2;
         }
     report->entries++;
     return 0;
@@ -158,23 +169,22 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
 static int add_entries(struct compare *compare, char *error, size_t error_bytes)
 {
     char *list = strdup(compare->options.recipes);
-    int bad = list == NULL;
-    if (bad) snprintf(error, error_bytes, "out of memory");
-    for (int group = 0; group < compare->batches && !bad; group++) {
+    int status = list ? 0 : no_memory(error, error_bytes);
+    for (int group = 0; group < compare->batches && !status; group++) {
         strcpy(list, compare->options.recipes);
-        for (char *at = list; at && *at && !bad;) {
+        for (char *at = list; at && *at && !status;) {
             char *next = strchr(at, ',');
             if (next) *next++ = 0;
-            bad = *at && add_entry(compare, at, group, error, error_bytes) != 0;
+            if (*at) status = add_entry(compare, at, group, error, error_bytes);
             at = next;
         }
     }
     free(list);
-    if (!bad && compare->report.entries == 0) {
+    if (!status && compare->report.entries == 0) {
         snprintf(error, error_bytes, "--recipes is empty");
-        bad = 1;
+        status = 2;
     }
-    return bad ? -1 : 0;
+    return status;
 }
 
 /* "128,1024" */
@@ -191,42 +201,31 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
         at += n;
         if (n >= sizeof word || parse_number(word, &size) != 0 || size != floor(size) || size < 1 || size > 1 << 20) {
             snprintf(error, error_bytes, "\"%s\" is not a number of images from 1 to %d", word, 1 << 20);
-            return -1;
+            return 2;
         }
         for (int i = 0; i < compare->batches; i++)
             if (compare->batch[i] == (int64_t)size) {
                 snprintf(error, error_bytes, "%s is there twice", word);
-                return -1;
+                return 2;
             }
         if (compare->batches == MAX_GROUPS) {
             snprintf(error, error_bytes, "more than %d sizes", MAX_GROUPS);
-            return -1;
+            return 2;
         }
         snprintf(name, sizeof name, "batch %lld", (long long)size);
         compare->batch[compare->batches] = (int64_t)size;
         compare->batch_name[compare->batches] = args_keep(&compare->args, name);
-        if (!compare->batch_name[compare->batches++]) {
-            snprintf(error, error_bytes, "out of memory");
-            return -1;
-        }
+        if (!compare->batch_name[compare->batches++]) return no_memory(error, error_bytes);
     }
     if (!compare->batches) snprintf(error, error_bytes, "it is empty");
     compare->report.group = compare->batch_name;
     compare->report.groups = compare->batches;
-    return compare->batches ? 0 : -1;
+    return compare->batches ? 0 : 2;
 }
 
 /* ---- Runs --------------------------------------------------------------------------------------------------------------- */
 
-/* A name for a run's own files: "adamw-bf16-sr-int8-seed1". */
-static void run_name(const struct report *report, const struct report_run *run, char *text, size_t text_bytes)
-{
-    snprintf(text, text_bytes, "%s-seed%llu", report->entry[run->entry].name, (unsigned long long)run->seed);
-    for (char *c = text; *c; c++)
-        if (strchr("/:=+@", *c)) *c = '-';
-}
-
-int compare_keep(struct report_run *run, const struct run_result *result, json_t *json)
+int compare_keep(struct report_run *run, const struct run_result *result)
 {
     double params = result->params > 0 ? (double)result->params : 1;
     run->train_loss = result->train_loss;
@@ -237,43 +236,34 @@ int compare_keep(struct report_run *run, const struct run_result *result, json_t
     run->states = (double)result->state_bytes / params;
     run->changed = result->weights_changed;
     run->skipped = result->skipped_steps;
-    run->json = json;
-    run->done = json != NULL;
+    run->done = !run->json.failed;
     return run->done ? 0 : -1;
 }
 
-/* Files that belong to one run of many: DIR/NAME, and FILE.csv as FILE-NAME.csv. */
-static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config, char paths[2][PATH_BYTES],
+/* Whether this run has saved anything to go on from. What lies there without a manifest.json is for train_run() to refuse. */
+static int has_saved(const char *checkpoint)
+{
+    char why[512];
+    halfstep_checkpoint *saved;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    int code = halfstep_open_checkpoint(&saved, checkpoint, &quick, why, sizeof why);
+    if (code == HALFSTEP_OK) halfstep_close_checkpoint(saved);
+    return code != HALFSTEP_ERROR_NAME;
+}
+
+/* The run's own files, and the folder above its checkpoint. */
+static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config, struct run_paths *paths,
                      char *error, size_t error_bytes)
 {
-    char name[320], why[512];
-    run_name(&compare->report, run, name, sizeof name);
-    if (config->log) {
-        const char *dot = strrchr(compare_file_name(config->log), '.');
-        int stem = (int)(dot ? dot - config->log : (long)strlen(config->log));
-        if (snprintf(paths[0], PATH_BYTES, "%.*s-%s%s", stem, config->log, name, dot ? dot : "") >= PATH_BYTES) {
-            snprintf(error, error_bytes, "--log: name too long");
-            return -1;
-        }
-        config->log = paths[0];
-    }
+    if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
+    if (config->log) config->log = paths->log.data;
     if (!config->checkpoint) return 0;
     if (compare_make_folder(config->checkpoint) != 0) {
         snprintf(error, error_bytes, "%s: %s", config->checkpoint, strerror(errno));
-        return -1;
+        return 1;
     }
-    if (snprintf(paths[1], PATH_BYTES, "%s/%s", config->checkpoint, name) >= PATH_BYTES) {
-        snprintf(error, error_bytes, "--checkpoint: name too long");
-        return -1;
-    }
-    config->checkpoint = paths[1];
-    if (config->resume) {
-        halfstep_checkpoint *saved;
-        halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-        int code = halfstep_open_checkpoint(&saved, config->checkpoint, &quick, why, sizeof why);
-        if (code == HALFSTEP_OK) halfstep_close_checkpoint(saved);
-        config->resume = code != HALFSTEP_ERROR_NAME; /* this run had not saved anything yet */
-    }
+    config->checkpoint = paths->checkpoint.data;
+    if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
 }
 
@@ -304,12 +294,15 @@ static int train_all(struct compare *compare)
     for (int i = 0; i < report->runs; i++) {
         struct report_run *run = &report->run[i];
         struct run_config config = compare->config[run->entry];
-        char paths[2][PATH_BYTES];
+        struct run_paths paths;
         config.seed = run->seed;
-        if (set_paths(compare, run, &config, paths, error, sizeof error) != 0) return failure(command, "%s", error);
-        announce(compare, &progress, i, started);
-        progress_label(&progress, report->entry[run->entry].name);
-        int status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
+        int status = set_paths(compare, run, &config, &paths, error, sizeof error);
+        if (!status) {
+            announce(compare, &progress, i, started);
+            progress_label(&progress, report->entry[run->entry].name);
+            status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
+        }
+        compare_free_paths(&paths);
         if (status != 0) {
             fprintf(stderr, "halfstep: %s: %s: %s\n", command, report->entry[run->entry].name, error);
             if (report_done(report))
@@ -317,7 +310,9 @@ static int train_all(struct compare *compare)
                         report->runs, compare->options.out);
             return status;
         }
-        if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0) return failure(command, "%s", error);
+        /* What cannot be written now may be at the end. */
+        if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0)
+            progress_note(&progress, "warning: %s; the comparison goes on", error);
     }
     return 0;
 }
@@ -337,37 +332,66 @@ static int plan_runs(struct compare *compare)
     return 0;
 }
 
+/* Complains about one part of the command line, with the status that it has. */
+static int refuse(const struct compare *compare, const char *option, int status, const char *error)
+{
+    char line[1400];
+    snprintf(line, sizeof line, "%s%s%s", status == 2 ? option : "", status == 2 ? ": " : "", error);
+    complain(compare->comparison->command, status, line);
+    return status;
+}
+
 static int prepare(struct compare *compare)
 {
     const char *command = compare->comparison->command;
     char error[1200];
     int status = compare->kind->complete(compare, error, sizeof error);
-    if (status == 2) return usage_error(command, "%s", error);
-    if (status != 0) return failure(command, "%s", error);
-    if (add_batches(compare, error, sizeof error) != 0) return usage_error(command, "--batch: %s", error);
-    if (add_entries(compare, error, sizeof error) != 0) return usage_error(command, "--recipes: %s", error);
+    if (status) {
+        complain(command, status, error);
+        return status;
+    }
+    if ((status = add_batches(compare, error, sizeof error)) != 0) return refuse(compare, "--batch", status, error);
+    if ((status = add_entries(compare, error, sizeof error)) != 0) return refuse(compare, "--recipes", status, error);
     if (compare->options.expect && report_parse_checks(&compare->report, compare->options.expect, compare->check, MAX_CHECKS,
                                                        &compare->checks, error, sizeof error) != 0)
         return usage_error(command, "--expect: %s", error);
-    if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
     if (plan_runs(compare) != 0) return failure(command, "out of memory");
+    if ((status = compare_check_paths(compare, error, sizeof error)) != 0) {
+        complain(command, status, error);
+        return status;
+    }
+    if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
     if (compare_make_folder(compare->options.out) != 0)
         return failure(command, "--out %s: %s", compare->options.out, strerror(errno));
-    compare_describe(compare);
-    return 0;
+    return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 
 /* ---- The end ------------------------------------------------------------------------------------------------------------ */
 
-static void print_outcome(const struct compare *compare, FILE *out)
+/* 0, or -1 when memory is out. */
+static int print_outcome(const struct compare *compare, FILE *out)
 {
     struct text text = {0};
     report_table(&compare->report, &text);
     text_add(&text, "Matrix products in %s for every recipe.\n\nreport: %s/report.html\n", compare->base.compute,
              compare->options.out);
     report_sentence(&compare->report, &text);
-    if (text.data) fprintf(out, "%s%s", text.data, text.data[text.n - 1] == '\n' ? "" : "\n");
+    int bad = text.failed;
+    if (!bad) fprintf(out, "%s%s", text.data, text.data[text.n - 1] == '\n' ? "" : "\n");
     text_free(&text);
+    return bad ? -1 : 0;
+}
+
+static int print_object(const struct compare *compare)
+{
+    struct document document;
+    struct text path = {0};
+    report_document(&document, &compare->report);
+    text_add(&path, "%s/report.html", compare->options.out);
+    put_text(&document, document.root, "report", text_string(&path));
+    document.failed |= path.failed;
+    text_free(&path);
+    return document_print(&document);
 }
 
 static int conclude(struct compare *compare)
@@ -377,25 +401,22 @@ static int conclude(struct compare *compare)
     char error[1200];
     report->check = compare->check;
     report->checks = compare->checks;
-    int failed = report_judge(report), status = 0;
-    if (compare_write_report(compare, error, sizeof error) != 0) return failure(command, "%s", error);
+    int failed = report_judge(report), status = 0, bad = 0;
+    /* What cannot be written is still printed. */
+    if (compare_write_report(compare, error, sizeof error) != 0) status = failure(command, "%s", error);
     if (compare->options.json) {
         if (!compare->base.quiet) print_outcome(compare, stderr);
-        struct text path = {0};
-        json_t *object = report_json(report);
-        text_add(&path, "%s/report.html", compare->options.out);
-        json_object_set_new(object, "report", json_string(path.data ? path.data : ""));
-        text_free(&path);
-        status = print_json(object);
-    } else {
-        print_outcome(compare, stdout);
-        fflush(stdout);
+        bad = print_object(compare);
+    } else if (print_outcome(compare, stdout) != 0) {
+        bad = failure(command, "out of memory");
     }
+    fflush(stdout);
+    if (bad) status = 1;
     for (int i = 0; i < report->checks; i++) {
         struct text line = {0};
         if (report->check[i].passed) continue;
         report_check_text(report, &report->check[i], &line);
-        status = failure(command, "expectation not met: %s", line.data ? line.data : "");
+        status = failure(command, "expectation not met: %s", text_string(&line));
         text_free(&line);
     }
     return failed ? 1 : status;
@@ -437,15 +458,16 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
     make_options(compare);
     int status = args_parse(&compare->args, &command, compare->groups, 2, argc, argv);
     if (status == ARGS_RUN) {
-        interrupt_install();
         status = prepare(compare);
+        /* Before there is anything to keep, a signal ends the program as it does others. */
+        if (status == 0) interrupt_install();
         if (status == 0) status = train_all(compare);
         if (status == 0) status = conclude(compare);
         for (int i = 0; i < compare->report.runs && compare->report.run; i++) {
             report_curve_free(&compare->report.run[i].train);
             report_curve_free(&compare->report.run[i].validation);
             report_curve_free(&compare->report.run[i].accuracies);
-            json_decref(compare->report.run[i].json);
+            document_free(&compare->report.run[i].json);
         }
         free(compare->report.run);
         kind->unload(compare);

@@ -67,16 +67,28 @@ struct compare {
 
 int compare_run(const struct compare_kind *kind, const struct comparison *comparison, int argc, char **argv);
 
-/* What is the same in every kind: costs, bytes, shares and the JSON object, which becomes the run's. 0, or -1 when memory
- * is out. */
-int compare_keep(struct report_run *run, const struct run_result *result, json_t *json);
+/* What is the same in every kind: costs, bytes, shares; run->json is made already. 0, or -1 when memory is out. */
+int compare_keep(struct report_run *run, const struct run_result *result);
 
-/* Title, command, configuration and machine of the report. */
-void compare_describe(struct compare *compare);
-/* A line of its configuration. */
-void compare_fact(struct compare *compare, const char *name, const char *value);
+/* Title, command, configuration and machine of the report. 0, or -1 when memory is out. */
+int compare_describe(struct compare *compare);
+/* A line of its configuration. Fails as `subtitle` does: compare_describe() tells. */
+void compare_fact(struct compare *compare, const char *name, const struct text *value);
+/* Files that belong to one run of many: DIR/NAME, and FILE.csv as FILE-NAME.csv. */
+struct run_paths {
+    struct text log, checkpoint;            /* empty where there is none */
+};
+
+/* 0, or -1 when memory is out. After either compare_free_paths(). */
+int compare_name_paths(const struct compare *compare, const struct report_run *run, struct run_paths *paths);
+void compare_free_paths(struct run_paths *paths);
+/* 0, or an exit status and one line where a file would be written that is read, or that another run writes. */
+int compare_check_paths(const struct compare *compare, char *error, size_t error_bytes);
+
 /* Makes the folder and those above it. 0, or -1 with errno. */
 int compare_make_folder(const char *path);
+/* The four files in --out, by number. */
+const char *compare_report_file(int index);
 /* Replaces the four files in --out. 0, or -1 and one line. */
 int compare_write_report(const struct compare *compare, char *error, size_t error_bytes);
 /* The part of a path after the last slash. */

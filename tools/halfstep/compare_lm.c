@@ -34,7 +34,8 @@ static int keep(struct report_run *run, const struct run_result *result)
     for (size_t i = 0; i < result->history.n_validations; i++)
         if (report_curve_add(&run->validation, result->history.validation[i].step, result->history.validation[i].loss) != 0)
             return -1;
-    return compare_keep(run, result, run_result_json(result));
+    run_result_document(&run->json, result);
+    return compare_keep(run, result);
 }
 
 static int train(struct compare *compare, const struct run_config *config, struct progress *progress, struct report_run *run,
@@ -56,7 +57,7 @@ static void describe_file(struct compare *compare, const char *name, const char 
     text_add(&text, "%s, ", path);
     text_add_count(&text, (double)bytes);
     text_add(&text, " bytes, hash %016llx", (unsigned long long)hash);
-    if (text.data) compare_fact(compare, name, text.data);
+    compare_fact(compare, name, &text);
     text_free(&text);
 }
 

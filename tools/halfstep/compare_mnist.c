@@ -39,7 +39,8 @@ static int keep(struct report_run *run, const struct mnist_result *result)
         if (report_curve_add(&run->validation, (double)i, history->validation[i].loss) != 0 ||
             report_curve_add(&run->accuracies, (double)i, result->accuracy[i]) != 0)
             return -1;
-    return compare_keep(run, &result->run, mnist_result_json(result));
+    mnist_result_document(&run->json, result);
+    return compare_keep(run, &result->run);
 }
 
 static int train(struct compare *compare, const struct run_config *config, struct progress *progress, struct report_run *run,
@@ -79,8 +80,10 @@ static void describe(struct compare *compare, struct text *subtitle)
     text_add(&text, " images to learn from, ");
     text_add_count(&text, (double)data->test.n);
     text_add(&text, " to test with, hash %016llx", (unsigned long long)data->hash);
-    if (text.data) compare_fact(compare, "data", text.data);
-    compare_fact(compare, "batch", compare->options.batches);
+    compare_fact(compare, "data", &text);
+    text_free(&text);
+    text_add(&text, "%s", compare->options.batches);
+    compare_fact(compare, "batch", &text);
     text_free(&text);
 }
 

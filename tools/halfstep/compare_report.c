@@ -1,4 +1,5 @@
 #include <errno.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,10 +13,12 @@
 
 /* ---- What the report says about the circumstances ----------------------------------------------------------------------- */
 
-static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name, const char *value)
+static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name,
+                     const struct text *value)
 {
-    const char *kept = args_keep(&compare->args, value);
-    if (kept && *n < most) pair[(*n)++] = (struct report_pair){name, kept};
+    const char *kept = value->failed ? NULL : args_keep(&compare->args, text_string(value));
+    if (!kept) compare->subtitle.failed = 1;
+    else if (*n < most) pair[(*n)++] = (struct report_pair){name, kept};
 }
 
 const char *compare_file_name(const char *path)
@@ -24,7 +27,7 @@ const char *compare_file_name(const char *path)
     return slash ? slash + 1 : path;
 }
 
-void compare_fact(struct compare *compare, const char *name, const char *value)
+void compare_fact(struct compare *compare, const char *name, const struct text *value)
 {
     add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, value);
 }
@@ -35,15 +38,15 @@ static void describe_configuration(struct compare *compare)
     struct option_group group = {"", compare->table.rows, compare->table.n, &compare->base};
     for (int i = 0; i < group.n; i++) {
         const struct option *option = &group.rows[i];
-        char value[1024];
+        struct text value = {0};
         if (option->kind == OPTION_HYPER_AS || !(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
         if (strcmp(option->name, "data") == 0 || strcmp(option->name, "val") == 0 || strcmp(option->name, "threads") == 0) continue;
-        args_text(&group, option, value, sizeof value);
-        if (!option->initial && (!value[0] || strcmp(value, "0") == 0)) continue;
+        args_text(&group, option, &value);
         if (strcmp(option->name, "seed") == 0 && report->seeds > 1)
-            snprintf(value, sizeof value, "%llu to %llu", (unsigned long long)compare->base.seed,
-                     (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
-        compare_fact(compare, option->name, value);
+            text_add(&value, " to %llu", (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
+        const char *text = text_string(&value);
+        if (value.failed || option->initial || (text[0] && strcmp(text, "0") != 0)) compare_fact(compare, option->name, &value);
+        text_free(&value);
     }
 }
 
@@ -62,25 +65,36 @@ static void processor_name(char *text, size_t text_bytes)
     fclose(file);
 }
 
-static void describe_machine(struct compare *compare)
+__attribute__((format(printf, 3, 4)))
+static void machine_fact(struct compare *compare, const char *name, const char *format, ...)
 {
-    struct report *report = &compare->report;
-    int most = (int)(sizeof compare->machine / sizeof compare->machine[0]);
-    int32_t version = halfstep_version();
-    char value[1024];
-    report->machine = compare->machine;
-    processor_name(value, sizeof value);
-    if (value[0]) add_pair(compare, compare->machine, most, &report->machines, "processor", value);
-    halfstep_cpu_features(value, sizeof value);
-    add_pair(compare, compare->machine, most, &report->machines, "features", value);
-    add_pair(compare, compare->machine, most, &report->machines, "instruction set in use", halfstep_isa());
-    snprintf(value, sizeof value, "%d", compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
-    add_pair(compare, compare->machine, most, &report->machines, "threads", value);
-    snprintf(value, sizeof value, "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100, halfstep_abi());
-    add_pair(compare, compare->machine, most, &report->machines, "halfstep", value);
+    struct text value = {0};
+    char line[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    text_add(&value, "%s", line);
+    add_pair(compare, compare->machine, (int)(sizeof compare->machine / sizeof compare->machine[0]), &compare->report.machines,
+             name, &value);
+    text_free(&value);
 }
 
-void compare_describe(struct compare *compare)
+static void describe_machine(struct compare *compare)
+{
+    int32_t version = halfstep_version();
+    char value[1024];
+    compare->report.machine = compare->machine;
+    processor_name(value, sizeof value);
+    if (value[0]) machine_fact(compare, "processor", "%s", value);
+    halfstep_cpu_features(value, sizeof value);
+    machine_fact(compare, "features", "%s", value);
+    machine_fact(compare, "instruction set in use", "%s", halfstep_isa());
+    machine_fact(compare, "threads", "%d", compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
+    machine_fact(compare, "halfstep", "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100, halfstep_abi());
+}
+
+int compare_describe(struct compare *compare)
 {
     struct report *report = &compare->report;
     report->title = compare->comparison->title;
@@ -89,7 +103,7 @@ void compare_describe(struct compare *compare)
         text_add(&compare->command, " ");
         text_add_shell(&compare->command, compare->comparison->argv[i]);
     }
-    report->command = compare->command.data ? compare->command.data : "";
+    report->command = text_string(&compare->command);
     struct text *subtitle = &compare->subtitle;
     int recipes = report->entries / compare->batches;
     text_add(subtitle, "%d recipe%s, ", recipes, recipes == 1 ? "" : "s");
@@ -97,9 +111,10 @@ void compare_describe(struct compare *compare)
     if (report->seeds > 1) text_add(subtitle, "%d seeds, ", report->seeds);
     report->configuration = compare->configuration;
     compare->kind->describe(compare, subtitle);
-    report->subtitle = subtitle->data ? subtitle->data : "";
+    report->subtitle = text_string(subtitle);
     describe_configuration(compare);
     describe_machine(compare);
+    return compare->command.failed || subtitle->failed ? -1 : 0;
 }
 
 /* ---- Files -------------------------------------------------------------------------------------------------------------- */
@@ -107,8 +122,8 @@ void compare_describe(struct compare *compare)
 int compare_make_folder(const char *path)
 {
     char part[PATH_BYTES];
-    if (strlen(path) >= sizeof part) {
-        errno = ENAMETOOLONG;
+    if (!path[0] || strlen(path) >= sizeof part) {
+        errno = path[0] ? ENAMETOOLONG : ENOENT;
         return -1;
     }
     strcpy(part, path);
@@ -128,13 +143,20 @@ int compare_make_folder(const char *path)
     return access(part, W_OK | X_OK);
 }
 
-static int write_one(const struct compare *compare, const char *name, struct text *text, char *error, size_t error_bytes)
+const char *compare_report_file(int index)
 {
-    char path[PATH_BYTES];
-    int bad = text->failed;
-    if (bad) snprintf(error, error_bytes, "%s: out of memory", name);
-    snprintf(path, sizeof path, "%s/%s", compare->options.out, name);
-    if (!bad) bad = halfstep_write_file_atomic(path, text->data, text->n, error, error_bytes) != HALFSTEP_OK;
+    static const char *const names[] = {"runs.csv", "history.csv", "report.json", "report.html"};
+    return names[index];
+}
+
+static int write_one(const struct compare *compare, int index, struct text *text, char *error, size_t error_bytes)
+{
+    struct text path = {0};
+    text_add(&path, "%s/%s", compare->options.out, compare_report_file(index));
+    int bad = text->failed || path.failed;
+    if (bad) snprintf(error, error_bytes, "%s: out of memory", compare_report_file(index));
+    if (!bad) bad = halfstep_write_file_atomic(path.data, text->data, text->n, error, error_bytes) != HALFSTEP_OK;
+    text_free(&path);
     text_free(text);
     return bad ? -1 : 0;
 }
@@ -146,17 +168,14 @@ int compare_write_report(const struct compare *compare, char *error, size_t erro
     report_html(report, &html);
     report_runs_csv(report, &runs);
     report_history_csv(report, &history);
-    json_t *json = report_json(report);
-    char *dump = json_dumps(json, JSON_INDENT(2) | JSON_REAL_PRECISION(10));
-    json_decref(json);
-    if (dump) text_add(&object, "%s\n", dump);
-    else object.failed = 1;
-    free(dump);
-    /* Each call frees its text, so all four are made whatever becomes of the first. */
-    int bad = write_one(compare, "runs.csv", &runs, error, error_bytes);
-    if (!bad) bad = write_one(compare, "history.csv", &history, error, error_bytes);
-    if (!bad) bad = write_one(compare, "report.json", &object, error, error_bytes);
-    if (!bad) bad = write_one(compare, "report.html", &html, error, error_bytes);
+    struct document document;
+    report_document(&document, report);
+    document_write(&document, &object);
+    int bad = write_one(compare, 0, &runs, error, error_bytes);
+    if (!bad) bad = write_one(compare, 1, &history, error, error_bytes);
+    if (!bad) bad = write_one(compare, 2, &object, error, error_bytes);
+    if (!bad) bad = write_one(compare, 3, &html, error, error_bytes);
+    /* Those that it did not come to. */
     text_free(&html);
     text_free(&object);
     text_free(&history);

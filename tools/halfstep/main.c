@@ -1,5 +1,8 @@
 /* halfstep: trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "halfstep.h"
@@ -34,7 +37,7 @@ static const char *command_name(void *context, int index)
 static void print_help(FILE *out)
 {
     fprintf(out, "Usage: halfstep COMMAND [options]\n\n"
-                 "Optimizer steps on weights and states stored in 32, 16 or 8 bits and computed in fp32.\n\n");
+                 "Optimizer steps on weights and states stored in 32, 16, 8 or 4 bits and computed in fp32.\n\n");
     for (int i = 0; i < COMMANDS; i++) fprintf(out, "  %-10s %s\n", commands[i].name, commands[i].summary);
     fprintf(out, "\n  halfstep COMMAND --help    options of a command\n"
                  "  halfstep --version         version of program and library\n");
@@ -49,8 +52,8 @@ static void print_version(void)
 static int unknown_command(const char *name)
 {
     const char *near = args_suggest(name, command_name, NULL);
-    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name, near ? ", did you mean " : "",
-            near ? near : "", near ? "?" : "");
+    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name,
+            near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
 }
 
@@ -65,12 +68,40 @@ static int finish(int status)
     return status;
 }
 
+/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress lines.
+ * What takes the place here fails as a closed stream does. */
+static int occupy_standard_streams(void)
+{
+    for (int fd = 0; fd <= 2; fd++) {
+        if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
+        if (open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd) return -1;
+    }
+    return 0;
+}
+
+/* The library goes on with the best kernels. Whoever asked for others would measure or check the wrong ones. */
+static int refuse_isa(void)
+{
+    const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
+    fprintf(stderr, "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ",
+            asked ? asked : "");
+    for (int32_t i = 0; i < halfstep_isa_count(); i++) {
+        if (!halfstep_isa_available(i)) continue;
+        fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));
+        separator = ", ";
+    }
+    fprintf(stderr, "\n");
+    return 2;
+}
+
 int main(int argc, char **argv)
 {
+    if (occupy_standard_streams() != 0) return 1;
     if (halfstep_abi() != HALFSTEP_ABI) {
         fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
         return 1;
     }
+    if (halfstep_isa_warning()) return refuse_isa();
     if (argc < 2) {
         print_help(stderr);
         return 2;

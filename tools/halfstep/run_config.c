@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "hash.h"
 #include "train.h"
+#include "trainer_file.h"
 
 /* ---- Options --------------------------------------------------------------------------------------------------------- */
 
@@ -235,13 +236,18 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
 {
     const struct string_list *list = (const void *)((const char *)group->target + option->offset);
     while (*saved) {
-        size_t n = strcspn(saved, ",");
-        char word[160];
-        snprintf(word, sizeof word, "%.*s", (int)n, saved);
-        size_t name = strcspn(word, "=") + 1;
-        int there = 0;
-        for (int i = 0; i < list->n; i++) there |= strncmp(list->item[i], word, name) == 0;
-        if (!there && args_set(args, group, option, word, error, error_bytes) != 0) return -1;
+        size_t n = strcspn(saved, ","), name = strcspn(saved, "=") + 1;
+        int there = 0, status = 0;
+        for (int i = 0; i < list->n; i++) there |= strncmp(list->item[i], saved, name) == 0;
+        struct text word = {0};
+        text_add(&word, "%.*s", (int)n, saved);
+        if (word.failed) {
+            snprintf(error, error_bytes, "out of memory");
+            return 1;
+        }
+        if (!there) status = args_set(args, group, option, text_string(&word), error, error_bytes);
+        text_free(&word);
+        if (status) return status;
         saved += n;
         if (*saved == ',') saved++;
     }
@@ -249,13 +255,13 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
 }
 
 static int restore_options(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
-                           const json_t *options, char *error, size_t error_bytes)
+                           const struct trainer_file *trainer, char *error, size_t error_bytes)
 {
     for (int g = 0; g < n_groups; g++) {
         if (groups[g].target != config) continue;
         for (int i = 0; i < groups[g].n; i++) {
             const struct option *option = &groups[g].rows[i];
-            const char *saved = json_string_value(json_object_get(options, option->name));
+            const char *saved = trainer_file_option(trainer, option->name);
             if (!saved || !saved[0] || !(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
             char why[400];
             int bad = 0;
@@ -263,11 +269,32 @@ static int restore_options(struct args *args, const struct option_group *groups,
             else if (!args_given(args, option->name)) bad = args_set(args, &groups[g], option, saved, why, sizeof why);
             if (bad) {
                 snprintf(error, error_bytes, "%s: trainer.json: %s", config->checkpoint, why);
-                return -1;
+                return 1;
             }
         }
     }
     return 0;
+}
+
+/* --checkpoint DIR/checkpoint-N names the one of several to go on from; what comes after it is saved in DIR. */
+static int split_generation(struct args *args, struct run_config *config, const halfstep_checkpoint *checkpoint)
+{
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_get_checkpoint_info(checkpoint, &info);
+    config->resume_from = config->checkpoint;
+    if (strcmp(info.directory, config->checkpoint) != 0) return 0;
+    size_t n = strlen(config->checkpoint);
+    while (n > 1 && config->checkpoint[n - 1] == '/') n--;
+    size_t name = n;
+    while (name && config->checkpoint[name - 1] != '/') name--;
+    if (strncmp(config->checkpoint + name, "checkpoint-", 11) != 0) return 0;
+    struct text above = {0};
+    size_t end = name;
+    while (end > 1 && config->checkpoint[end - 1] == '/') end--;
+    text_add(&above, "%.*s", end ? (int)end : 1, end ? config->checkpoint : ".");
+    config->checkpoint = above.failed ? NULL : args_keep(args, text_string(&above));
+    text_free(&above);
+    return config->checkpoint ? 0 : 1;
 }
 
 static int restore(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
@@ -275,18 +302,22 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
 {
     halfstep_checkpoint *checkpoint;
     halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-    int code = halfstep_open_checkpoint(&checkpoint, config->checkpoint, &quick, error, error_bytes);
-    if (code == HALFSTEP_ERROR_NAME) {
-        snprintf(error, error_bytes, "--resume: there is no checkpoint in %s", config->checkpoint);
+    char why[1024];
+    int code = halfstep_open_checkpoint(&checkpoint, config->checkpoint, &quick, why, sizeof why);
+    if (code != HALFSTEP_OK) {
+        snprintf(error, error_bytes, "%s%s", code == HALFSTEP_ERROR_NAME ? "--resume: " : "", why);
         return 1;
     }
-    if (code != HALFSTEP_OK) return 1;
-    json_t *trainer = checkpoint_read_json(checkpoint, "trainer.json", error, error_bytes);
+    struct trainer_file trainer;
+    int status = trainer_file_read(checkpoint, &trainer, error, error_bytes) != HALFSTEP_OK;
+    if (!status && split_generation(args, config, checkpoint) != 0) {
+        snprintf(error, error_bytes, "out of memory");
+        status = 1;
+    }
     halfstep_close_checkpoint(checkpoint);
-    if (!trainer) return 1;
-    int bad = restore_options(args, groups, n_groups, config, json_object_get(trainer, "options"), error, error_bytes);
-    json_decref(trainer);
-    return bad ? 1 : 0;
+    if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
+    trainer_file_free(&trainer);
+    return status;
 }
 
 int run_hyper_check(const struct run_config *config, char *error, size_t error_bytes)

@@ -259,7 +259,11 @@ static int train_step(struct run *run)
     if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(sequences * c->context) / took : NAN);
     if (!status && c->checkpoint && c->checkpoint_every && run->step % c->checkpoint_every == 0 && !last) {
         /* A save that fails now may succeed later; at the end it decides. */
-        if (run_save(run) != 0) progress_note(run->progress, "warning: not saved: %s; training goes on", run->error);
+        if (run_save(run) != 0) {
+            char why[1200];
+            snprintf(why, sizeof why, "warning: not saved: %s; training goes on", run->error);
+            run_tell(run, why);
+        }
     }
     return status;
 }
@@ -283,13 +287,13 @@ static int interrupted(struct run *run, int number)
 /* ---- Results ------------------------------------------------------------------------------------------------------------ */
 
 /* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
-static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed)
+static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed, char *why, size_t why_bytes)
 {
     struct lm_tensor info;
     halfstep_optimizer *fresh = NULL;
     int32_t group, index;
     struct recipe_parts parts;
-    char recipe[RECIPE_BYTES + 8], why[300];
+    char recipe[RECIPE_BYTES + 8];
     lm_tensor_info(&run->shape, tensor, &info);
     recipe_split(run->config->recipe, &parts);
     snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
@@ -305,7 +309,7 @@ static int count_changes(struct run *run, int tensor, struct weight_source *sour
     if (!bad)
         bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
               halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
-    if (!bad && source) bad = weight_source_read(source, &info, values, why, sizeof why) != 0;
+    if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
     else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
     if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
     if (!bad) {
@@ -323,17 +327,16 @@ static int count_changes(struct run *run, int tensor, struct weight_source *sour
 
 static double weights_changed(struct run *run)
 {
-    char why[300];
+    char why[600] = "out of memory", note[700];
     uint64_t changed = 0;
-    struct weight_source *source = NULL;
-    if (run->config->init) {
-        source = weight_source_open(run->config->init, why, sizeof why);
-        if (!source) return NAN;
-    }
-    int bad = 0;
-    for (int i = 0; i < run->tensors && !bad; i++) bad = count_changes(run, i, source, &changed);
+    struct weight_source *source = run->config->init ? weight_source_open(run->config->init, why, sizeof why) : NULL;
+    int bad = run->config->init && !source;
+    for (int i = 0; i < run->tensors && !bad; i++) bad = count_changes(run, i, source, &changed, why, sizeof why);
     weight_source_close(source);
-    return bad ? NAN : (double)changed / (double)run->result->params;
+    if (!bad) return (double)changed / (double)run->result->params;
+    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", why);
+    run_tell(run, note);
+    return NAN;
 }
 
 static void fill_result(struct run *run)
@@ -416,15 +419,17 @@ int train_run(const struct run_config *config, const struct run_data *data, stru
     memset(result, 0, sizeof *result);
     result->weights_changed = result->tokens_per_s = NAN;
     error[0] = 0;
-    int status = run_build(&run);
+    int status = run_open_directory(&run);
+    if (!status) status = run_build(&run);
     if (!status) status = config->resume ? run_resume(&run) : run_initialize(&run);
-    if (!status) status = run_check_outputs(&run);
+    if (!status) status = run_open_log(&run);
     if (!status) {
         progress_begin(progress, run.step, config->steps);
         status = loop(&run);
         progress_end(progress);
     }
     if (log_close(run.log) != 0 && status == 0) status = run_fail(&run, "the log %s is not complete", config->log);
+    run_lock_release(run.lock);
     run_dismantle(&run);
     return status;
 }

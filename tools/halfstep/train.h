@@ -8,12 +8,11 @@
  *   args_parse(...); run_config_complete(&args, &groups[0], &config, error, sizeof error);
  *   run_data_load(&config, &data, error, sizeof error);
  *   status = train_run(&config, &data, &progress, &result, error, sizeof error);
- *   json_t *object = run_result_json(&result);
+ *   run_result_document(&document, &result);
  *   run_result_free(&result); run_data_free(&data); args_free(&args); */
 #ifndef HALFSTEP_TRAIN_H
 #define HALFSTEP_TRAIN_H
 
-#include <jansson.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -21,6 +20,7 @@
 #include "data.h"
 #include "models/llama.h"
 #include "recipes.h"
+#include "ui/document.h"
 #include "ui/progress.h"
 
 /* ---- What a run is told ---------------------------------------------------------------------------------------------- */
@@ -49,6 +49,7 @@ struct run_config {
     const char *checkpoint;             /* directory or NULL */
     int64_t checkpoint_every, keep;
     int resume;
+    const char *resume_from;            /* what to open then: checkpoint, or one of those in it. NULL: checkpoint */
     int64_t sample_bytes;               /* text the trained model writes at the end */
     int quiet;
     int64_t epochs, train_images, test_images;  /* of train mnist; images: 0: all of --data */
@@ -125,6 +126,8 @@ struct run_result {
     double weights_changed;     /* fraction of the weights whose stored bits differ from the start, NaN: not known */
     uint64_t state_hash;
     char checkpoint[1024];      /* where it was saved last, "" if nowhere */
+    char **note;                /* what went wrong beside the saves that succeeded, each once */
+    size_t n_notes;
     struct run_history history; /* resumed runs include what went before */
     uint8_t *sample;
     size_t sample_bytes;
@@ -135,20 +138,17 @@ struct run_result {
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes);
 
-json_t *run_result_json(const struct run_result *result);
+/* The result as a new document. */
+void run_result_document(struct document *document, const struct run_result *result);
 void run_result_free(struct run_result *result);
+/* Adds a note unless it is there already. Whether it is a new one. */
+int run_result_note(struct run_result *result, const char *note);
 
-/* A double as JSON; null where JSON has no word for it. Rounded to 10 digits by print_json(). */
-json_t *json_double(double value);
-/* Prints and releases the object. 0, or 1. */
-int print_json(json_t *object);
 /* For people: the first line of a result; and its last, what was skipped, held and changed. */
 void print_run(const struct run_result *result);
 void print_held(const struct run_result *result);
 /* One line about a run that ended with a status: 2 is bad usage. */
 void complain(const char *command, int status, const char *error);
-/* Bytes as a JSON string: what is not UTF-8 becomes U+FFFD. */
-json_t *json_bytes(const uint8_t *bytes, size_t n);
 /* Bytes as text for people: as they are into a file, with everything unprintable escaped on a terminal. */
 void print_bytes(const uint8_t *bytes, size_t n);
 

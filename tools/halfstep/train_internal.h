@@ -6,6 +6,7 @@
 #include "halfstep.h"
 
 #include "checkpoint.h"
+#include "run_lock.h"
 #include "train.h"
 #include "ui/log.h"
 
@@ -45,6 +46,11 @@ struct run {
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;
     int64_t saved_step;             /* -1: never */
+    uint64_t sequence;              /* of the last checkpoint that this run has saved or resumed; 0: none */
+    int unread;                     /* the last one was saved and could not be read back */
+    uint64_t unread_step;
+    int shares;                     /* the directory holds checkpoints that are not this run's */
+    struct run_lock *lock;
 };
 
 /* Writes the error line; 1, the exit status that goes with it. */
@@ -60,9 +66,13 @@ int run_build(struct run *run);
 void run_dismantle(struct run *run);
 /* First weights: random, or those of --init. */
 int run_initialize(struct run *run);
+/* Takes the directory for this run, and tries what could refuse the results later. */
+int run_open_directory(struct run *run);
 int run_resume(struct run *run);
-/* Tries everything that could refuse the results later, and opens the log. */
-int run_check_outputs(struct run *run);
+int run_open_log(struct run *run);
+/* What is worth telling beside what succeeds: on stderr, once, and in the results. */
+void run_tell(struct run *run, const char *note);
+/* Saves, and reads back what was saved. */
 int run_save(struct run *run);
 
 #endif

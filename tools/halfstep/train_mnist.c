@@ -9,6 +9,7 @@
 #include "interrupt.h"
 #include "models/cnn.h"
 #include "models/rows.h"
+#include "paths.h"
 #include "train_internal.h"
 #include "ui/text.h"
 
@@ -129,6 +130,8 @@ static int build(struct mnist_run *m)
     m->model = cnn_create(&m->shape, &options, run->error, run->error_bytes);
     if (!m->model) return 1;
     status = initialize(m);
+    const struct named_path data = {"--data", c->data}, log = {"--log", c->log};
+    if (!status) status = paths_check(&data, 1, &log, 1, run->error, run->error_bytes);
     if (!status && c->log) status = open_log(m);
     return status;
 }
@@ -451,26 +454,23 @@ double mnist_accuracy(const struct mnist_result *result)
     return n && !result->diverged && isfinite(result->run.val_loss) ? result->accuracy[n - 1] : NAN;
 }
 
-json_t *mnist_result_json(const struct mnist_result *result)
+void mnist_result_document(struct document *d, const struct mnist_result *result)
 {
     const struct run_history *history = &result->run.history;
-    json_t *object = run_result_json(&result->run), *epochs = json_object(), *train = json_array(), *losses = json_array();
-    json_t *accuracies = json_array();
-    for (size_t i = 0; i < history->n_points; i++) json_array_append_new(train, json_double(history->point[i].train_loss));
-    for (size_t i = 1; i < history->n_validations; i++) {
-        json_array_append_new(losses, json_double(history->validation[i].loss));
-        json_array_append_new(accuracies, json_double(result->accuracy[i]));
-    }
-    json_object_set_new(epochs, "train_loss", train);
-    json_object_set_new(epochs, "test_loss", losses);
-    json_object_set_new(epochs, "test_accuracy", accuracies);
-    json_object_set_new(object, "batch", json_integer(result->batch));
-    json_object_set_new(object, "test_loss", json_double(result->run.val_loss));
-    json_object_set_new(object, "test_accuracy", json_double(mnist_accuracy(result)));
-    json_object_set_new(object, "images_per_s", json_double(result->images_per_s));
-    json_object_set_new(object, "diverged", json_boolean(result->diverged || !isfinite(result->run.val_loss)));
-    json_object_set_new(object, "epochs", epochs);
-    return object;
+    run_result_document(d, &result->run);
+    json_t *object = d->root;
+    put_integer(d, object, "batch", result->batch);
+    put_number(d, object, "test_loss", result->run.val_loss);
+    put_number(d, object, "test_accuracy", mnist_accuracy(result));
+    put_number(d, object, "images_per_s", result->images_per_s);
+    put_flag(d, object, "diverged", result->diverged || !isfinite(result->run.val_loss));
+    json_t *epochs = put_object(d, object, "epochs");
+    json_t *train = put_array(d, epochs, "train_loss");
+    for (size_t i = 0; i < history->n_points; i++) put_number(d, train, NULL, history->point[i].train_loss);
+    json_t *losses = put_array(d, epochs, "test_loss");
+    for (size_t i = 1; i < history->n_validations; i++) put_number(d, losses, NULL, history->validation[i].loss);
+    json_t *accuracies = put_array(d, epochs, "test_accuracy");
+    for (size_t i = 1; i < history->n_validations; i++) put_number(d, accuracies, NULL, result->accuracy[i]);
 }
 
 void mnist_result_free(struct mnist_result *result)

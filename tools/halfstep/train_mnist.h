@@ -34,7 +34,8 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
 
 /* Test accuracy at the end, NAN if the run diverged: what is likeliest among numbers that are not finite says nothing. */
 double mnist_accuracy(const struct mnist_result *result);
-json_t *mnist_result_json(const struct mnist_result *result);
+/* The result as a new document. */
+void mnist_result_document(struct document *document, const struct mnist_result *result);
 void mnist_result_free(struct mnist_result *result);
 
 /* The subcommand. */

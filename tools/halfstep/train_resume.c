@@ -1,77 +1,117 @@
 #include "train_internal.h"
 
+#include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "halfstep_io.h"
 
-static json_t *options_json(const struct run_config *config)
+#include "paths.h"
+#include "trainer_file.h"
+
+/* ---- Options ------------------------------------------------------------------------------------------------------------ */
+
+/* Every option that a checkpoint keeps, by its row and its value as text. Stops at the first non-zero result; -1 when memory is
+ * out. */
+typedef int option_visitor(void *context, const struct option *option, const char *value);
+
+static int each_option(const struct run_config *config, option_visitor *visit, void *context)
 {
     struct run_options table;
     struct run_config copy = *config;
     run_options_init(&table);
-    const struct option_group group = {"", table.rows, table.n, &copy}, recipe = {"", &run_recipe_option, 1, &copy};
-    json_t *options = json_object();
-    char text[4096];
-    args_text(&recipe, &run_recipe_option, text, sizeof text);
-    json_object_set_new(options, run_recipe_option.name, json_string(text));
-    for (int i = 0; i < table.n; i++) {
-        if (!(table.rows[i].flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
-        args_text(&group, &table.rows[i], text, sizeof text);
-        json_object_set_new(options, table.rows[i].name, json_string(text));
-    }
-    return options;
-}
-
-static json_t *trainer_json(const struct run *run)
-{
-    json_t *trainer = json_object();
-    char hash[2][24];
-    snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
-    snprintf(hash[1], sizeof hash[1], "%016llx", (unsigned long long)run->data->val_hash);
-    json_object_set_new(trainer, "format", json_integer(1));
-    json_object_set_new(trainer, "step", json_integer(run->step));
-    json_object_set_new(trainer, "options", options_json(run->config));
-    json_object_set_new(trainer, "data_bytes", json_integer((json_int_t)run->data->data_file.n));
-    json_object_set_new(trainer, "data_hash", json_string(hash[0]));
-    json_object_set_new(trainer, "val_hash", json_string(run->config->val ? hash[1] : ""));
-    json_object_set_new(trainer, "threads", json_integer(run->threads));
-    json_object_set_new(trainer, "released_norm", json_real(run->released_norm));
-    json_object_set_new(trainer, "seconds", json_real(run->trained_seconds));
-    return trainer;
-}
-
-static int differs(struct run *run, const json_t *saved_options)
-{
-    json_t *options = options_json(run->config);
-    struct run_options table;
-    run_options_init(&table);
+    const struct option_group group = {"", table.rows, table.n, &copy};
     int status = 0;
     for (int i = -1; i < table.n && !status; i++) {
         const struct option *option = i < 0 ? &run_recipe_option : &table.rows[i];
-        if (!(option->flags & OPTION_IDENTITY)) continue;
-        const char *here = json_string_value(json_object_get(options, option->name));
-        const char *there = json_string_value(json_object_get(saved_options, option->name));
-        /* A checkpoint from before there was such an option is one that was made with its default. */
-        if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
-        if (!there) status = run_fail(run, "%s: trainer.json does not say --%s", run->config->checkpoint, option->name);
-        else if (option->kind == OPTION_FLAG && strcmp(here, there) != 0)
-            status = run_fail(run, "--%s is %s here but %s in %s", option->name, here[0] == '1' ? "given" : "not given",
-                          there[0] == '1' ? "given" : "not", run->config->checkpoint);
-        else if (strcmp(here, there) != 0)
-            status = run_fail(run, "--%s is %s here but %s in %s", option->name, here, there, run->config->checkpoint);
+        if (!(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
+        struct text text = {0};
+        args_text(&group, option, &text);
+        status = text.failed ? -1 : visit(context, option, text_string(&text));
+        text_free(&text);
     }
-    json_decref(options);
     return status;
 }
 
-static int same_data(struct run *run, const json_t *trainer, const char *key, uint64_t hash, const char *option)
+struct saving {
+    struct trainer_file *file;
+    size_t room;
+};
+
+static int keep_option(void *context, const struct option *option, const char *value)
+{
+    struct saving *saving = context;
+    struct trainer_file *file = saving->file;
+    if (file->options == saving->room) {
+        saving->room = saving->room ? 2 * saving->room : 64;
+        struct trainer_option *grown = realloc(file->option, saving->room * sizeof *grown);
+        if (!grown) return -1;
+        file->option = grown;
+    }
+    char *copy = strdup(value);
+    if (!copy) return -1;
+    file->option[file->options++] = (struct trainer_option){option->name, copy};
+    return 0;
+}
+
+/* trainer.json of the run as it stands. 0, or -1 when memory is out. */
+static int trainer_text(const struct run *run, struct text *text)
+{
+    char hash[2][24];
+    snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
+    snprintf(hash[1], sizeof hash[1], "%016llx", (unsigned long long)run->data->val_hash);
+    struct trainer_file file = {.step = (uint64_t)run->step, .threads = (uint64_t)run->threads,
+                                .data_bytes = run->data->data_file.n, .data_hash = hash[0],
+                                .val_hash = run->config->val ? hash[1] : "", .released_norm = run->released_norm,
+                                .seconds = run->trained_seconds};
+    struct saving saving = {&file, 0};
+    int bad = each_option(run->config, keep_option, &saving) != 0;
+    if (!bad) trainer_file_write(&file, text);
+    for (size_t i = 0; i < file.options; i++) free((char *)file.option[i].value);
+    free(file.option);
+    return bad || text->failed ? -1 : 0;
+}
+
+/* A name that JSON cannot hold would come back as another one. */
+static int check_text(void *context, const struct option *option, const char *value)
+{
+    struct run *run = context;
+    size_t n = strlen(value), i = 0, length = 1;
+    while (i < n && (length = text_utf8_length(value + i, n - i)) != 0) i += length;
+    if (length) return 0;
+    run_fail(run, "--%s %s: a checkpoint can only keep it as UTF-8", option->name, value);
+    return 2;
+}
+
+struct comparing {
+    struct run *run;
+    const struct trainer_file *saved;
+};
+
+static int compare_option(void *context, const struct option *option, const char *here)
+{
+    struct comparing *c = context;
+    const char *checkpoint = c->run->config->checkpoint, *there = trainer_file_option(c->saved, option->name);
+    if (!(option->flags & OPTION_IDENTITY)) return 0;
+    /* A checkpoint from before there was such an option is one that was made with its default. */
+    if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
+    if (!there) return run_fail(c->run, "%s: trainer.json does not say --%s", checkpoint, option->name);
+    if (strcmp(here, there) == 0) return 0;
+    if (option->kind == OPTION_FLAG)
+        return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here[0] == '1' ? "given" : "not given",
+                        there[0] == '1' ? "given" : "not", checkpoint);
+    return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here, there, checkpoint);
+}
+
+/* ---- Resuming ----------------------------------------------------------------------------------------------------------- */
+
+static int same_data(struct run *run, const char *saved, uint64_t hash, const char *option)
 {
     char text[24];
-    const char *saved = json_string_value(json_object_get(trainer, key));
     snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
-    if (saved && strcmp(saved, text) == 0) return 0;
+    if (strcmp(saved, text) == 0) return 0;
     return run_fail(run, "--%s holds other bytes than the run in %s was trained on", option, run->config->checkpoint);
 }
 
@@ -97,85 +137,240 @@ static int same_rates(struct run *run, int64_t saved_steps)
     return 0;
 }
 
-static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, const json_t *trainer)
+static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, const struct trainer_file *saved)
 {
     const struct run_config *c = run->config;
-    const json_t *options = json_object_get(trainer, "options");
-    json_int_t step = json_integer_value(json_object_get(trainer, "step"));
-    if (!json_is_object(options) || !json_is_integer(json_object_get(trainer, "step")) || step < 0)
-        return run_fail(run, "%s: trainer.json is not what this program writes", c->checkpoint);
-    int status = differs(run, options);
-    if (!status) status = same_data(run, trainer, "data_hash", run->data->data_hash, "data");
-    const char *val = json_string_value(json_object_get(trainer, "val_hash"));
-    if (!status && (val && val[0]) != (c->val != NULL))
+    struct comparing comparing = {run, saved};
+    int status = each_option(c, compare_option, &comparing);
+    if (status < 0) return run_fail(run, "out of memory");
+    if (!status) status = same_data(run, saved->data_hash, run->data->data_hash, "data");
+    if (!status && (saved->val_hash[0] != 0) != (c->val != NULL))
         status = run_fail(run, "--val is %s here but not in %s", c->val ? "given" : "missing", c->checkpoint);
-    if (!status && c->val) status = same_data(run, trainer, "val_hash", run->data->val_hash, "val");
-    if (!status && c->steps < step)
-        status = run_fail(run, "--steps is %lld, but %s is already at step %lld", (long long)c->steps, c->checkpoint, (long long)step);
+    if (!status && c->val) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
+    if (!status && (uint64_t)c->steps < saved->step)
+        status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
+                          (unsigned long long)saved->step);
     if (!status) status = checkpoint_load(checkpoint, &run->holding, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
-    const char *saved_steps = json_string_value(json_object_get(options, "steps"));
-    double steps;
+    const char *saved_steps = trainer_file_option(saved, "steps");
+    double steps = 0;
     if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
         status = run_fail(run, "%s: trainer.json does not say --steps", c->checkpoint);
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
-    json_int_t threads = json_integer_value(json_object_get(trainer, "threads"));
-    if (threads != run->threads)
-        progress_note(run->progress, "note: %s was made with %lld threads, this run has %d: sums may differ in their last bits",
-                      c->checkpoint, (long long)threads, run->threads);
-    run->released_norm = json_number_value(json_object_get(trainer, "released_norm"));
-    run->trained_seconds = json_number_value(json_object_get(trainer, "seconds"));
-    run->step = run->saved_step = step;
+    if (saved->threads != (uint64_t)run->threads)
+        progress_note(run->progress, "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
+                      c->checkpoint, (unsigned long long)saved->threads, run->threads);
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_get_checkpoint_info(checkpoint, &info);
+    run->sequence = info.sequence;
+    run->released_norm = saved->released_norm;
+    run->trained_seconds = saved->seconds;
+    run->step = run->saved_step = (int64_t)saved->step;
     return 0;
 }
 
 int run_resume(struct run *run)
 {
+    const struct run_config *c = run->config;
     halfstep_checkpoint *checkpoint;
-    int code = halfstep_open_checkpoint(&checkpoint, run->config->checkpoint, NULL, run->error, run->error_bytes);
-    if (code == HALFSTEP_ERROR_NAME) return run_fail(run, "--resume: there is no checkpoint in %s", run->config->checkpoint);
-    if (code != HALFSTEP_OK) return 1;
-    json_t *trainer = checkpoint_read_json(checkpoint, "trainer.json", run->error, run->error_bytes);
-    int status = trainer ? resume_from(run, checkpoint, trainer) : 1;
-    json_decref(trainer);
+    struct trainer_file saved;
+    if (halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL, run->error,
+                                 run->error_bytes) != HALFSTEP_OK)
+        return 1;
+    int status = trainer_file_read(checkpoint, &saved, run->error, run->error_bytes) != HALFSTEP_OK;
+    if (!status) status = resume_from(run, checkpoint, &saved);
+    trainer_file_free(&saved);
     halfstep_close_checkpoint(checkpoint);
     return status;
 }
 
-int run_check_outputs(struct run *run)
+/* ---- The directory ------------------------------------------------------------------------------------------------------ */
+
+void run_tell(struct run *run, const char *note)
+{
+    if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
+}
+
+/* Checkpoints that no pointer names any more, because manifest.json was lost: the next save would count them among its own, and
+ * remove those beyond --keep. */
+static int refuse_unnamed(struct run *run)
+{
+    const char *directory = run->config->checkpoint;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    DIR *stream = opendir(directory);
+    if (!stream) return run_fail(run, "cannot list %s", directory);
+    struct dirent *entry;
+    int status = 0;
+    while (!status && (entry = readdir(stream)) != NULL) {
+        halfstep_checkpoint *there;
+        struct text path = {0};
+        if (strncmp(entry->d_name, "checkpoint-", 11) != 0) continue;
+        text_add(&path, "%s/%s", directory, entry->d_name);
+        int code = path.failed ? HALFSTEP_ERROR_MEMORY : halfstep_open_checkpoint(&there, path.data, &quick, run->error, run->error_bytes);
+        if (code == HALFSTEP_OK) {
+            status = run_fail(run, "%s holds %s, but no manifest.json that names it: add --resume to --checkpoint %s to continue it, "
+                                   "or choose another directory", directory, entry->d_name, path.data);
+            halfstep_close_checkpoint(there);
+        } else if (code == HALFSTEP_ERROR_MEMORY) {
+            status = run_fail(run, "out of memory");
+        }
+        text_free(&path);
+    }
+    closedir(stream);
+    return status;
+}
+
+/* A new run begins where no other one's work lies. */
+static int refuse_occupied(struct run *run)
 {
     const struct run_config *c = run->config;
-    if (c->checkpoint) {
-        halfstep_checkpoint *there;
-        halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
-        int code = c->resume ? HALFSTEP_ERROR_NAME
-                             : halfstep_open_checkpoint(&there, c->checkpoint, &quick, run->error, run->error_bytes);
-        if (code == HALFSTEP_OK) {
-            halfstep_checkpoint_info info = {.struct_size = sizeof info};
-            halfstep_get_checkpoint_info(there, &info);
-            run_fail(run, "%s already holds a checkpoint of step %llu: add --resume to continue it, or choose another directory",
+    halfstep_checkpoint *there;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    int code = halfstep_open_checkpoint(&there, c->checkpoint, &quick, run->error, run->error_bytes);
+    if (code == HALFSTEP_OK) {
+        halfstep_checkpoint_info info = {.struct_size = sizeof info};
+        halfstep_get_checkpoint_info(there, &info);
+        run_fail(run, "%s already holds a checkpoint of step %llu: add --resume to continue it, or choose another directory",
                  c->checkpoint, (unsigned long long)info.step);
-            halfstep_close_checkpoint(there);
-            return 1;
-        }
-        if (code != HALFSTEP_ERROR_NAME) return 1;
-        halfstep_checkpoint_save *probe;
-        if (halfstep_begin_checkpoint(&probe, c->checkpoint, NULL, run->error, run->error_bytes) != HALFSTEP_OK) return 1;
-        halfstep_abandon_checkpoint(probe);
+        halfstep_close_checkpoint(there);
+        return 1;
     }
+    if (code != HALFSTEP_ERROR_NAME) return 1;
+    int status = refuse_unnamed(run);
+    const char *name;
+    for (int i = 0; !status && (name = checkpoint_file_name(i)) != NULL; i++) {
+        struct text path = {0};
+        struct stat file;
+        text_add(&path, "%s/%s", c->checkpoint, name);
+        if (path.failed) status = run_fail(run, "out of memory");
+        else if (lstat(path.data, &file) == 0)
+            status = run_fail(run, "%s is in the way of a checkpoint, which has a file of that name: choose another directory",
+                              path.data);
+        text_free(&path);
+    }
+    return status;
+}
+
+/* No output may be an input, nor another output. */
+static int check_paths(struct run *run)
+{
+    enum { OUTPUTS = 16 };
+    const struct run_config *c = run->config;
+    const struct named_path inputs[] = {{"--data", c->data}, {"--val", c->val}, {"--init", c->init}, {"--resume", c->resume ? c->resume_from : NULL}};
+    struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
+    struct text path[OUTPUTS] = {{0}};
+    const char *name;
+    int n = 1, failed = 0;
+    for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL; i++, n++) {
+        text_add(&path[n], "%s/%s", c->checkpoint, name);
+        failed |= path[n].failed;
+        outputs[n] = (struct named_path){"--checkpoint", text_string(&path[n])};
+    }
+    int status = failed ? run_fail(run, "out of memory") : 0;
+    /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its way. */
+    if (!status) status = paths_check(inputs, 4, outputs, 1, run->error, run->error_bytes);
+    if (!status) status = paths_check(inputs, 3, outputs, n, run->error, run->error_bytes);
+    for (int i = 1; i < n; i++) text_free(&path[i]);
+    return status;
+}
+
+int run_open_directory(struct run *run)
+{
+    const struct run_config *c = run->config;
+    if (!c->checkpoint) return check_paths(run);
+    int status = each_option(c, check_text, run);
+    if (status) return status < 0 ? run_fail(run, "out of memory") : status;
+    char note[1024];
+    run->lock = run_lock_take(c->checkpoint, note, sizeof note);
+    if (!run->lock) return run_fail(run, "%s", note);
+    if (note[0]) run_tell(run, note);
+    if (!c->resume) status = refuse_occupied(run);
+    if (!status) status = check_paths(run);
+    if (status) return status;
+    halfstep_checkpoint_save *probe;
+    if (halfstep_begin_checkpoint(&probe, c->checkpoint, NULL, run->error, run->error_bytes) != HALFSTEP_OK) return 1;
+    halfstep_abandon_checkpoint(probe);
+    return 0;
+}
+
+int run_open_log(struct run *run)
+{
+    const struct run_config *c = run->config;
     if (!c->log) return 0;
     run->log = log_open(c->log, c->resume ? run->step : -1, run->error, run->error_bytes);
     return run->log ? 0 : 1;
 }
 
+/* ---- Saving ------------------------------------------------------------------------------------------------------------- */
+
+/* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its own to
+ * remove. The lock keeps other runs away, but not other programs, and not on every file system. */
+static void look_for_others(struct run *run)
+{
+    halfstep_checkpoint *there;
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    char why[1024];
+    int code = halfstep_open_checkpoint(&there, run->config->checkpoint, &quick, why, sizeof why), others;
+    if (code == HALFSTEP_OK) {
+        halfstep_get_checkpoint_info(there, &info);
+        int known = info.sequence == run->sequence && info.step == (uint64_t)run->saved_step;
+        others = !known && !(run->unread && info.step == run->unread_step);
+        halfstep_close_checkpoint(there);
+    } else {
+        others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
+    }
+    if (!others || run->shares) return;
+    run->shares = 1;
+    snprintf(why, sizeof why, "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
+             run->config->checkpoint);
+    run_tell(run, why);
+}
+
+/* Opens what was saved with all its checksums, and compares what it says of the run. */
+static int read_back(struct run *run, const char *trainer)
+{
+    const char *directory = run->config->checkpoint;
+    halfstep_checkpoint *saved;
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    char why[900];
+    size_t bytes;
+    if (halfstep_open_checkpoint(&saved, directory, NULL, why, sizeof why) != HALFSTEP_OK)
+        return run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
+    halfstep_get_checkpoint_info(saved, &info);
+    char *text = checkpoint_read_text(saved, "trainer.json", &bytes, why, sizeof why);
+    int status = 0;
+    if (!text) status = run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
+    else if (strcmp(text, trainer) != 0) status = run_fail(run, "%s: another program has saved there at the same time", directory);
+    else run->sequence = info.sequence;
+    free(text);
+    halfstep_close_checkpoint(saved);
+    return status;
+}
+
 int run_save(struct run *run)
 {
-    json_t *trainer = trainer_json(run);
-    int bad = checkpoint_save(run->config->checkpoint, (uint32_t)run->config->keep, (uint64_t)run->step, &run->holding,
-                              trainer, &run->result->history, run->error, run->error_bytes);
-    json_decref(trainer);
-    if (bad) return 1;
+    const struct run_config *c = run->config;
+    struct text trainer = {0};
+    char note[1024];
+    int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
+    if (!status) {
+        look_for_others(run);
+        uint32_t keep = run->shares ? UINT32_MAX : (uint32_t)c->keep;
+        status = checkpoint_save(c->checkpoint, keep, (uint64_t)run->step, &run->holding, c->recipe, trainer.data,
+                                 &run->result->history, note, sizeof note) != 0;
+        if (status) run_fail(run, "%s", note);
+        else if (note[0]) run_tell(run, note);
+    }
+    if (!status) {
+        run->unread = 1;
+        run->unread_step = (uint64_t)run->step;
+        status = read_back(run, trainer.data);
+        run->unread = status != 0;
+    }
+    text_free(&trainer);
+    if (status) return 1;
     run->saved_step = run->step;
-    snprintf(run->result->checkpoint, sizeof run->result->checkpoint, "%s", run->config->checkpoint);
+    snprintf(run->result->checkpoint, sizeof run->result->checkpoint, "%s", c->checkpoint);
     return 0;
 }

@@ -84,7 +84,6 @@ _handles: "OrderedDict[Any, _Lists]" = OrderedDict()
 # parameter -> [id of its random bits, writes]; slow weights -> their residual
 _identities = WeakIdKeyDictionary()
 _slow_residuals = WeakIdKeyDictionary()
-_serials = [0]
 
 
 def _lists(rule, items, hypers) -> _Lists:
@@ -100,11 +99,11 @@ def _lists(rule, items, hypers) -> _Lists:
     return found
 
 
-def _identity(p):
+def _identity(p, place):
+    """[id, writes] of a tensor. The functions have no seed: what an optimizer draws as one goes into the id of each tensor."""
     found = _identities.get(p)
     if found is None:
-        _serials[0] += 1
-        found = _identities[p] = [_abi.name_id(f"halfstep.compat.optimi {_serials[0]}"), 0]
+        found = _identities[p] = [(_abi.name_id(place) + _engine.seed_of(None)) % 2**64, 0]
     return found
 
 
@@ -119,7 +118,7 @@ class _Item:
         _engine.check_parameter(param, name)
         _engine.check_device(param, name)
         gradient = _engine.check_gradient(param, grad, name)
-        self.owner, self.identity, self.shape = param, _identity(param), tuple(param.shape)
+        self.owner, self.identity, self.shape = param, _identity(param, name), tuple(param.shape)
         self.back: List[Tuple[Tensor, Tensor]] = []
         self.param, self.grad = self._dense(param, True), self._dense(grad, False)
         kahan = kahan and param.dtype in LOW

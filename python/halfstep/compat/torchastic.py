@@ -4,8 +4,8 @@ them rounded stochastically, and the `StochasticAccumulator`.
     from halfstep.compat.torchastic import Compass, StochasticAccumulator
 
 BF16 parameters get `bf16-sr` weights and all parameters `bf16-sr` states, as there; float32 parameters, which the package
-refuses, are accepted and stay float32. Random bits are halfstep's: a function of seed, parameter name, step and position,
-not of torch's global generator. Where the arithmetic differs:
+refuses, are accepted and stay float32. Random bits are halfstep's: a function of seed, parameter name, step and position;
+torch's global generator gives the seed, once. Where the arithmetic differs:
 
 * weight decay of `AdamW` and `Compass` is lr * weight_decay in every step; the package divides it by 1 - beta1 ** step,
   which makes it ten (Compass: a hundred) times too strong in the first step;
@@ -111,7 +111,7 @@ class StochasticAccumulator:
     gradient is an error ("error", as in the package) or stays without ("skip").
     """
 
-    seed = 0
+    seed = None
     missing = "error"
 
     @staticmethod

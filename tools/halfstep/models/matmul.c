@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "llama.h"
 #include "rows.h"
@@ -43,8 +44,23 @@ static void use_one_thread(void)
     if (set_threads) set_threads(1);
 }
 
+/* oneDNN writes machine code and keeps tables for each kind of product, and some of its allocations are not looked at: out of
+ * address space (ulimit -v) it crashes. So there has to be room for them before it is called. */
+static int has_room(char *error, size_t error_bytes)
+{
+    enum { ROOM = 24 << 20 };
+    void *room = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (room != MAP_FAILED) {
+        munmap(room, ROOM);
+        return 1;
+    }
+    snprintf(error, error_bytes, "out of memory: oneDNN needs %d MiB to prepare a matrix product", ROOM >> 20);
+    return 0;
+}
+
 struct matmul *matmul_create(char *error, size_t error_bytes)
 {
+    if (!has_room(error, error_bytes)) return NULL;
     struct matmul *context = calloc(1, sizeof *context);
     if (!context) {
         snprintf(error, error_bytes, "out of memory");
@@ -231,6 +247,7 @@ static struct matmul_shape widened(const struct matmul_shape *s)
 static int build(struct matmul *context, struct entry *entry, const struct matmul_shape *s)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    if (!has_room(context->error, sizeof context->error)) return -1;
     pthread_mutex_lock(&lock);
     dnnl_status_t status = build_exact(context, entry, s);
     if (status == dnnl_unimplemented && s->type != LM_F32) {

@@ -82,15 +82,12 @@ static double reached(const struct report_curve *curve, double mark)
 void report_row(const struct report *report, int entry, struct report_row *row)
 {
     memset(row, 0, sizeof *row);
-    size_t most = (size_t)report->runs + 1;
-    double *value = calloc(7 * most, sizeof *value);
-    if (!value) return;
-    double *train = value + most, *difference = value + 2 * most, *speed = value + 3 * most, *changed = value + 4 * most;
-    double *accuracy = value + 5 * most, *mark = value + 6 * most;
+    double value[REPORT_MAX_SEEDS], train[REPORT_MAX_SEEDS], difference[REPORT_MAX_SEEDS], speed[REPORT_MAX_SEEDS];
+    double changed[REPORT_MAX_SEEDS], accuracy[REPORT_MAX_SEEDS], mark[REPORT_MAX_SEEDS];
     int n = 0, pairs = 0, known = 0, timed = 0, marks = 0, reference_entry = report_reference(report, entry);
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
-        if (!run->done || run->entry != entry) continue;
+        if (!run->done || run->entry != entry || n == REPORT_MAX_SEEDS) continue;
         value[n] = run->validation_loss;
         train[n] = run->train_loss;
         accuracy[n] = run->accuracy;
@@ -114,7 +111,6 @@ void report_row(const struct report *report, int entry, struct report_row *row)
     mean_of(&row->changed, changed, known);
     mean_of(&row->accuracy, accuracy, report->accuracies ? n : 0);
     mean_of(&row->reached, mark, marks);
-    free(value);
 }
 
 int report_done(const struct report *report)

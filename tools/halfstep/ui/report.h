@@ -4,14 +4,15 @@
 #ifndef HALFSTEP_UI_REPORT_H
 #define HALFSTEP_UI_REPORT_H
 
-#include <jansson.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 
+#include "ui/document.h"
 #include "ui/text.h"
 
 #define REPORT_MAX_ENTRIES 64
+#define REPORT_MAX_SEEDS 1000
 #define REPORT_MARK 0.99
 
 struct report_curve {
@@ -29,7 +30,7 @@ struct report_run {
     double changed;                     /* share of the weights whose stored bits differ from the start, NAN: not known */
     uint64_t skipped;
     struct report_curve train, validation;
-    json_t *json;                       /* what train lm prints for this run */
+    struct document json;               /* what train lm prints for this run */
     double accuracy;                    /* share of the test that was right, and how it went; where report.accuracies */
     struct report_curve accuracies;
 };
@@ -72,7 +73,7 @@ struct report {
     struct report_entry entry[REPORT_MAX_ENTRIES];
     int entries;
     struct report_run *run;             /* in the order in which they were made */
-    int runs, seeds;
+    int runs, seeds;                    /* runs of one entry: at most REPORT_MAX_SEEDS */
     const struct report_pair *configuration, *machine;
     int configurations, machines;
     struct report_check *check;
@@ -120,7 +121,8 @@ void report_sentence(const struct report *report, struct text *out);
 void report_table(const struct report *report, struct text *out);
 void report_runs_csv(const struct report *report, struct text *out);
 void report_history_csv(const struct report *report, struct text *out);
-json_t *report_json(const struct report *report);
+/* The report as a new document. */
+void report_document(struct document *document, const struct report *report);
 void report_html(const struct report *report, struct text *out);
 
 int report_curve_add(struct report_curve *curve, double step, double loss); /* -1: out of memory */

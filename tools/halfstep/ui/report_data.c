@@ -64,90 +64,79 @@ void report_history_csv(const struct report *report, struct text *out)
     }
 }
 
-/* JSON has no NaN and no infinity. */
-static json_t *real(double value)
+static void put_mean(struct document *d, json_t *in, const char *key, const struct report_mean *mean)
 {
-    return isfinite(value) ? json_real(value) : json_null();
+    json_t *object = put_object(d, in, key);
+    put_integer(d, object, "n", mean->n);
+    put_number(d, object, "mean", mean->mean);
+    put_number(d, object, "standard_deviation", mean->deviation);
+    put_number(d, object, "standard_error", mean->n ? mean->deviation / sqrt(mean->n) : NAN);
+    put_number(d, object, "low", mean->low);
+    put_number(d, object, "high", mean->high);
 }
 
-static json_t *mean_json(const struct report_mean *mean)
-{
-    json_t *object = json_object();
-    json_object_set_new(object, "n", json_integer(mean->n));
-    json_object_set_new(object, "mean", real(mean->mean));
-    json_object_set_new(object, "standard_deviation", real(mean->deviation));
-    json_object_set_new(object, "standard_error", real(mean->n ? mean->deviation / sqrt(mean->n) : NAN));
-    json_object_set_new(object, "low", real(mean->low));
-    json_object_set_new(object, "high", real(mean->high));
-    return object;
-}
-
-static json_t *row_json(const struct report *report, int i)
+static void put_row(struct document *d, json_t *in, const struct report *report, int i)
 {
     const struct report_entry *entry = &report->entry[i];
     struct report_row row;
     report_row(report, i, &row);
-    json_t *object = json_object(), *bytes = json_object();
-    json_object_set_new(object, "name", json_string(entry->name));
-    json_object_set_new(object, "recipe", json_string(entry->recipe));
-    json_object_set_new(object, "compute", json_string(entry->compute));
-    json_object_set_new(object, "gradients", json_string(entry->gradients));
-    json_object_set_new(object, "val_loss", mean_json(&row.validation));
-    json_object_set_new(object, "train_loss", mean_json(&row.train));
-    json_object_set_new(object, "difference", mean_json(&row.difference));
-    json_object_set_new(bytes, "weights", real(row.weights));
-    json_object_set_new(bytes, "gradients", real(row.gradients));
-    json_object_set_new(bytes, "states", real(row.states));
-    json_object_set_new(bytes, "total", real(row.bytes));
-    json_object_set_new(object, "bytes_per_param", bytes);
-    json_object_set_new(object, "tokens_per_s", mean_json(&row.tokens_per_s));
-    json_object_set_new(object, "weights_changed", mean_json(&row.changed));
-    json_object_set_new(object, "skipped_steps", json_integer((json_int_t)row.skipped));
-    if (report->accuracies) {
-        json_object_set_new(object, "group", json_string(report->groups > 1 ? report->group[entry->group] : ""));
-        json_object_set_new(object, "test_accuracy", mean_json(&row.accuracy));
-        json_object_set_new(object, "epochs_to_99_percent", mean_json(&row.reached));
-    }
-    return object;
+    json_t *object = put_object(d, in, NULL);
+    put_text(d, object, "name", entry->name);
+    put_text(d, object, "recipe", entry->recipe);
+    put_text(d, object, "compute", entry->compute);
+    put_text(d, object, "gradients", entry->gradients);
+    put_mean(d, object, "val_loss", &row.validation);
+    put_mean(d, object, "train_loss", &row.train);
+    put_mean(d, object, "difference", &row.difference);
+    json_t *bytes = put_object(d, object, "bytes_per_param");
+    put_number(d, bytes, "weights", row.weights);
+    put_number(d, bytes, "gradients", row.gradients);
+    put_number(d, bytes, "states", row.states);
+    put_number(d, bytes, "total", row.bytes);
+    put_mean(d, object, "tokens_per_s", &row.tokens_per_s);
+    put_mean(d, object, "weights_changed", &row.changed);
+    put_integer(d, object, "skipped_steps", (int64_t)row.skipped);
+    if (!report->accuracies) return;
+    put_text(d, object, "group", report->groups > 1 ? report->group[entry->group] : "");
+    put_mean(d, object, "test_accuracy", &row.accuracy);
+    put_mean(d, object, "epochs_to_99_percent", &row.reached);
 }
 
-static json_t *pairs_json(const struct report_pair *pair, int n)
+static void put_pairs(struct document *d, json_t *in, const char *key, const struct report_pair *pair, int n)
 {
-    json_t *object = json_object();
-    for (int i = 0; i < n; i++) json_object_set_new(object, pair[i].name, json_string(pair[i].value));
-    return object;
+    json_t *object = put_object(d, in, key);
+    for (int i = 0; i < n; i++) put_text(d, object, pair[i].name, pair[i].value);
 }
 
-static json_t *check_json(const struct report *report, const struct report_check *check)
+static void put_check(struct document *d, json_t *in, const struct report *report, const struct report_check *check)
 {
-    json_t *object = json_object();
+    json_t *object = put_object(d, in, NULL);
     char relation[2] = {check->relation, 0};
-    json_object_set_new(object, "recipe", json_string(report->entry[check->entry].name));
-    json_object_set_new(object, "relation", json_string(relation));
-    json_object_set_new(object, "bound", json_real(check->bound));
-    json_object_set_new(object, "difference", real(check->value));
-    json_object_set_new(object, "passed", json_boolean(check->passed));
-    return object;
+    put_text(d, object, "recipe", report->entry[check->entry].name);
+    put_text(d, object, "relation", relation);
+    put_number(d, object, "bound", check->bound);
+    put_number(d, object, "difference", check->value);
+    put_flag(d, object, "passed", check->passed);
 }
 
-json_t *report_json(const struct report *report)
+void report_document(struct document *d, const struct report *report)
 {
     struct text sentence = {0};
-    json_t *object = json_object(), *table = json_array(), *checks = json_array(), *runs = json_array();
+    json_t *object = document_begin(d);
     report_sentence(report, &sentence);
-    for (int i = 0; i < report->entries; i++) json_array_append_new(table, row_json(report, i));
-    for (int i = 0; i < report->checks; i++) json_array_append_new(checks, check_json(report, &report->check[i]));
-    for (int i = 0; i < report->runs; i++)
-        if (report->run[i].done && report->run[i].json) json_array_append(runs, report->run[i].json);
-    json_object_set_new(object, "command", json_string(report->command));
-    json_object_set_new(object, "sentence", json_string(sentence.n ? sentence.data : ""));
-    json_object_set_new(object, "reference", json_string(report->entry[0].name));
-    json_object_set_new(object, "complete", json_boolean(report_done(report) == report->runs));
-    json_object_set_new(object, "configuration", pairs_json(report->configuration, report->configurations));
-    json_object_set_new(object, "machine", pairs_json(report->machine, report->machines));
-    json_object_set_new(object, "table", table);
-    json_object_set_new(object, "checks", checks);
-    json_object_set_new(object, "runs", runs);
+    put_text(d, object, "command", report->command);
+    put_text(d, object, "sentence", text_string(&sentence));
+    if (sentence.failed) d->failed = 1;
     text_free(&sentence);
-    return object;
+    put_text(d, object, "reference", report->entry[0].name);
+    put_flag(d, object, "complete", report_done(report) == report->runs);
+    put_pairs(d, object, "configuration", report->configuration, report->configurations);
+    put_pairs(d, object, "machine", report->machine, report->machines);
+    json_t *table = put_array(d, object, "table");
+    for (int i = 0; i < report->entries; i++) put_row(d, table, report, i);
+    json_t *checks = put_array(d, object, "checks");
+    for (int i = 0; i < report->checks; i++) put_check(d, checks, report, &report->check[i]);
+    json_t *runs = put_array(d, object, "runs");
+    for (int i = 0; i < report->runs; i++)
+        if (report->run[i].done && report->run[i].json.root) put_document(d, runs, NULL, &report->run[i].json);
 }

@@ -228,9 +228,11 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     if (kind == DIFFERENCE) text_add(&label, "difference, nat");
     else if (kind == ERROR) text_add(&label, "test error, %%");
     else text_add(&label, "%s, nat", kind == TRAIN ? "training loss" : report_words(report)->loss);
-    if (bad || !title.data || !label.data) out->failed = 1;
+    if (bad) out->failed = 1;
+    text_join_failure(out, &title);
+    text_join_failure(out, &label);
     text_add(out, "<h2>");
-    text_add_html(out, title.data ? title.data : "");
+    text_add_html(out, text_string(&title));
     text_add(out, "</h2>\n<p class=\"soft\">");
     if (kind == TRAIN && window > 1) text_add(out, "Each point is the mean of the %d steps before it. ", window);
     if (kind == TRAIN) text_add(out, "%s", report_words(report)->learning);
@@ -243,8 +245,8 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     add_legend(out, report, group, kind == DIFFERENCE);
     /* Losses and errors that fall by orders of magnitude within few points need a logarithm to be told apart. */
     enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->accuracies ? SVG_LOG : SVG_LINEAR;
-    struct svg_chart chart = {.id = CURVES * group + (int)kind, .title = title.data ? title.data : "",
-                              .x_label = report_words(report)->step, .y_label = label.data ? label.data : "", .x_axis = x_axis,
+    struct svg_chart chart = {.id = CURVES * group + (int)kind, .title = text_string(&title),
+                              .x_label = report_words(report)->step, .y_label = text_string(&label), .x_axis = x_axis,
                               .y_axis = y_axis, .knee = 0.01, .height = kind == TRAIN ? 330 : 380, .series = series, .n = n};
     text_add(out, "<div class=\"chart wide-box\">\n");
     svg_line_chart(out, &chart);
@@ -385,8 +387,9 @@ static void add_checks(struct text *out, const struct report *report)
         report_check_text(report, &report->check[i], &line);
         text_add(out, "<li><span class=\"%s\">%s</span> ", report->check[i].passed ? "good" : "bad",
                  report->check[i].passed ? "✓ holds" : "✗ fails");
-        text_add_html(out, line.n ? line.data : "");
+        text_add_html(out, text_string(&line));
         text_add(out, "</li>\n");
+        text_join_failure(out, &line);
         text_free(&line);
     }
     text_add(out, "</ul>\n");
@@ -398,6 +401,7 @@ void report_html(const struct report *report, struct text *out)
     struct line reference;
     int done = report_done(report);
     report_sentence(report, &sentence);
+    text_join_failure(out, &sentence);
     text_add(out, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
                   "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>");
     text_add_html(out, report->title);

@@ -11,12 +11,22 @@ struct text {
 };
 
 __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const char *format, ...);
+/* What was added so far; "" for nothing, or where the first piece failed. */
+const char *text_string(const struct text *text);
+/* Takes over the failure of a text that this one was made from. */
+void text_join_failure(struct text *text, const struct text *part);
 /* As text inside HTML or SVG, also inside a quoted attribute. */
 void text_add_html(struct text *text, const char *string);
 /* As one field of a CSV file: quoted where it has to be. */
 void text_add_csv(struct text *text, const char *string);
 /* As one word of a shell command: quoted where it has to be. */
 void text_add_shell(struct text *text, const char *string);
+/* As a JSON string, quotes included. What is not UTF-8 becomes U+FFFD. */
+void text_add_json(struct text *text, const char *string);
+/* Bytes as UTF-8, with U+FFFD in the place of each that is none. */
+void text_add_utf8(struct text *text, const void *bytes, size_t n);
+/* Length of the UTF-8 character that begins at bytes, or 0. */
+size_t text_utf8_length(const void *bytes, size_t n);
 /* A number with commas between thousands. */
 void text_add_count(struct text *text, double count);
 void text_free(struct text *text);

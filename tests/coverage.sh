@@ -1,0 +1,40 @@
+#!/bin/bash
+# coverage.sh FOLDER JOBS: builds this tree in FOLDER with gcov's counters, runs the test programs and scripts that use that build,
+# and prints how many branches they took. Two tables, since branches of what is inlined into hundreds of kernels are counted once for
+# each place: of code that is compiled once, branches; of kernels and of the headers that are inlined into them, lines.
+# What was not reached is listed in FOLDER/branches.txt and FOLDER/lines.txt; docs/reliability.md says why.
+set -eu
+folder=$1 jobs=$2
+cd "$(dirname "$0")/.."
+bash scripts/build.sh "$folder" "$jobs" -DCMAKE_BUILD_TYPE=None -DHALFSTEP_TESTS=ON -DHALFSTEP_SHORT_TESTS=ON \
+    -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic"
+find "$folder" -name '*.gcda' -delete
+# What builds or installs a tree of its own would count nothing here.
+failed=0
+(cd "$folder" && ctest -j"$jobs" --timeout 3000 -E '^(build_|python_|install|by_hand|mingw|new_rows|size|structure)' >ctest.log 2>&1) ||
+    failed=1
+[ -x "$folder/gcovr/bin/gcovr" ] || { python3 -m venv "$folder/gcovr" && "$folder/gcovr/bin/pip" install -q gcovr==8.8; }
+
+# report NAME METRIC TEXT FILTERS...: the table, and the list of what is missing.
+report() {
+    local name=$1 metric=$2
+    shift 2
+    "$folder/gcovr/bin/gcovr" -r . --object-directory "$folder" --gcov-ignore-parse-errors=all \
+        --merge-mode-functions=merge-use-line-min --exclude-unreachable-branches --txt-metric "$metric" --txt "$folder/$name.txt" "$@" \
+        >/dev/null 2>"$folder/gcovr.log" || { cat "$folder/gcovr.log"; exit 1; }
+}
+inlined='src/(kernels\.[ch]|product\.h|scale\.h|rng\.h|vec/|formats/|rules/|fused\.def)'
+report lines line --filter "$inlined"
+report branches branch --filter src/ --filter tools/ --exclude "$inlined"
+
+# total PREFIX METRIC: over the files of a table that begin so.
+total() {
+    awk -v prefix="$1" -v what="$2" -v name="$3" '
+        index($1, prefix) == 1 && $2 ~ /^[0-9]+$/ { all += $2; taken += $3 }
+        END { if (all) printf "%-28s %6d of %6d %s  %5.1f %%\n", name, taken, all, what, 100 * taken / all }' "$folder/$4.txt"
+}
+total src/ branches "src, compiled once" branches
+total src/io/ branches "  of which src/io" branches
+total tools/ branches "tools" branches
+total src/ lines "src, inlined into kernels" lines
+[ "$failed" = 0 ] || { echo "some tests failed: $folder/ctest.log" >&2; exit 1; }

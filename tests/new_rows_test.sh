@@ -1,0 +1,59 @@
+#!/bin/bash
+# What a table's row may be, in a copy of the sources: rows that the kernels could not serve do not compile, with a message that
+# names the row; formats whose scales are single bytes (F8_E8M0, F8_E4M3) need a header and a row and nothing else.
+# (make check leaves it out.)
+. "$(dirname "$0")/lib.sh"
+need cc
+make_scratch
+cp -r "$source_dir/src" "$source_dir/include" "$scratch"
+cd "$scratch"
+formats=src/formats/formats.def rules=src/rules/rules.def
+
+# refused FILE ROW EDIT TEXT: with the sed script EDIT on the row called ROW, the message has the row's name and TEXT.
+refused() {
+    cp "$1" saved
+    sed -i "/\"$2\"/$3" "$1"
+    ! cmp -s "$1" saved || fail "the edit $3 changes nothing of $2"
+    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables.c >log 2>&1 && fail "a row compiles that should not: $2 with $3"
+    grep -q "$4" log || { cat log; fail "no message says '$4'"; }
+    cp saved "$1"
+    echo "ok   $2 with $3 does not compile: $4"
+}
+for block in 16 48 96 512 0; do
+    refused $formats int8 "s/, 32,/, $block,/" "int8: blocks have 32, 64, 128 or 256 elements"
+done
+refused $formats int8 's/BF16, ROWS/I16, ROWS/' HSTEP_SCALE_I16
+refused $formats int8 's/BF16, ROWS/BF16, COLUMNS/' COLUMNS
+refused $formats int8 's/NONNEG, 8/NONNEG, 6/' "int8: codes in blocks have 8 or 4 bits"
+refused $formats int8 's/8, I8/8, I16/' "int8: codes in blocks are stored in bytes"
+refused $formats int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
+refused $formats int8 's/ROWS,   4/ROWS, 40/' "int8: stochastic is an exponent of 2"
+refused $formats int8 's/(16,/(17,/' FORMAT_ID_17
+refused $formats fp8-lamb16 's/F32, /BF16, /' "fp8-lamb16: the scale of a whole tensor is an F32"
+refused $formats bf16-ecc8 's/I8, /I32, /' "bf16-ecc8: a second stream has 8 or 16 bits"
+refused $formats bf16-sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
+refused $formats bf16-sr 's/1)/2)/' "bf16-sr: stochastic is 0 or 1"
+refused $formats bf16-sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
+sed -i 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' src/rules/lion.h
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/prepare.c >log 2>&1 && fail "a rule with too many constants compiles"
+grep -q "lion: more constants than HSTEP_MAX_SCALARS" log || { cat log; fail "no message names lion"; }
+echo "ok   more constants than k[] holds do not compile"
+cp "$source_dir/src/rules/lion.h" src/rules/lion.h
+
+# Two formats more. -O1: only their bits matter.
+cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
+sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"|' \
+    -e '/^BLOCK_FORMAT  (16,/a BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 4)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 4)' $formats
+have= objects=
+while IFS='|' read -r isa processor flags; do
+    [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue
+    # shellcheck disable=SC2086
+    cc -std=c11 -O1 $flags -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -DHSTEP_ISA="$isa" \
+        -DHSTEP_VEC_HEADER="\"vec/$isa.h\"" -c src/kernels.c -o "kernels_$isa.o" >"log_$isa" 2>&1 ||
+        { cat "log_$isa"; fail "kernels.c with two formats more, for $isa"; }
+    have="$have -DHSTEP_HAVE_$isa=1" objects="$objects kernels_$isa.o"
+done < <(sed -nE 's/^ISA\( *([a-z0-9_]+) *, *([a-z0-9_]+) *, *"([^"]*)" *\)/\1|\2|\3/p' src/vec/isas.def)
+# shellcheck disable=SC2046,SC2086
+cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc $have $(ls src/*.c | grep -v kernels) $objects \
+    "$source_dir/tests/rows/driver.c" -o driver -lm -pthread >log 2>&1 || { cat log; fail "the library with two formats more"; }
+./driver mx8 nv8 || fail "new formats do not work"

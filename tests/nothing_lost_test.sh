@@ -1,0 +1,391 @@
+#!/bin/bash
+# What the trainer promises about work: a run that ends well has left a checkpoint that loads, nothing that was there before is
+# lost, and whatever goes wrong on the way is told. Arguments: the names of tests; none: all.
+. "$(dirname "$0")/lib.sh"
+need python3 timeout cc
+halfstep=$build_dir/halfstep
+[ -x "$halfstep" ] || skip "$halfstep is not built"
+data=$source_dir/data/demo.txt
+make_scratch
+cd "$scratch"
+small=(train lm --data "$data" --width 16 --depth 1 --heads 2 --context 8 --batch 2 --threads 1 --val-every 4 --eval-batches 2
+    --sample-bytes 4 --quiet)
+lm() { timeout 60 "$halfstep" "${small[@]}" "$@"; }
+resume() { timeout 60 "$halfstep" train lm --resume --quiet "$@"; }
+value() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$1" "$2"; }
+step_of() { "$halfstep" inspect "$1" --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["step"])'; }
+# A test that fails says why and ends; its process is a subshell.
+bad() {
+    echo "     $*"
+    exit 1
+}
+# refused STATUS PATTERN WORDS...: that status, and one line on stderr that matches.
+refused() {
+    local wanted=$1 pattern=$2 got=0
+    shift 2
+    timeout 60 "$halfstep" "$@" >out 2>err </dev/null || got=$?
+    [ $got = "$wanted" ] || bad "$*: exit $got, not $wanted: $(head -c 300 err)"
+    [ "$(wc -l <err)" = 1 ] || bad "$*: not one line: $(head -c 300 err)"
+    LC_ALL=C grep -aqE -- "$pattern" err || bad "$*: $(head -c 300 err) does not match $pattern"
+}
+wait_for() {
+    for _ in $(seq 400); do
+        ! eval "$1" || return 0
+        sleep 0.05
+    done
+    bad "waited in vain for: $1"
+}
+
+# with_fault LIBRARY AT WORDS...: the program with that allocation failing. faults LIBRARY WORDS...: how many there are.
+with_fault() {
+    local library=$1 at=$2
+    shift 2
+    timeout 60 env FAULT_IN="$library" FAULT_AT="$at" FAULT_COUNT="$scratch/count" LD_PRELOAD="$scratch/faults.so" "$halfstep" "$@" 2>err
+}
+faults() {
+    with_fault "$1" 0 "${@:2}" >whole || bad "$* fails without a fault: $(head -c 300 err)"
+    count=$(cat "$scratch/count")
+    [ "$count" -gt 10 ] || bad "$*: only $count allocations of \"$1\" can fail"
+}
+cc -shared -fPIC -O1 -o "$scratch/faults.so" "$source_dir/tests/preload/faults.c" || skip "no library can be preloaded here"
+
+# ---- Memory ----
+
+# JSON that is printed is whole, or the exit status tells.
+json_without_memory() {
+    lm --steps 2 --checkpoint run >out
+    for library in jansson ""; do
+        faults "$library" inspect run --json
+        for ((at = 1; at <= count; at += 7)); do
+            got=0
+            with_fault "$library" $at inspect run --json >some || got=$?
+            [ $got = 1 ] || { [ $got = 0 ] && cmp -s some whole; } || bad "allocation $at of \"$library\": exit $got, other output"
+        done
+    done
+}
+
+# A save without memory leaves the checkpoint that was there, and one that succeeds loads and goes on to the same bits.
+saves_without_memory() {
+    lm --steps 3 --checkpoint start >out
+    lm --steps 6 --json >reference.json
+    for library in "" jansson; do
+        rm -rf run && cp -r start run
+        faults "$library" train lm --resume --checkpoint run --steps 4 --quiet --json
+        for ((at = 1; at <= count; at += 11)); do
+            rm -rf run && cp -r start run
+            got=0
+            with_fault "$library" $at train lm --resume --checkpoint run --steps 4 --quiet --json >out || got=$?
+            [ $got -le 1 ] || bad "allocation $at of \"$library\": exit $got: $(head -c 300 err)"
+            step=$(step_of run) || bad "allocation $at of \"$library\": exit $got, and no checkpoint"
+            [ $got = 1 ] || [ "$step" = 4 ] || bad "allocation $at of \"$library\": exit 0, but step $step was saved"
+            resume --checkpoint run --steps 6 --json >rest.json || bad "allocation $at of \"$library\": exit $got, and no way back"
+            [ "$(value rest.json state_hash)" = "$(value reference.json state_hash)" ] ||
+                bad "allocation $at of \"$library\": exit $got, and other bits"
+        done
+    done
+}
+
+# No memory is a failure of one sentence; it is neither a crash nor bad usage.
+no_memory_is_no_usage() {
+    words=(compare lm "${small[@]:2}" --steps 1 --recipes "adamw/f32,adamw/bf16:beta1=0.8" --out report)
+    faults "" "${words[@]}"
+    for ((at = 1; at <= count; at += 5)); do
+        got=0
+        with_fault "" $at "${words[@]}" >out || got=$?
+        [ $got -le 1 ] || bad "allocation $at: exit $got: $(head -c 300 err)"
+        ! grep -q -e --help err || bad "allocation $at: $(head -c 300 err)"
+    done
+}
+
+no_address_space() {
+    local got=0 refusals=0
+    for kilobytes in $(seq 46000 1500 90000); do
+        for threads in 1 2; do
+            got=0
+            (ulimit -v "$kilobytes" && exec "$halfstep" "${small[@]}" --steps 2 --threads $threads) >out 2>err || got=$?
+            # 127: the loader itself had no room.
+            [ $got -le 1 ] || [ $got = 127 ] || bad "ulimit -v $kilobytes, $threads threads: exit $got: $(head -c 300 err)"
+            [ $got != 1 ] || refusals=$((refusals + 1))
+        done
+    done
+    [ $refusals -gt 5 ] || bad "only $refusals limits were too low"
+} 2>/dev/null
+
+# ---- Two runs ----
+
+one_run_in_a_directory() {
+    "$halfstep" "${small[@]}" --steps 1000000 --checkpoint run --checkpoint-every 100 >out1 2>err1 &
+    first=$!
+    trap 'kill -KILL $first 2>/dev/null || true' EXIT
+    wait_for '[ -e run/manifest.json ]'
+    refused 1 "run: another run is training there: process $first on" train lm --checkpoint run --resume --steps 2000000
+    refused 1 "run: another run is training there: process $first on" "${small[@]}" --checkpoint run
+    kill -TERM $first
+    got=0
+    wait $first || got=$?
+    [ $got = 143 ] || bad "the first run: exit $got: $(head -c 300 err1)"
+    "$halfstep" inspect run >out || bad "the checkpoint of the first run is gone"
+    [ -z "$(find run -name '.*lock*')" ] || bad "a run that has ended left its lock: $(ls -A run)"
+}
+
+a_dead_run_is_no_obstacle() {
+    "$halfstep" "${small[@]}" --steps 1000000 --checkpoint run --checkpoint-every 100 >out1 2>err1 &
+    first=$!
+    wait_for '[ -e run/manifest.json ]'
+    kill -KILL $first
+    wait $first 2>/dev/null || true
+    [ -n "$(find run -name '.*lock*')" ] || bad "the run had no lock"
+    step=$(step_of run)
+    resume --checkpoint run --steps $((step + 2)) >out 2>err || bad "$(cat err)"
+    [ "$(step_of run)" = $((step + 2)) ] || bad "step $(step_of run)"
+}
+
+one_run_for_a_log() {
+    "$halfstep" "${small[@]}" --steps 1000000 --log log.csv >out1 2>err1 &
+    first=$!
+    trap 'kill -KILL $first 2>/dev/null || true' EXIT
+    wait_for '[ -s log.csv ] && [ $(wc -l <log.csv) -gt 3 ]'
+    refused 1 'log.csv: another run is writing to it' "${small[@]}" --steps 3 --log log.csv
+    [ "$(sed -n 2p log.csv | cut -d, -f1)" = 1 ] && [ "$(wc -l <log.csv)" -gt 3 ] || bad "the log of the first run is damaged"
+}
+
+# ---- What was there before ----
+
+# Without its manifest.json a directory is not empty: a new run may not prune what lies in it, and it can be continued.
+a_lost_pointer_loses_nothing() {
+    lm --steps 20 --checkpoint run >out
+    lm --steps 24 --json >whole.json
+    rm run/manifest.json
+    refused 1 'run: there is no manifest.json; there is another checkpoint: run/checkpoint-20' train lm --checkpoint run --resume
+    refused 1 'holds checkpoint-20, but no manifest.json' "${small[@]}" --steps 3 --checkpoint run
+    "$halfstep" inspect run/checkpoint-20 >out || bad "checkpoint-20 is gone"
+    resume --checkpoint run/checkpoint-20 --steps 24 --json >rest.json 2>err || bad "$(cat err)"
+    [ "$(value rest.json state_hash)" = "$(value whole.json state_hash)" ] || bad "other bits"
+    [ "$(step_of run)" = 24 ] || bad "step $(step_of run)"
+    "$halfstep" inspect run/checkpoint-20 >out || bad "checkpoint-20 was removed by a save"
+    grep -q 'removes none' err || bad "nothing was said of what stays: $(head -c 300 err)"
+}
+
+# Another program that saves into the directory meanwhile finds its checkpoint there afterwards.
+checkpoints_of_others_stay() {
+    lm --steps 7 --checkpoint other >out
+    "$halfstep" "${small[@]}" --steps 1000000 --checkpoint run --checkpoint-every 1000 >out1 2>err1 &
+    first=$!
+    trap 'kill -KILL $first 2>/dev/null || true' EXIT
+    wait_for '[ -e run/manifest.json ]'
+    # Between two saves of the run.
+    until kill -STOP $first && [ -z "$(find run -name '.halfstep-tmp*')" ]; do
+        kill -CONT $first
+        sleep 0.05
+    done
+    rm -rf run/checkpoint-* && cp -r other/checkpoint-7 run/ && cp other/manifest.json run/
+    kill -CONT $first
+    wait_for '[ "$(step_of run 2>/dev/null || echo 7)" != 7 ]'
+    kill -TERM $first
+    wait $first || true
+    "$halfstep" inspect run/checkpoint-7 >out || bad "the other checkpoint is gone: $(ls run)"
+    [ "$(step_of run)" -gt 7 ] || bad "the run has saved nothing more"
+    [ "$(grep -c 'removes none' err1)" = 1 ] || bad "not told once: $(head -c 300 err1)"
+}
+
+files_in_the_way_stay() {
+    mkdir run
+    echo mine >run/config.json
+    refused 1 'run/config.json is in the way' "${small[@]}" --steps 2 --checkpoint run
+    [ "$(cat run/config.json)" = mine ] || bad "it was replaced"
+    echo "to be, or not to be" >book.txt
+    refused 1 'book.txt: it holds something else than a log' "${small[@]}" --steps 2 --log book.txt
+    [ "$(cat book.txt)" = "to be, or not to be" ] || bad "the book was overwritten"
+    lm --steps 2 --log log.csv >out && lm --steps 2 --log log.csv >out || bad "a log cannot be written again"
+}
+
+make_digits() {
+    python3 - <<'PY'
+import os, struct
+os.mkdir("digits")
+for name, n in ("train", 60), ("t10k", 20):
+    open(f"digits/{name}-images-idx3-ubyte", "wb").write(struct.pack(">IIII", 0x803, n, 28, 28) + bytes(784 * n))
+    open(f"digits/{name}-labels-idx1-ubyte", "wb").write(struct.pack(">II", 0x801, n) + bytes(i % 10 for i in range(n)))
+PY
+}
+
+outputs_are_no_inputs() {
+    head -c 20000 "$data" >d.txt
+    cp d.txt v.txt
+    cp d.txt saved.txt
+    ln d.txt hard.txt
+    ln -s d.txt soft.txt
+    local run=("${small[@]}" --data d.txt --val v.txt --steps 2)
+    for log in d.txt ./d.txt hard.txt soft.txt "$PWD/d.txt"; do
+        refused 2 '--log would overwrite .*, which is --data' "${run[@]}" --log "$log"
+    done
+    refused 2 '--log would overwrite v.txt, which is --val' "${run[@]}" --log v.txt
+    lm --steps 2 --checkpoint base >out
+    refused 2 '--log would overwrite base/config.json, a file of --init' "${run[@]}" --init base --log base/config.json
+    refused 2 '--log would overwrite .*, a file of --init' "${run[@]}" --init base --log base/checkpoint-2/trainer.json
+    refused 2 '--log would overwrite base/trainer.json' train lm --resume --checkpoint base --steps 4 --log base/trainer.json
+    refused 2 '--log and --checkpoint are the same file' "${run[@]}" --checkpoint new --log new/manifest.json
+    [ ! -e new ] || bad "a refused run left its directory"
+    make_digits
+    mkdir out1 && ln -s ../d.txt out1/report.html && cp d.txt out1/runs.csv
+    local two=(compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out out1)
+    refused 2 '--out would overwrite out1/report.html, which is --data' "${two[@]}" --data d.txt
+    refused 2 '--out would overwrite out1/runs.csv, which is --val' "${two[@]}" --data v.txt --val out1/runs.csv
+    refused 2 '--out would overwrite out1/report.html, which is --data' demo --data d.txt --out out1
+    ln d.txt x-adamw-bf16-bf16-sr-seed1.csv
+    refused 2 '--log would overwrite' compare lm "${small[@]:2}" --data d.txt --steps 1 --recipes adamw/f32,adamw/bf16 --log x.csv
+    # The sign is none that file names have.
+    refused 2 'would write the same files' compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32@1e-3,adamw/f32@1e+3 --log y.csv
+    refused 2 '--log would overwrite digits/t10k-labels-idx1-ubyte, a file of --data' train mnist --data digits --log \
+        digits/t10k-labels-idx1-ubyte
+    for file in d.txt hard.txt soft.txt out1/runs.csv v.txt; do
+        cmp -s $file saved.txt || bad "$file has changed"
+    done
+}
+
+# ---- Told ----
+
+# A folder where a link would be: each save succeeds with the same note.
+notes_of_saves_are_told_once() {
+    lm --steps 3 --checkpoint run >out
+    rm run/config.json
+    mkdir run/config.json
+    resume --checkpoint run --steps 9 --checkpoint-every 2 --json >rest.json 2>err || bad "$(cat err)"
+    [ "$(grep -c '^note: the checkpoint is saved, but .*config.json' err)" = 1 ] || bad "not told once: $(head -c 300 err)"
+    python3 -c 'import json
+notes = json.load(open("rest.json"))["notes"]
+assert len(notes) == 1 and notes[0].startswith("note: the checkpoint is saved, but"), notes' || bad "not in the JSON"
+}
+
+# ---- The log ----
+
+a_log_that_cannot_be_read_is_kept() {
+    lm --steps 20 --log log.csv --checkpoint run >out
+    cp log.csv before.csv
+    for line in 1 2 12; do
+        got=0
+        timeout 60 env FAULT_LINE=$line LD_PRELOAD="$scratch/faults.so" "$halfstep" train lm --resume --quiet --checkpoint run \
+            --steps 24 >out 2>err || got=$?
+        [ $got = 1 ] && grep -q 'log.csv: Input/output error' err || bad "line $line: exit $got: $(head -c 300 err)"
+        cmp -s log.csv before.csv || bad "line $line: $(wc -l <log.csv) of 21 lines are left"
+    done
+    resume --checkpoint run --steps 24 >out && [ "$(wc -l <log.csv)" = 25 ] || bad "the log does not go on"
+}
+
+closed_streams_stay_out_of_files() {
+    "$halfstep" "${small[@]:0:${#small[@]}-1}" --steps 6 --log log.csv 2>&- >out || bad "exit $?"
+    [ "$(cut -d, -f1 log.csv | paste -sd,)" = step,1,2,3,4,5,6 ] || bad "the log: $(cat log.csv)"
+    "$halfstep" "${small[@]:0:${#small[@]}-1}" --steps 6 --log log.csv --checkpoint run <&- 2>&- >out || bad "exit $?"
+    "$halfstep" inspect run >out || bad "no sound checkpoint"
+    ! "$halfstep" info >&- 2>err || bad "results for a closed stdout end as success"
+}
+
+# ---- Signals ----
+
+# start WORDS...: a long run in the background, past its first steps.
+start() {
+    "$@" "${small[@]:0:${#small[@]}-1}" --steps 1000000 --val-every 3 --checkpoint run --log log.csv >out1 2>err1 &
+    first=$!
+    trap 'kill -KILL $first 2>/dev/null || true' EXIT
+    wait_for '[ -e log.csv ] && [ $(wc -l <log.csv) -gt 3 ]'
+}
+
+a_closed_terminal_saves() {
+    start "$halfstep"
+    # From the kernel, and once more from the shell.
+    kill -HUP $first
+    kill -HUP $first 2>/dev/null || true
+    got=0
+    wait $first || got=$?
+    [ $got = 129 ] || bad "exit $got: $(tail -1 err1)"
+    grep -q 'saved in run' err1 && "$halfstep" inspect run >out || bad "not saved: $(tail -1 err1)"
+}
+
+nohup_outlives_the_terminal() {
+    start bash -c 'trap "" HUP; exec "$0" "$@"' "$halfstep"
+    kill -HUP $first
+    lines=$(wc -l <log.csv)
+    wait_for '[ $(wc -l <log.csv) -gt $((lines + 50)) ]'
+    kill -TERM $first
+    got=0
+    wait $first || got=$?
+    [ $got = 143 ] || bad "exit $got: $(tail -1 err1)"
+}
+
+a_closed_pipe_saves() {
+    python3 - "$halfstep" "${small[@]:0:${#small[@]}-1}" --steps 1000000 --val-every 3 --checkpoint run <<'PY' || exit 1
+import subprocess, sys, signal
+run = subprocess.Popen(sys.argv[1:], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                       preexec_fn=lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL))
+run.stderr.readline()
+run.stderr.close()
+status = run.wait(timeout=60)
+if status != 128 + signal.SIGPIPE:
+    sys.exit(f"     exit {status}")
+PY
+    "$halfstep" inspect run >out || bad "not saved"
+}
+
+# While a pipe waits for its other end there is nothing to save, and a signal ends the program.
+a_signal_ends_waiting_for_a_pipe() {
+    mkfifo pipe
+    for words in "train lm --log pipe" "compare lm --out report --val pipe"; do
+        # shellcheck disable=SC2086
+        "$halfstep" ${words%% --*} "${small[@]:2}" --steps 3 ${words#* lm} >out 2>err &
+        first=$!
+        trap 'kill -KILL $first 2>/dev/null || true' EXIT
+        sleep 1
+        kill -TERM $first
+        for _ in $(seq 100); do
+            kill -0 $first 2>/dev/null || continue 2
+            sleep 0.05
+        done
+        bad "$words: still waiting"
+    done
+}
+
+# ---- Numbers ----
+
+long_numbers_are_read_to_the_end() {
+    zeros=$(printf '0%.0s' $(seq 300))
+    lm --steps 4 --beta1 0.8 --json >short.json
+    lm --steps 4 --beta1 "${zeros}0.8" --json --checkpoint run >long.json
+    [ "$(value short.json state_hash)" = "$(value long.json state_hash)" ] || bad "it was cut"
+    resume --checkpoint run --steps 6 --json >long.json || bad "it cannot be resumed"
+    lm --steps 6 --beta1 0.8 --json >short.json
+    [ "$(value short.json state_hash)" = "$(value long.json state_hash)" ] || bad "it was cut in the checkpoint"
+    timeout 60 "$halfstep" compare lm "${small[@]:2}" --steps 2 --recipes "adamw/f32@1e-3,adamw/f32@${zeros}1e-2" --out report \
+        --json >long.json || bad "compare: exit $?"
+    python3 -c 'import json; a, b = json.load(open("long.json"))["runs"]; assert a["state_hash"] != b["state_hash"]' ||
+        bad "a learning rate was cut"
+}
+
+names_that_json_cannot_hold() {
+    head -c 20000 "$data" >$'d\xe9.txt'
+    refused 2 '--data .* a checkpoint can only keep it as UTF-8' "${small[@]}" --data $'d\xe9.txt' --steps 2 --checkpoint run
+    [ ! -e run ] || bad "it left its directory"
+    lm --data $'d\xe9.txt' --steps 2 --json >out.json && python3 -m json.tool out.json >/dev/null || bad "without a checkpoint"
+}
+
+# ---- All of them ----
+
+names=("$@")
+[ $# -gt 0 ] || mapfile -t names < <(sed -nE 's/^([a-z_0-9]+)\(\) \{$/\1/p' "$source_dir/tests/nothing_lost_test.sh" |
+    grep -vxE 'bad|refused|wait_for|with_fault|faults|start|make_digits')
+passed=0
+failed=0
+for name in "${names[@]}"; do
+    rm -rf "$scratch/$name"
+    mkdir "$scratch/$name"
+    got=0
+    (cd "$scratch/$name" && "$name") || got=$?
+    if [ $got = 0 ]; then
+        echo "ok   $name"
+        passed=$((passed + 1))
+    else
+        echo "FAIL $name"
+        failed=$((failed + 1))
+    fi
+done
+echo "$passed passed, $failed failed"
+[ $passed -gt 0 ] && [ $failed = 0 ] || fail "$failed tests"

@@ -1,0 +1,77 @@
+/* A library to preload into the program, for the shell tests: one call of an allocator fails, or one line cannot be read.
+ *
+ *   FAULT_IN=jansson FAULT_AT=7   the 7th allocation that the library with this word in its name asks for fails; an empty word
+ *                                 means the program itself. 0: none fails. The number of calls goes to the file FAULT_COUNT.
+ *   FAULT_LINE=3                  the 3rd fgets fails as with a bad disk
+ *
+ * Built by tests/cli_test.sh: cc -shared -fPIC -o faults.so faults.c */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static uintptr_t low, high;
+static long at, calls, line, lines;
+
+static int find(struct dl_phdr_info *info, size_t size, void *word)
+{
+    (void)size;
+    if (*(char *)word ? !strstr(info->dlpi_name, word) : info->dlpi_name[0] != 0) return 0;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        if (info->dlpi_phdr[i].p_type != PT_LOAD || !(info->dlpi_phdr[i].p_flags & PF_X)) continue;
+        low = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+        high = low + info->dlpi_phdr[i].p_memsz;
+    }
+    return 1;
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    char *word = getenv("FAULT_IN"), *number = getenv("FAULT_AT"), *which = getenv("FAULT_LINE");
+    if (which) line = atol(which);
+    if (number) at = atol(number);
+    if (word) dl_iterate_phdr(find, word);
+}
+
+__attribute__((destructor)) static void end(void)
+{
+    FILE *file = getenv("FAULT_COUNT") ? fopen(getenv("FAULT_COUNT"), "w") : NULL;
+    if (file) fprintf(file, "%ld\n", calls);
+    if (file) fclose(file);
+}
+
+/* Other threads allocate too, but not in the parts that are tested so. */
+static int fails(void *caller)
+{
+    if ((uintptr_t)caller < low || (uintptr_t)caller >= high || ++calls != at) return 0;
+    errno = ENOMEM;
+    return 1;
+}
+
+#define REAL(name, ...) ((void *(*)(__VA_ARGS__))dlsym(RTLD_NEXT, #name))
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
+void *malloc(size_t n) { return fails(__builtin_return_address(0)) ? NULL : __libc_malloc(n); }
+void *calloc(size_t n, size_t m) { return fails(__builtin_return_address(0)) ? NULL : __libc_calloc(n, m); }
+void *realloc(void *p, size_t n) { return fails(__builtin_return_address(0)) ? NULL : __libc_realloc(p, n); }
+void *aligned_alloc(size_t a, size_t n)
+{
+    return fails(__builtin_return_address(0)) ? NULL : REAL(aligned_alloc, size_t, size_t)(a, n);
+}
+char *strdup(const char *s)
+{
+    if (fails(__builtin_return_address(0))) return NULL;
+    return memcpy(__libc_malloc(strlen(s) + 1), s, strlen(s) + 1);
+}
+
+char *fgets(char *text, int n, FILE *file)
+{
+    if (++lines == line) {
+        file->_flags |= 0x20; /* what ferror() looks at in glibc */
+        errno = EIO;
+        return NULL;
+    }
+    return ((char *(*)(char *, int, FILE *))dlsym(RTLD_NEXT, "fgets"))(text, n, file);
+}

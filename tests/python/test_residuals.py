@@ -1,0 +1,501 @@
+"""Residuals and error codes belong to the very weight that they were left over from: a weight that somebody else has written
+has none, and whatever merely looks like a write keeps its own."""
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from conftest import bits, class_of, run, saved, set_gradients, states, twins
+from halfstep import EMA
+
+FORMATS = {"bf16-kahan": torch.bfloat16, "bf16-ecc8": torch.bfloat16, "bf16-ecc16": torch.bfloat16,
+           "f16-kahan": torch.float16, "f16-ecc8": torch.float16, "f16-ecc16": torch.float16}
+formats = pytest.mark.parametrize("weights", FORMATS)
+SHAPES = {"matrix": (24, 96), "scalar": (), "vector": (33,)}
+
+
+class Model(nn.Module):
+    def __init__(self, dtype, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.tree = nn.ParameterDict({name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+                                      for name, shape in SHAPES.items()})
+
+    def named(self):
+        return dict(self.named_parameters())
+
+
+def made(weights, rule="adamw", seed=0, **options):
+    model = Model(FORMATS[weights], seed)
+    asked = weights.replace("f16", "bf16") if weights.startswith("f16") else weights
+    return model, class_of(rule)(model.named_parameters(), lr=2.0 ** -9, weights=asked, seed=0, **options)
+
+
+def something_in(opt, model):
+    return all(opt.state[p]["weight.extra"].any() for p in model.parameters() if p.dim())
+
+
+@pytest.fixture
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+OTHER_WAYS = {
+    "load_state_dict": lambda model, other: model.load_state_dict(other.state_dict()),
+    "copy_": lambda model, other: [p.copy_(q) for p, q in zip(model.parameters(), other.parameters())],
+    "data": lambda model, other: [setattr(p, "data", q.detach().clone())
+                                  for p, q in zip(model.parameters(), other.parameters())],
+    "through a view": lambda model, other: [p.view(-1).copy_(q.view(-1))
+                                            for p, q in zip(model.parameters(), other.parameters())],
+    "vector_to_parameters": lambda model, other: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(other.parameters()), model.parameters()),
+    "foreach": lambda model, other: torch._foreach_copy_(list(model.parameters()), list(other.parameters())),
+}
+
+
+@formats
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_a_weight_that_others_wrote_has_no_residual(weights, way):
+    """The next step is that of zero residuals, and one warning says so."""
+    model, opt = made(weights)
+    run(opt, model.named(), 0, 3)
+    assert something_in(opt, model)
+    with torch.no_grad():
+        OTHER_WAYS[way](model, Model(FORMATS[weights], 7))
+    with pytest.warns(UserWarning, match="tree.matrix.*write_weight"):
+        run(opt, model.named(), 3, 4)
+    others, other = made(weights)
+    run(other, others.named(), 0, 3)
+    file = saved(other.state_dict())
+    for state in file["state"].values():
+        state["weight.extra"].zero_()
+    judge, reference = made(weights, seed=7)
+    reference.load_state_dict(file)
+    run(reference, judge.named(), 3, 4)
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in judge.parameters()]
+    assert states(opt) == states(reference)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        with torch.no_grad():
+            OTHER_WAYS[way](model, Model(FORMATS[weights], 8))
+        run(opt, model.named(), 4, 5)
+
+
+@formats
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_checkpoint_in_either_order_resumes_bit_for_bit(weights, order, used, silent):
+    """Also in a process that has made steps of its own before, and with looks at the optimizer between the two."""
+    model, opt = made(weights)
+    run(opt, model.named(), 0, 3)
+    checkpoint = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
+    fresh, other = made(weights, seed=5)
+    if used:
+        run(other, fresh.named(), 50, 52)
+    if order == "model first":
+        fresh.load_state_dict(checkpoint["model"])
+        other.load_state_dict(checkpoint["optimizer"])
+    else:
+        other.load_state_dict(checkpoint["optimizer"])
+        assert repr(other) and other.memory() and other.state_dict()
+        fresh.load_state_dict(checkpoint["model"])
+    run(opt, model.named(), 3, 6)
+    run(other, fresh.named(), 3, 6)
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in fresh.parameters()]
+    assert states(opt) == states(other)
+
+
+@formats
+def test_a_checkpoint_in_place_resumes_bit_for_bit(weights, silent):
+    """As torch.distributed.checkpoint loads: into the tensors of both, in any order, of an optimizer in mid-run."""
+    for first in (0, 1):
+        model, opt = made(weights)
+        run(opt, model.named(), 0, 3)
+        kept, held = saved(model.state_dict()), saved(opt.state_dict()["state"])
+        run(opt, model.named(), 3, 6)
+        after = [bits(p) for p in model.parameters()]
+        fresh, other = made(weights, seed=5)
+        run(other, fresh.named(), 0, 3)
+
+        def weights_in():
+            with torch.no_grad():
+                for name, p in fresh.state_dict().items():
+                    p.copy_(kept[name])
+
+        def states_in():
+            for i, p in enumerate(fresh.parameters()):
+                for key, value in other.state[p].items():
+                    if isinstance(value, torch.Tensor) and key != "step":
+                        value.copy_(held[i][key])
+
+        for act in (weights_in, states_in)[::-1 if first else 1]:
+            act()
+        run(other, fresh.named(), 3, 6)
+        assert [bits(p) for p in fresh.parameters()] == after
+
+
+@formats
+def test_safetensors_in_either_order(weights, tmp_path, silent):
+    pytest.importorskip("safetensors")
+    model, opt = made(weights)
+    run(opt, model.named(), 0, 3)
+    kept = saved(model.state_dict())
+    opt.save_safetensors(tmp_path / "o")
+    run(opt, model.named(), 3, 5)
+    for first in (0, 1):
+        fresh, other = made(weights, seed=5)
+        for act in (lambda: fresh.load_state_dict(kept), lambda: other.load_safetensors(tmp_path / "o"))[::-1 if first else 1]:
+            act()
+        run(other, fresh.named(), 3, 5)
+        assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("look", ["read_weight", "read_average", "state_dict", "pickle", "deepcopy", "safetensors", "average",
+                                  "accumulate", "conversion", "release", "torch_state_dict"])
+def test_every_use_notices(look, tmp_path):
+    """Whatever reads the pair first."""
+    model, opt = made("bf16-ecc8")
+    run(opt, model.named(), 0, 3)
+    opt.zero_grad()
+    ema = EMA(model, 0.5, "f32", seed=0)
+    p = model.tree["matrix"]
+    ema.update_parameters(model, opt)
+    if look == "release":
+        opt.prepare_gradient_release()
+    with torch.no_grad():
+        p.copy_(Model(torch.bfloat16, 7).tree["matrix"])
+    with pytest.warns(UserWarning, match="tree.matrix"):
+        if look == "read_weight":
+            assert torch.equal(opt.read_weight(p), p.float())
+        elif look == "read_average":
+            assert torch.equal(opt.read_average(p), p.float())
+        elif look == "state_dict":
+            assert not opt.state_dict()["state"][0]["weight.extra"].any()
+        elif look == "pickle":
+            _, copied = pickle.loads(pickle.dumps((model, opt)))
+            assert not copied.state_dict()["state"][0]["weight.extra"].any()
+        elif look == "deepcopy":
+            _, copied = copy.deepcopy((model, opt))
+            assert not copied.state_dict()["state"][0]["weight.extra"].any()
+        elif look == "safetensors":
+            pytest.importorskip("safetensors")
+            opt.save_safetensors(tmp_path / "o")
+            assert not opt.state[p]["weight.extra"].any()
+        elif look == "average":
+            before = ema.module.tree["matrix"].detach().clone()
+            ema.update_parameters(model, opt)
+            assert torch.equal(ema.module.tree["matrix"], before + 0.5 * (p.float() - before))
+        elif look == "accumulate":
+            opt.optimizer_accumulation = True
+            run(opt, model.named(), 3, 4)
+            assert not opt.state[p]["weight.extra"].any()
+        elif look == "conversion":
+            opt.param_groups[0]["weights"] = "bf16-ecc16"
+            p.grad = torch.zeros_like(p)
+            opt.param_groups[0]["lr"] = 0.0
+            opt.step()
+            assert not opt.state[p]["weight.extra"].any()
+        elif look == "release":
+            opt.param_groups[0]["lr"] = 0.0
+            p.sum().backward()
+            opt.step()
+            assert not opt.state[p]["weight.extra"].any()
+        elif look == "torch_state_dict":
+            opt.torch_state_dict()
+            opt.step()
+    # The others kept theirs.
+    other = model.tree["vector"]
+    assert opt.state[other]["weight.extra"].any()
+
+
+@formats
+@pytest.mark.parametrize("way", ["step", "release", "write_weight", "strided", "some gradients", "accumulation", "flat"])
+def test_our_own_writes_are_no_strangers(weights, way, silent):
+    """Steps of all kinds, looked at between: no residual goes."""
+    results = []
+    for looked in (False, True):
+        model, opt = made(weights)
+        params = model.named()
+        if way == "strided":
+            p = params["tree.matrix"]
+            p.data = p.data.t().contiguous().t()
+        if way == "flat":  # one storage, one version counter
+            flat = torch.cat([p.detach().reshape(-1) for p in params.values()])
+            places = torch.tensor([0] + [p.numel() for p in params.values()]).cumsum(0).tolist()
+            params = {n: nn.Parameter(flat[a:b].view(p.shape)) for (n, p), a, b in zip(params.items(), places, places[1:])}
+            assert len({p._version for p in params.values()}) == 1
+            opt = type(opt)(list(params.items()), lr=2.0 ** -9, weights=opt.defaults["weights"], seed=0)
+        if way == "release":
+            opt.prepare_gradient_release()
+        for step in range(4):
+            set_gradients(params, step)
+            if way in ("release", "flat") and step:
+                for p in params.values():
+                    opt.step_param(p)
+                opt.step() if way == "release" else opt._end_round()
+            elif way == "some gradients":
+                for i, p in enumerate(params.values()):
+                    if (i + step) % 2:
+                        p.grad = None
+                opt.step()
+            elif way == "accumulation":
+                opt.optimizer_accumulation = True
+                opt.step()
+                opt.optimizer_accumulation = False
+                opt.step()
+            else:
+                opt.step()
+            if way == "write_weight":
+                for p in params.values():
+                    opt.write_weight(p, opt.read_weight(p) * 1.001)
+            if looked:
+                assert opt.state_dict()
+                for p in params.values():
+                    opt.read_weight(p)
+        results.append(([bits(p) for p in params.values()], states(opt)))
+    assert results[0] == results[1]
+    assert any(s["weight.extra"].any() for s in opt.state.values())
+
+
+@formats
+def test_a_weight_that_moves_keeps_its_residual(weights, silent):
+    """The same bits elsewhere, by p.data, into shared memory, or in another layout."""
+    model, opt = made(weights)
+    others, other = made(weights)
+    for step in range(5):
+        for m, o in ((model, opt), (others, other)):
+            set_gradients(m.named(), step)
+            o.step()
+        p = model.tree["matrix"]
+        p.grad = None
+        if step == 0:
+            p.data = p.data.clone()
+        elif step == 1:
+            model.share_memory()
+        elif step == 2:
+            p.data = p.data.t().contiguous().t()
+        elif step == 3:  # there and back, as a swap for an evaluation
+            held = p.data
+            p.data = torch.zeros_like(held)
+            p.data = held
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in others.parameters()]
+    assert states(opt) == states(other)
+
+
+def test_moved_and_written():
+    """First written, then moved: the memory that it had is no proof any more. Memory that was freed proves nothing."""
+    for order in ("written first", "written after", "freed"):
+        model, opt = made("bf16-ecc16")
+        run(opt, model.named(), 0, 3)
+        p = model.tree["matrix"]
+        with torch.no_grad():
+            if order == "written first":
+                p.mul_(1.5)
+            if order == "freed":
+                held = p.data
+                p.data = held.clone()
+                held.untyped_storage().resize_(0)
+            else:
+                p.data = p.data.clone()
+            if order == "written after":
+                p.mul_(1.5)
+        with pytest.warns(UserWarning, match="tree.matrix"):
+            assert torch.equal(opt.read_weight(p), p.float())
+
+
+def test_masks_lose_residuals_and_write_weight_keeps_them():
+    """The remedy of the warning: a mask by read_weight() and write_weight() trains as fp32 with the mask does."""
+    ends = {}
+    for way in ("f32", "mul_", "write_weight"):
+        p = nn.Parameter(torch.full((8, 64), 1.0, dtype=torch.float32 if way == "f32" else torch.bfloat16))
+        mask = torch.ones(8, 64)
+        mask[:, ::2] = 0
+        opt = halfstep.SGD([("p", p)], lr=2.0 ** -13, weights="bf16-ecc16")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if way == "mul_" else "error")
+            for _ in range(64):
+                p.grad = torch.ones_like(p)
+                opt.step()
+                with torch.no_grad():
+                    if way == "write_weight":
+                        opt.write_weight(p, opt.read_weight(p) * mask)
+                    else:
+                        p.mul_(mask.to(p.dtype))
+        ends[way] = opt.read_weight(p)
+    assert torch.equal(ends["write_weight"], ends["f32"])
+    assert ends["f32"][0, 1] == 1 - 2.0 ** -7 and ends["mul_"][0, 1] == 1.0
+
+
+@pytest.mark.parametrize("rule", ["schedulefree", "ranger"])
+def test_residuals_of_states_stay(rule):
+    """Slow weights and schedule-free's z are states: what is beside them is theirs, whoever writes the weight."""
+    model, opt = made("bf16-kahan", rule)
+    run(opt, model.named(), 0, 7)
+    p = model.tree["matrix"]
+    key, = (k for k in opt.state[p] if k.endswith(".extra") and k != "weight.extra")
+    before = bits(opt.state[p][key])
+    with torch.no_grad():
+        p.mul_(0.5)
+    with pytest.warns(UserWarning):
+        opt.read_weight(p)
+    assert bits(opt.state[p][key]) == before and not opt.state[p]["weight.extra"].any()
+
+
+def test_formats_without_residuals_are_not_looked_at(silent):
+    model = Model(torch.bfloat16)
+    opt = halfstep.AdamW(model.named_parameters(), weights="bf16-sr")
+    run(opt, model.named(), 0, 2)
+    model.load_state_dict(Model(torch.bfloat16, 7).state_dict())
+    run(opt, model.named(), 2, 3)
+    assert not opt._watch and not opt._engine.guarded
+
+
+def test_a_failed_load_forgets_nothing():
+    model, opt = made("bf16-ecc8")
+    run(opt, model.named(), 0, 2)
+    bad = copy.deepcopy(opt.state_dict())
+    bad["state"][0]["step"] = torch.tensor(-1.0)
+    with pytest.raises(ValueError):
+        opt.load_state_dict(bad)
+    with torch.no_grad():
+        model.tree["matrix"].mul_(0.5)
+    with pytest.warns(UserWarning, match="tree.matrix"):
+        run(opt, model.named(), 2, 3)
+
+
+def test_weights_of_inference_mode(silent):
+    """They count no versions: nothing can be told, and nothing breaks."""
+    with torch.inference_mode():
+        p = nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16), requires_grad=False)
+        opt = halfstep.AdamW([("p", p)], weights="bf16-kahan", lr=2.0 ** -12)
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            opt.step()
+    assert opt.state[p]["weight.extra"].any()
+
+
+# ---- Compiled steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("weights", ["bf16-kahan", "bf16-ecc8"])
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
+def test_compiled_steps(backend, weights):
+    """Compilers increment versions around the operator, each in its way: not taken for writes, and writes are seen."""
+    torch._dynamo.reset()
+    model, opt = made(weights, compile=True)
+    reference, other = made(weights)
+    step = torch.compile(opt.step, fullgraph=True, backend=backend) if backend else opt.step
+
+    def both(number, missing=None):
+        for m, act in ((model, step), (reference, other.step)):
+            set_gradients(m.named(), number)
+            if missing:
+                m.tree[missing].grad = None
+            act()
+        assert [bits(p) for p in model.parameters()] == [bits(p) for p in reference.parameters()], number
+        assert states(opt) == states(other), number
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("error", message="halfstep")
+        try:
+            both(0)
+        except Exception as error:
+            if backend != "inductor" or "compiler" not in str(error).lower():
+                raise
+            pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
+        both(1)
+        both(2, missing="vector")
+        both(3)
+        for p in model.parameters():
+            opt.read_weight(p)
+        both(4)
+    for m in (model, reference):
+        m.load_state_dict(Model(torch.bfloat16, 7).state_dict())
+    with pytest.warns(UserWarning, match="tree.matrix"):
+        both(5)
+    for m, o in ((model, opt), (reference, other)):  # seen between steps as well
+        with torch.no_grad():
+            m.tree["matrix"].mul_(0.5)
+        assert torch.equal(o.read_weight(m.tree["matrix"]), m.tree["matrix"].float())
+    both(6)
+    both(7)
+    torch._dynamo.reset()
+
+
+# ---- Averages -----------------------------------------------------------------------------------------------------------
+
+
+def averaged(weights):
+    """An EMA whose averages have residuals, and the model that it follows."""
+    model = Model(FORMATS[weights])
+    ema = EMA(model, 0.99, weights, seed=0)
+    for step in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.01)
+        ema.update_parameters(model)
+    assert any(extra.any() for extra in ema.extra.buffers())
+    return model, ema
+
+
+@formats
+@pytest.mark.parametrize("use", ["update", "full_state_dict", "state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_averages_that_others_wrote_have_no_residual(weights, use, assign):
+    model, ema = averaged(weights)
+    ema.module.load_state_dict(Model(FORMATS[weights], 7).state_dict(), assign=assign)
+    with pytest.warns(UserWarning, match="tree.matrix.*update_parameters"):
+        if use == "update":
+            judge = EMA(Model(FORMATS[weights], 7), 0.99, weights, seed=0)
+            judge.n_averaged.fill_(4)
+            judge.counters[0] = 4
+            judge.update_parameters(model)
+            ema.update_parameters(model)
+            assert {k: bits(v) for k, v in ema.state_dict().items()} == {k: bits(v) for k, v in judge.state_dict().items()}
+        elif use == "full_state_dict":
+            full = ema.full_state_dict()
+            assert all(torch.equal(full[n], p.float()) for n, p in ema.module.named_parameters())
+        else:
+            found = {"state_dict": lambda e: e, "deepcopy": copy.deepcopy,
+                     "pickle": lambda e: pickle.loads(pickle.dumps(e))}[use](ema).state_dict()
+            assert not any(v.any() for k, v in found.items() if k.startswith("extra."))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ema.module.load_state_dict(Model(FORMATS[weights], 8).state_dict())
+        ema.update_parameters(model)  # said once
+
+
+@formats
+def test_averages_load_and_move_with_their_residuals(weights, silent):
+    model, ema = averaged(weights)
+    kept = saved(ema.state_dict())
+    for used in (False, True):
+        other = EMA(Model(FORMATS[weights], 5), 0.99, weights, seed=3)
+        if used:
+            other.update_parameters(model)
+            other.update_parameters(model)
+        other.load_state_dict(kept)
+        assert {k: bits(v) for k, v in other.full_state_dict().items()} == \
+            {k: bits(v) for k, v in ema.full_state_dict().items()}
+        follows = copy.deepcopy(ema)
+        for e in (other, follows):
+            e.module.share_memory()
+            e.update_parameters(model)
+            e.update_parameters(model)
+        assert {k: bits(v) for k, v in other.state_dict().items()} == {k: bits(v) for k, v in follows.state_dict().items()}
+
+
+def test_an_average_that_starts_anew_says_nothing(silent):
+    model, ema = averaged("bf16-kahan")
+    ema.module.load_state_dict(Model(torch.bfloat16, 7).state_dict())
+    ema.n_averaged.zero_()
+    ema.update_parameters(model)
+    assert all(torch.equal(p, q) for p, q in zip(ema.module.parameters(), model.parameters()))

@@ -1,0 +1,242 @@
+"""Where random bits come from: names, else positions, and a seed that torch.manual_seed() governs."""
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import halfstep
+from conftest import bits, class_of, everything, parameters, rules, run, saved, set_gradients, twins
+from halfstep import EMA, GradientAccumulator
+from halfstep.compat import optimi
+
+#: what an optimizer that is given no seed uses under torch.distributed
+FIXED = 0
+
+
+def train(rule="adamw", before=0, manual_seed=5, **options):
+    """A training whose parameters have no names, after `before` other optimizers."""
+    torch.manual_seed(manual_seed)
+    params = parameters(torch.bfloat16)
+    for _ in range(before):
+        class_of(rule)(list(twins(params).values()), seed=1)
+    opt = class_of(rule)(list(params.values()), lr=0.02, states="int4", **options)
+    run(opt, params, 0, 3)
+    return everything(opt, params)
+
+
+# ---- Optimizers ---------------------------------------------------------------------------------------------------------
+
+
+@rules
+def test_the_same_unnamed_training_twice_in_a_process(rule):
+    first = train(rule)
+    assert train(rule) == first
+    assert train(rule, manual_seed=6)[0] != first[0]
+
+
+def test_optimizers_built_before_change_nothing():
+    """As on a rank that has built others: ids are positions, and nothing counts optimizers."""
+    assert train(before=3, seed=9) == train(before=0, seed=9)
+    assert train(before=3) == train(before=0)  # the others' seeds were given, so nothing was drawn for them
+
+
+def test_positions_go_over_all_groups():
+    found = []
+    for split in (1, 3):
+        params = parameters(torch.bfloat16)
+        ps = list(params.values())
+        opt = halfstep.AdamW([{"params": ps[:split]}, {"params": ps[split:]}], lr=0.02, seed=3)
+        run(opt, params, 0, 2)
+        found.append([bits(p) for p in ps])
+    assert found[0] == found[1]
+
+
+def test_a_seed_that_is_given_draws_nothing():
+    p, model = torch.nn.Parameter(torch.ones(4)), torch.nn.Linear(2, 2)
+    for make in (lambda: halfstep.AdamW([p], seed=5), lambda: halfstep.optimizer("lion/f32", [p], seed=5),
+                 lambda: EMA(model, seed=5), lambda: GradientAccumulator([p], seed=5)):
+        before = torch.get_rng_state()
+        make()
+        assert torch.equal(torch.get_rng_state(), before)
+    assert halfstep.AdamW([p], seed=5).seed == 5
+
+
+def test_no_seed_draws_one_number_at_construction():
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = halfstep.AdamW([p])
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.randint(2**63 - 1, ())
+    assert torch.equal(torch.get_rng_state(), after)
+    seed = opt.seed
+    assert 0 <= seed < 2**63 and halfstep.AdamW([p]).seed != seed
+    with torch.device("meta"):
+        assert 0 <= halfstep.AdamW([p]).seed < 2**63
+    # Groups that come later, copies and files keep it, and nothing is drawn for them.
+    before = torch.get_rng_state()
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "seed": None})
+    assert [g["seed"] for g in opt.param_groups] == [seed, seed]
+    copies = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
+    fresh = halfstep.AdamW([{"params": [torch.nn.Parameter(torch.ones(4))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}],
+                           seed=3)
+    fresh.load_state_dict(saved(opt.state_dict()))
+    assert [o.seed for o in (*copies, fresh)] == [seed] * 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 1, -1])
+def test_an_explicit_seed_is_kept(seed):
+    p = torch.nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))
+    opt = halfstep.AdamW([p], seed=seed)
+    p.grad = torch.ones_like(p)
+    opt.step()
+    assert opt.seed == seed and saved(opt.state_dict())["param_groups"][0]["seed"] == seed
+
+
+def test_a_compiled_copy_is_found_under_its_own_number():
+    """The operator of compile=True finds optimizers by a number, which a copy must not share."""
+    params = parameters(torch.bfloat16, {"a": (8, 64)})
+    opt = halfstep.AdamW(list(params.items()), compile=True, seed=0)
+    others, other = copy.deepcopy((params, opt))
+    before = bits(params["a"])
+    set_gradients(others, 0)
+    other.step()
+    assert bits(params["a"]) == before and not opt.state and bits(others["a"]) != before
+    third, again = pickle.loads(pickle.dumps((params, opt)))
+    set_gradients(third, 0)
+    again.step()
+    assert bits(params["a"]) == before and bits(third["a"]) == bits(others["a"])
+
+
+def test_pickles_of_older_versions():
+    """They hold the number of the optimizer, which is nobody's any more, and a seed of 0."""
+    params = parameters(torch.bfloat16)
+    opt = halfstep.AdamW(list(params.values()), seed=0)
+    run(opt, params, 0, 2)
+    opt.__dict__["_number"] = 41
+    state = {**opt.__getstate__(), "_number": 41}
+    old = halfstep.AdamW.__new__(halfstep.AdamW)
+    old.__setstate__(copy.deepcopy(state))
+    assert "_number" not in vars(old) and old.seed == 0
+    ids = [list(g["ids"]) for g in opt.param_groups]
+    assert [list(g["ids"]) for g in old.param_groups] == ids
+
+
+# ---- Averages and accumulators ------------------------------------------------------------------------------------------
+
+
+def average(manual_seed, **options):
+    model = torch.nn.Linear(64, 64).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(1, 2, 64 * 64).view(64, 64))
+    torch.manual_seed(manual_seed)
+    ema = EMA(model, 0.9, **options)
+    ema.update_parameters(model)
+    with torch.no_grad():
+        model.weight.mul_(1.01)
+    ema.update_parameters(model)
+    return bits(ema.module.weight)
+
+
+def test_averages_follow_torchs_seed():
+    assert average(1) == average(1) != average(2)
+    assert average(1, seed=4) == average(2, seed=4)
+
+
+def sums(manual_seed, before=0, **options):
+    torch.manual_seed(manual_seed)
+    for _ in range(before):
+        GradientAccumulator([torch.nn.Parameter(torch.zeros(1))], seed=1)
+    ps = [torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(2)]
+    with GradientAccumulator(ps, **options):
+        for value in [1.0] + [2.0**-10] * 20:
+            sum((p * value).sum() for p in ps).backward()
+    return [bits(p.grad) for p in ps]
+
+
+def test_accumulators_follow_torchs_seed():
+    assert sums(1) == sums(1) == sums(1, before=2)
+    assert sums(1)[0] != sums(1)[1] and sums(1)[0] != sums(2)[0]
+    assert sums(1, seed=4) == sums(2, seed=4)
+
+
+def functional(manual_seed):
+    torch.manual_seed(manual_seed)
+    params = [torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    grads = [torch.full_like(p, 0.5) for p in params]
+    averages, squares = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    for step in range(1, 4):
+        optimi.adam(params, grads, averages, squares, [None] * 2, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-6,
+                    step=torch.tensor(step), decouple_wd=False)
+    return [bits(t) for t in (*params, *averages, *squares)]
+
+
+def test_functional_steps_follow_torchs_seed():
+    """optimi's functions on lists: the second training of a process has the bits of the first."""
+    first = functional(1)
+    assert functional(1) == first != functional(2)
+
+
+# ---- Ranks --------------------------------------------------------------------------------------------------------------
+
+RANK = """
+import pickle
+import sys
+import torch
+import halfstep
+sys.path.insert(0, {tests!r})
+from conftest import bits, everything, parameters, run, twins
+
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+torch.manual_seed(100 + rank)  # ranks need not agree
+params = parameters(torch.bfloat16)
+for _ in range(3 * rank):
+    halfstep.AdamW(list(twins(params).values()))
+opt = halfstep.AdamW(list(params.values()), lr=0.02, states="int4")
+before = torch.get_rng_state()
+average = halfstep.EMA(torch.nn.ParameterList(params.values()), 0.9)
+accumulator = halfstep.GradientAccumulator(params.values())
+assert torch.equal(torch.get_rng_state(), before)
+seeds = [opt.seed, int(average.random[0]), accumulator.seed]
+run(opt, params, 0, 3)
+average.update_parameters(torch.nn.ParameterList(params.values()))
+everyone = [None, None]
+torch.distributed.all_gather_object(everyone, [everything(opt, params)[0], seeds])
+with open(out, "wb") as file:
+    pickle.dump(everyone, file)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
+def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(tmp_path):
+    """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds different."""
+    script = RANK.format(tests=os.path.dirname(os.path.abspath(__file__)))
+    outs = [str(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "store"), outs[rank]],
+                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for process in ranks:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    with open(outs[0], "rb") as file:
+        (first, seeds), (second, others) = pickle.load(file)
+    assert first == second
+    assert seeds == others == [FIXED] * 3
+    assert train(seed=FIXED)[0] == first
+
+
+def test_under_an_initialized_process_group_the_seed_is_fixed(monkeypatch):
+    """Not drawn and not communicated: every rank can know it by itself."""
+    p = torch.nn.Parameter(torch.ones(4))
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert halfstep.AdamW([p]).seed == FIXED and halfstep.AdamW([p], seed=12).seed == 12
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert halfstep.AdamW([p]).seed != FIXED

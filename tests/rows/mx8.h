@@ -1,0 +1,49 @@
+/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 32 whose scale is a power of two in one byte (F8_E8M0), as in
+ * the Microscaling formats. Error below the scale, which is below 2 max |x| / 127. */
+#ifndef HSTEP_MX8_FORMAT_H
+#define HSTEP_MX8_FORMAT_H
+
+V_OP vi mx8_scale(vf maximum, const int nonneg)
+{
+    vf step = v_mul(maximum, v_set(nonneg ? 1.0f / 254.0f : 1.0f / 126.0f));
+    vi up = vi_and(vi_add(v_bits(step), vi_set(0x7fffff)), vi_set(0xff800000));
+    return vi_select(v_lt(maximum, v_set(0x1p-100f)), vi_set(0), up);
+}
+
+/* What the codes are multiplied by; one division per block. */
+V_OP vf mx8_inverse(vi scale, const int nonneg)
+{
+    (void)nonneg;
+    return v_div0(v_set(65536.0f), v_from_bits(scale));
+}
+
+/* What is kept in fp32 until the block's scale is known. */
+V_OP vf mx8_stash(vf x, const int nonneg)
+{
+    (void)nonneg;
+    return x;
+}
+
+V_OP vi mx8_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    (void)nonneg;
+    return vi_sra(vi_add(v_round(v_mul(stashed, inverse)), random), 16);
+}
+
+V_OP vf mx8_value(vi code, vf scale, const int nonneg)
+{
+    (void)nonneg;
+    return v_mul(v_from_int(code), scale);
+}
+
+V_OP void mx8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
+{
+    if (nonneg)
+        vp_load_u8(code + i, e, o);
+    else
+        vp_load_s8(code + i, e, o);
+}
+
+V_OP void mx8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+
+#endif

@@ -1,0 +1,6 @@
+/* The fuzz target's corpus and seeded rounds, run as a test ("--short" runs fewer). */
+#include "tools/halfstep/data.h"
+
+#include "../fuzz/fuzz_data.c"
+
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 1500, 20000); }

@@ -1,0 +1,6 @@
+/* The fuzz target's corpus and seeded rounds, run as a test ("--short" runs fewer). */
+#include "halfstep.h"
+
+#include "../fuzz/fuzz_recipes.c"
+
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 4000, 60000); }

@@ -1,0 +1,127 @@
+/* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "io/json.h"
+#include "test.h"
+#include "ui/document.h"
+
+static hstep_json open_text(char *copy, const char *text)
+{
+    strcpy(copy, text);
+    return (hstep_json){copy, strlen(text), 0, NULL};
+}
+
+static int passes(const char *text)
+{
+    char copy[4096];
+    hstep_json json = open_text(copy, text);
+    return hstep_json_skip(&json) && hstep_json_end(&json);
+}
+
+/* The text as a document's member "x", written again; NULL where it is refused. */
+static char *again(const char *text, struct text *out)
+{
+    char copy[4096], why[200] = "";
+    struct document d;
+    strcpy(copy, text);
+    document_begin(&d);
+    if (put_json(&d, d.root, "x", copy, strlen(text), why, sizeof why) != 0) {
+        CHECK(strncmp(why, "byte ", 5) == 0, "%s: %s", text, why);
+        document_free(&d);
+        return NULL;
+    }
+    document_write(&d, out);
+    CHECK(!out->failed, "%s: not written", text);
+    return out->data;
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const good[] = {
+        "{}", "[]", " [ ] ", "0", "-0", "12", "-1.5e+3", "1E-7", "\"\"", "\"a\\u00e9\\n\"", "true", "false", "null",
+        "[1, [2, {\"a\": [], \"b\": {}}], \"c\"]", "{\"a\": {\"b\": {\"c\": [null, true]}}, \"d\": 1}",
+    };
+    static const char *const bad[] = {
+        "", "{", "[", "[1", "[1,", "[1,]", "[,1]", "{\"a\"}", "{\"a\":}", "{\"a\": 1,}", "{1: 2}", "{\"a\": 1 \"b\": 2}", "]", "}", "[1}",
+        "{\"a\": 1]", "01", "1.", ".5", "+1", "1e", "1e+", "--1", "1e999", "-", "tru", "nul", "True", "NaN", "Infinity", "'a'", "\"a",
+        "\"\\x\"", "\"\\u12\"", "\"\\ud800\"", "\"\t\"", "1 2", "[] []", "{} x", "\"a\" \"b\"",
+    };
+    test_init(argc, argv);
+
+    TEST("values are passed over whole, and nothing else is") {
+        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) CHECK(passes(good[i]), "refused: %s", good[i]);
+        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) CHECK(!passes(bad[i]), "passed: %s", bad[i]);
+        for (int depth = HSTEP_JSON_DEPTH; depth <= HSTEP_JSON_DEPTH + 1; depth++) {
+            char nested[4096] = "";
+            for (int i = 0; i < depth; i++) strcat(nested, i % 2 ? "{\"a\":" : "[");
+            strcat(nested, "1");
+            for (int i = depth; i-- > 0;) strcat(nested, i % 2 ? "}" : "]");
+            CHECK(passes(nested) == (depth == HSTEP_JSON_DEPTH), "%d levels", depth);
+        }
+    }
+
+    TEST("numbers come back with every bit") {
+        uint64_t state = 1;
+        for (int i = 0; i < 2000; i++) {
+            char text[64], copy[64];
+            double value, found = 0;
+            state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+            memcpy(&value, &state, sizeof value);
+            if (!isfinite(value)) continue;
+            snprintf(text, sizeof text, "%.17g", value);
+            hstep_json json = open_text(copy, text);
+            CHECK(hstep_json_real(&json, &found) && hstep_json_end(&json) && found == value, "%s is read as %.17g", text, found);
+        }
+    }
+
+    TEST("a document takes any JSON and gives it again") {
+        for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+            struct text first = {0}, second = {0};
+            CHECK(again(good[i], &first) != NULL, "refused: %s", good[i]);
+            CHECK(first.data && again(first.data, &second) && passes(second.data), "%s: not read again", good[i]);
+            text_free(&first);
+            text_free(&second);
+        }
+        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+            struct text text = {0};
+            CHECK(again(bad[i], &text) == NULL, "taken: %s", bad[i]);
+            text_free(&text);
+        }
+        struct text text = {0};
+        CHECK(again("{\"a\": 1, \"a\": 2}", &text) == NULL, "a name twice");
+        CHECK(again("[9007199254740992, -3, 0.5, 1e3]", &text) && strstr(text.data, "9007199254740992") && strstr(text.data, "-3"),
+              "integers: %s", text_string(&text));
+        text_free(&text);
+    }
+
+    TEST("a failure is kept, and nothing is written") {
+        struct document d, part;
+        struct text text = {0};
+        document_begin(&d);
+        put_text(&d, NULL, "lost", "x");
+        put_text(&d, d.root, "there", "x");
+        document_write(&d, &text);
+        CHECK(text.failed && !d.root, "written: %s", text_string(&text));
+        text_free(&text);
+        document_begin(&part);
+        part.failed = 1;
+        document_begin(&d);
+        put_document(&d, d.root, "part", &part);
+        CHECK(d.failed, "the failure of a part was not taken over");
+        document_free(&part);
+        document_free(&d);
+        document_begin(&d);
+        put_number(&d, d.root, "nan", NAN);
+        put_text(&d, d.root, "bytes", "a\xff" "b\xc3\xa9");
+        document_write(&d, &text);
+        CHECK(!text.failed && strstr(text.data, "\"nan\": null") && strstr(text.data, "a\xef\xbf\xbd" "b\xc3\xa9"), "%s",
+              text_string(&text));
+        text_free(&text);
+        text_add_json(&text, "\"\\\n\x01\xff\xe2\x82\xac");
+        CHECK(strcmp(text_string(&text), "\"\\\"\\\\\\u000a\\u0001\xef\xbf\xbd\xe2\x82\xac\"") == 0, "%s", text_string(&text));
+        text_free(&text);
+    }
+    return test_done();
+}
