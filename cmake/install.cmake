@@ -23,16 +23,16 @@ install(FILES ${PROJECT_BINARY_DIR}/halfstep-config.cmake ${PROJECT_BINARY_DIR}/
 # prefix is written relative to the .pc file itself.
 file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 string(REGEX REPLACE "/$" "" pc_prefix "${pc_prefix}")
-function(halfstep_pkg_config name description libs_private)
+function(halfstep_pkg_config name description requires libs_private)
   configure_file(cmake/library.pc.in ${name}.pc @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/${name}.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 endfunction()
 
 install(FILES include/halfstep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-halfstep_pkg_config(halfstep "${PROJECT_DESCRIPTION}" "-lm -pthread")
+halfstep_pkg_config(halfstep "${PROJECT_DESCRIPTION}" "" "-lm -pthread")
 if(with_io)
   install(FILES include/halfstep_io.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-  halfstep_pkg_config(halfstep_io "safetensors files and atomic checkpoint directories" "-pthread")
+  halfstep_pkg_config(halfstep_io "safetensors files, checkpoint directories, optimizers in files" halfstep "-pthread")
 endif()
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 

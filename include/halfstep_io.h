@@ -1,20 +1,30 @@
-/* halfstep_io.h - safetensors files and atomic checkpoint directories (library halfstep_io, which needs libc only).
+/* halfstep_io.h - safetensors files, atomic checkpoint directories, and optimizers in both (library halfstep_io, which needs
+ * libc and libhalfstep only).
  *
  * This header is the manual; docs/checkpoints.md is byte exact. It compiles alone as C11 and C++.
  *
- * Write a checkpoint:
+ * Save a training run, and go on with it (examples/resume.c is a whole program):
+ *
+ *   halfstep_save_options options = {sizeof options, .step = step};
+ *   halfstep_begin_checkpoint(&save, "run", &options, error, sizeof error);
+ *   halfstep_save_optimizer(save, optimizer, weights, NULL, error, sizeof error);
+ *   halfstep_commit_checkpoint(save, error, sizeof error);          durable when this returns HALFSTEP_OK
+ *
+ *   halfstep_open_checkpoint(&checkpoint, "run", NULL, error, sizeof error);
+ *   halfstep_load_optimizer(checkpoint, optimizer, weights, NULL, error, sizeof error);
+ *   halfstep_close_checkpoint(checkpoint);
+ *
+ * Write a checkpoint of other tensors and files:
  *
  *   halfstep_safetensors_writer *model;
  *   halfstep_checkpoint_save *save;
  *   halfstep_create_safetensors_writer(&model);
  *   halfstep_declare_safetensor(model, "lm_head.weight", "BF16", 2, shape, weights, error, sizeof error);
  *
- *   halfstep_save_options options = {sizeof options};
- *   options.step = 1200;
  *   halfstep_begin_checkpoint(&save, "run", &options, error, sizeof error);
  *   halfstep_save_safetensors(save, "model.safetensors", model, NULL, NULL, error, sizeof error);
  *   halfstep_save_file(save, "config.json", text, strlen(text), error, sizeof error);
- *   halfstep_commit_checkpoint(save, error, sizeof error);          durable when this returns HALFSTEP_OK
+ *   halfstep_commit_checkpoint(save, error, sizeof error);
  *
  * Read it back:
  *
@@ -33,7 +43,8 @@
  * empty string, or a line that begins with "note: " where something is worth telling. error may be NULL with size 0. The
  * library never prints, exits or aborts.
  *
- *   HALFSTEP_ERROR_FORMAT   the contents are corrupt: bad header, wrong size, wrong checksum
+ *   HALFSTEP_ERROR_FORMAT   the contents are corrupt: bad header, wrong size, wrong checksum, values that cannot be
+ *   HALFSTEP_ERROR_MISMATCH the file is sound, but of another optimizer
  *   HALFSTEP_ERROR_IO       the operating system refused: no such file, disk full, permission, another process is saving
  *   HALFSTEP_ERROR_NAME     nothing by that name: unknown dtype, tensor, key; no checkpoint in that directory
  *
@@ -220,6 +231,61 @@ HALFSTEP_API const char *halfstep_checkpoint_path(const halfstep_checkpoint *che
 HALFSTEP_API const char *halfstep_checkpoint_value(const halfstep_checkpoint *checkpoint, const char *key);
 HALFSTEP_API int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
                                                const char **value);
+
+/* ---- Optimizers ------------------------------------------------------------------------------------------------------ */
+
+/* An optimizer with everything that its later steps depend on: states with their scales, residuals and error codes, counters,
+ * ids, what the rule keeps as numbers for each tensor, steps of groups, hyper-parameters, choices, seed, skipped steps and the
+ * last gradient norm. A run that saves, ends, builds the same optimizer and loads goes on with the bits of one that never
+ * stopped, if it saves between whole steps (in gradient release: rounds).
+ *
+ * Weights belong to the caller, and with them: `weights` is the array that halfstep_step() takes, and NULL leaves them to the
+ * caller, who must keep them to the bit, for residuals and error codes belong to exactly these. Tensors go by their names,
+ * which must differ, whatever their order; those held only in part are refused (UNSUPPORTED). States must have memory before
+ * either direction (halfstep_allocate_states and its kin).
+ *
+ * Writing streams from the states where they lie. Reading first looks through all that it will take, in pieces of 256 KiB:
+ * every tensor there and none beyond them, recipes, dtypes, shapes, counters, numbers in their bounds, ids that differ, no
+ * scale negative or NaN, no second moment negative or not finite. Only then is anything changed, so after a failure the optimizer is as it was; the
+ * text names what does not fit. Only if the disk fails in the second reading, the text says that the optimizer is partly
+ * loaded.
+ *
+ * The layout is in docs/checkpoints.md, and Python's save_safetensors() and load_safetensors() have the same. */
+
+#define HALFSTEP_SETTINGS_TAKE    0 /* hyper-parameters, choices and seed are set to what the file says */
+#define HALFSTEP_SETTINGS_COMPARE 1 /* they must be the same here: the first that differs is a MISMATCH. One that the file
+                                       does not know counts as having had its default */
+
+/* Zero bytes are the defaults. */
+typedef struct halfstep_file_options {
+    uint32_t struct_size;           /* sizeof(halfstep_file_options) */
+    uint32_t settings;              /* reading: HALFSTEP_SETTINGS_* */
+    const char *const *leave;       /* reading: names of hyper-parameters and choices, or "seed", that stay as they are here,
+                                       not compared; NULL after the last. For instance a "total_steps" that has grown */
+    uint32_t subset;                /* reading: 1: the file may hold tensors that this optimizer has not */
+    uint32_t reserved;              /* 0 */
+    const uint64_t *const *shapes;  /* sizes of tensor i where it has more than one dimension and shapes[i] is not NULL;
+                                       otherwise it is written as rows x row_length. For files that others read */
+    const char *optimizer_file;     /* in a checkpoint; NULL: "optimizer.safetensors" and "model.safetensors" */
+    const char *model_file;
+} halfstep_file_options;
+
+/* Adds the optimizer to a checkpoint, and the weights in a file of their own, under the tensors' names, unless weights is
+ * NULL. options may be NULL. After a failed call a commit returns the same failure. */
+HALFSTEP_API int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optimizer *optimizer,
+                                         void *const *weights, const halfstep_file_options *options, char *error,
+                                         size_t error_size);
+/* Takes it back, and the weights unless weights is NULL. */
+HALFSTEP_API int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer,
+                                         void *const *weights, const halfstep_file_options *options, char *error,
+                                         size_t error_size);
+
+/* The same with one file and no checkpoint directory: replaced atomically, durable after HALFSTEP_OK, weights inside it as
+ * "NAME/weight". It has no checksum. */
+HALFSTEP_API int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimizer, void *const *weights,
+                                          const halfstep_file_options *options, char *error, size_t error_size);
+HALFSTEP_API int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
+                                         const halfstep_file_options *options, char *error, size_t error_size);
 
 /* ---- One file, atomically ------------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,6 @@
 /* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign files,
- * under failing system calls, failing allocations and simulated losses of power. The library's sources are compiled into this file, with the calls
- * that can fail replaced, so that every one of them fails here once: that is why it is over 500 lines. */
+ * under failing system calls, failing allocations and simulated losses of power. The library's sources are compiled into this
+ * file, with the calls that can fail replaced, so that every one of them fails here once: that is why it is over 500 lines. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -1,6 +1,7 @@
 /* Checkpoint directories: generations of files, each sealed by a manifest, and one pointer that is replaced last. The
  * layout and what each step of a save guarantees are in docs/checkpoints.md. Over 500 lines because saving, pruning and
  * opening must agree on that layout, and nobody else may know it. */
+#include "checkpoint.h"
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
@@ -595,8 +596,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     return HALFSTEP_OK;
 }
 
-/* Keeps the first failure for commit. */
-static int note_failure(halfstep_checkpoint_save *save, int code, const hstep_error *error)
+int hstep_note_failure(halfstep_checkpoint_save *save, int code, const hstep_error *error)
 {
     if (code && !save->status) {
         save->status = code;
@@ -674,7 +674,7 @@ int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const v
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !name || (!data && bytes))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_file: NULL argument");
-    return note_failure(save, add_file(save, name, NULL, NULL, NULL, data, bytes, &error), &error);
+    return hstep_note_failure(save, add_file(save, name, NULL, NULL, NULL, data, bytes, &error), &error);
 }
 
 int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
@@ -683,7 +683,7 @@ int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name, 
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !name || !writer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_safetensors: NULL argument");
-    return note_failure(save, add_file(save, name, writer, fill, context, NULL, 0, &error), &error);
+    return hstep_note_failure(save, add_file(save, name, writer, fill, context, NULL, 0, &error), &error);
 }
 
 static int add_value(halfstep_checkpoint_save *save, const char *key, const char *value, hstep_error *error)
@@ -713,7 +713,7 @@ int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const c
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !key || !value) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
-    return note_failure(save, add_value(save, key, value, &error), &error);
+    return hstep_note_failure(save, add_value(save, key, value, &error), &error);
 }
 
 static int write_text(const char *path, const char *shown, const hstep_buffer *text, int sync, hstep_error *error)
@@ -747,8 +747,8 @@ static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
     char *path = part_path(save, HSTEP_MANIFEST), *shown = hstep_join_path(save->dir, HSTEP_MANIFEST);
     int code = path && shown && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
     if (!code && text.bytes > HSTEP_MANIFEST_LIMIT)
-        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: names and values of a checkpoint take %zu bytes, more than the %llu "
-                          "allowed", save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
+        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: names and values of a checkpoint take %zu bytes, more than the "
+                          "%llu allowed", save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
     if (!code) code = write_text(path, shown, &text, !save->options.no_sync, error);
     if (!code) code = name_file(save, HSTEP_MANIFEST, error);
     for (size_t i = 0; i < save->manifest.file_count && !code; i++) code = name_file(save, save->manifest.files[i].name, error);

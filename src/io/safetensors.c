@@ -555,7 +555,7 @@ typedef struct tensor_plan {
 struct halfstep_safetensors_writer {
     tensor_plan *tensors;
     size_t tensor_count, tensor_room, size_count;
-    text_pair *metadata;
+    text_pair *metadata; /* sorted by key */
     size_t metadata_count, metadata_room;
 };
 
@@ -633,12 +633,18 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "metadata \"%s\" is not UTF-8", key);
     text_pair pair = {NULL, hstep_copy(value)};
     if (!pair.value) return hstep_fail_memory(&error);
-    for (size_t i = 0; i < writer->metadata_count; i++)
-        if (!strcmp(writer->metadata[i].key, key)) {
-            free(writer->metadata[i].value);
-            writer->metadata[i].value = pair.value;
+    size_t low = 0, high = writer->metadata_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        int order = strcmp(key, writer->metadata[middle].key);
+        if (!order) {
+            free(writer->metadata[middle].value);
+            writer->metadata[middle].value = pair.value;
             return HALFSTEP_OK;
         }
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
     if (writer->metadata_count == HSTEP_MAX_METADATA) {
         free(pair.value);
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file", HSTEP_MAX_METADATA);
@@ -649,7 +655,8 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
         free(pair.value);
         return hstep_fail_memory(&error);
     }
-    writer->metadata[writer->metadata_count++] = pair;
+    memmove(writer->metadata + low + 1, writer->metadata + low, (writer->metadata_count++ - low) * sizeof pair);
+    writer->metadata[low] = pair;
     return HALFSTEP_OK;
 }
 
@@ -671,20 +678,15 @@ static int compare_plan_names(const void *a, const void *b)
     return strcmp((*(const tensor_plan *const *)a)->name, (*(const tensor_plan *const *)b)->name);
 }
 
-static int compare_pairs(const void *a, const void *b)
-{
-    return strcmp(((const text_pair *)a)->key, ((const text_pair *)b)->key);
-}
-
-static void append_metadata(hstep_buffer *header, const text_pair *sorted, size_t count)
+static void append_metadata(hstep_buffer *header, const text_pair *pairs, size_t count)
 {
     hstep_append_json(header, HSTEP_METADATA);
     hstep_append_text(header, ":{");
     for (size_t i = 0; i < count; i++) {
         if (i) hstep_append_text(header, ",");
-        hstep_append_json(header, sorted[i].key);
+        hstep_append_json(header, pairs[i].key);
         hstep_append_text(header, ":");
-        hstep_append_json(header, sorted[i].value);
+        hstep_append_json(header, pairs[i].value);
     }
     hstep_append_text(header, "}");
 }
@@ -696,28 +698,17 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     size_t count = writer->tensor_count;
     uint64_t offset = 0;
     tensor_plan **sorted = malloc((count + 1) * sizeof *sorted);
-    text_pair *pairs = malloc((writer->metadata_count + 1) * sizeof *pairs);
     *order = sorted;
-    if (!sorted || !pairs) {
-        free(pairs);
-        return hstep_fail_memory(error);
-    }
+    if (!sorted) return hstep_fail_memory(error);
     for (size_t i = 0; i < count; i++) sorted[i] = &writer->tensors[i];
     qsort(sorted, count, sizeof *sorted, compare_plan_names);
     for (size_t i = 1; i < count; i++)
-        if (!strcmp(sorted[i - 1]->name, sorted[i]->name)) {
-            free(pairs);
+        if (!strcmp(sorted[i - 1]->name, sorted[i]->name))
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two tensors are named \"%s\"", name, sorted[i]->name);
-        }
     qsort(sorted, count, sizeof *sorted, compare_plans);
 
     hstep_append(header, "\0\0\0\0\0\0\0\0{", 9);
-    if (writer->metadata_count) {
-        memcpy(pairs, writer->metadata, writer->metadata_count * sizeof *pairs);
-        qsort(pairs, writer->metadata_count, sizeof *pairs, compare_pairs);
-        append_metadata(header, pairs, writer->metadata_count);
-    }
-    free(pairs);
+    if (writer->metadata_count) append_metadata(header, writer->metadata, writer->metadata_count);
     for (size_t i = 0; i < count; i++) {
         const tensor_plan *plan = sorted[i];
         if (i || writer->metadata_count) hstep_append_text(header, ",");

@@ -1,4 +1,4 @@
-#include "checkpoint_internal.h"
+#include "checkpoint.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -14,12 +14,13 @@ halfstep_format_info checkpoint_format(int32_t row)
     return info;
 }
 
-void checkpoint_shape_of(struct stream *stream, const struct lm_tensor *tensor)
-{
-    stream->ndim = (uint64_t)tensor->ndim;
-    stream->shape[0] = (uint64_t)tensor->rows;
-    stream->shape[1] = (uint64_t)tensor->row_length;
-}
+/* A file being read, and where its errors go. */
+struct source {
+    halfstep_safetensors *file;
+    const char *path;
+    char *error;
+    size_t error_bytes;
+};
 
 static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t text_bytes)
 {
@@ -29,42 +30,25 @@ static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, siz
     if (used < text_bytes) snprintf(text + used, text_bytes - used, "]");
 }
 
-int checkpoint_find_stream(struct source *source, const struct stream *want, const char *dtype, uint64_t *index,
-                       halfstep_safetensor_info *info)
+/* Looks up a tensor that has one element for each of this model's, and judges its shape. */
+static int find_elements(struct source *source, const char *name, const struct lm_tensor *tensor, uint64_t *index,
+                         halfstep_safetensor_info *info)
 {
-    if (halfstep_safetensor_find(source->file, want->name, index) != HALFSTEP_OK) {
-        snprintf(source->error, source->error_bytes, "%s: there is no tensor %s", source->path, want->name);
+    const uint64_t shape[2] = {(uint64_t)tensor->rows, (uint64_t)tensor->row_length};
+    if (halfstep_safetensor_find(source->file, name, index) != HALFSTEP_OK) {
+        snprintf(source->error, source->error_bytes, "%s: there is no tensor %s", source->path, name);
         return -1;
     }
     info->struct_size = sizeof *info;
     if (halfstep_get_safetensor_info(source->file, *index, info) != HALFSTEP_OK) return -1;
-    int same = info->ndim == want->ndim;
-    for (uint64_t i = 0; same && i < info->ndim; i++) same = info->shape[i] == want->shape[i];
-    if (!same) {
-        char there[128], here[128];
-        describe_shape(info->shape, info->ndim, there, sizeof there);
-        describe_shape(want->shape, want->ndim, here, sizeof here);
-        snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, want->name,
-                 there, here);
-        return -1;
-    }
-    if (dtype && strcmp(dtype, info->dtype) != 0) {
-        snprintf(source->error, source->error_bytes, "%s: %s is %s, this recipe needs %s", source->path, want->name,
-                 info->dtype, dtype);
-        return -1;
-    }
-    return 0;
-}
-
-int checkpoint_read_stream(struct source *source, const struct stream *stream)
-{
-    uint64_t index;
-    halfstep_safetensor_info info;
-    if (checkpoint_find_stream(source, stream, stream->dtype, &index, &info) != 0) return -1;
-    return halfstep_read_safetensor(source->file, index, 0, stream->data, stream->bytes, source->error,
-                                    source->error_bytes) == HALFSTEP_OK
-               ? 0
-               : -1;
+    int same = info->ndim == (uint64_t)tensor->ndim;
+    for (uint64_t i = 0; same && i < info->ndim; i++) same = info->shape[i] == shape[i];
+    if (same) return 0;
+    char there[128], here[128];
+    describe_shape(info->shape, info->ndim, there, sizeof there);
+    describe_shape(shape, (uint64_t)tensor->ndim, here, sizeof here);
+    snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, name, there, here);
+    return -1;
 }
 
 /* ---- Only the weights --------------------------------------------------------------------------------------------------- */
@@ -74,7 +58,6 @@ struct weight_source {
     halfstep_safetensors *model, *states;
     char path[1024];
     char recipe[RECIPE_BYTES], format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
-    int32_t rule;               /* row of the recipe's, or -1 */
     int averages;
 };
 
@@ -113,9 +96,8 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     recipe_split(recipe ? recipe : "", &parts);
     snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
     snprintf(source->format, sizeof source->format, "%s", parts.weight);
-    source->rule = halfstep_rule_find(parts.rule);
     halfstep_rule_info rule = {.struct_size = sizeof rule};
-    source->averages = halfstep_get_rule_info(source->rule, &rule) == HALFSTEP_OK && rule.average;
+    source->averages = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
     return 0;
 }
 
@@ -126,7 +108,6 @@ struct weight_source *weight_source_open(const char *path, char *error, size_t e
         snprintf(error, error_bytes, "out of memory");
         return NULL;
     }
-    source->rule = -1;
     if (open_weights(source, path, error, error_bytes) == 0) return source;
     weight_source_close(source);
     return NULL;
@@ -145,7 +126,7 @@ const char *gradient_format_of(const char *dtype)
 /* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose weight
  * slot reads codes and extra together. */
 static int decode(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
-                  const struct stream *extra, float *out, char *error, size_t error_bytes)
+                  const char *extra, float *out, char *error, size_t error_bytes)
 {
     char recipe[RECIPE_BYTES + 8];
     halfstep_optimizer *optimizer = NULL;
@@ -170,11 +151,17 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     if (!bad && extra) {
         struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"), error,
                                 error_bytes};
-        struct stream stream = *extra;
-        stream.data = info.extra;
-        stream.bytes = info.extra_bytes;
-        stream.dtype = checkpoint_format(info.format).extra_dtype;
-        bad = checkpoint_read_stream(&states, &stream) != 0;
+        halfstep_safetensor_info found;
+        uint64_t place;
+        const char *needed = checkpoint_format(info.format).extra_dtype;
+        bad = find_elements(&states, extra, tensor, &place, &found) != 0;
+        if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
+            snprintf(error, error_bytes, "%s: %s is %s, not what %s weights have", states.path, extra, found.dtype,
+                     source->format);
+            bad = 1;
+        }
+        if (!bad)
+            bad = halfstep_read_safetensor(states.file, place, 0, info.extra, info.extra_bytes, error, error_bytes) != 0;
     }
     if (!bad) {
         code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
@@ -186,50 +173,24 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     return bad ? -1 : 0;
 }
 
-/* Hyper-parameters of the run, those of its first group: they say where between its stored weights the average lies. */
-static int restore_hypers(const struct weight_source *source, halfstep_optimizer *optimizer, int32_t group)
-{
-    halfstep_rule_info rule = {.struct_size = sizeof rule};
-    if (halfstep_get_rule_info(source->rule, &rule) != HALFSTEP_OK) return -1;
-    for (int32_t i = 0; i < rule.hypers; i++) {
-        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
-        char key[NAME_BYTES];
-        double value;
-        if (halfstep_get_hyper_info(source->rule, i, &hyper) != HALFSTEP_OK || hyper.per_optimizer) continue;
-        snprintf(key, sizeof key, "group.0.%s", hyper.name);
-        const char *saved = halfstep_safetensors_metadata_find(source->states, key);
-        if (!saved) continue;
-        if (parse_number(saved, &value) != 0 || halfstep_set_hyper(optimizer, group, hyper.name, value) != HALFSTEP_OK) return -1;
-    }
-    return 0;
-}
-
 /* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the average. */
-static int read_average(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
-                        float *out, char *error, size_t error_bytes)
+static int read_average(struct weight_source *source, const struct lm_tensor *tensor, void *codes, float *out, char *error,
+                        size_t error_bytes)
 {
-    struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"), error,
-                            error_bytes};
+    halfstep_file_options options = {.struct_size = sizeof options, .subset = 1};
     halfstep_optimizer *optimizer = NULL;
     int32_t group, index;
     halfstep_tensor t = {.struct_size = sizeof t, .name = tensor->name, .ndim = tensor->ndim, .rows = tensor->rows,
                          .row_length = tensor->row_length, .gradient = "f32"};
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    struct stream streams[MAX_STREAMS];
     error[0] = 0;
     int bad = halfstep_create(NULL, &optimizer) != HALFSTEP_OK ||
-              halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK ||
-              restore_hypers(source, optimizer, group) != 0;
+              halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK;
     if (!bad) {
         t.group = group;
         bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
-              halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info) != HALFSTEP_OK ||
-              strcmp(checkpoint_format(info.format).code_dtype, dtype) != 0;
+              halfstep_load_optimizer(source->checkpoint, optimizer, &codes, &options, error, error_bytes) != HALFSTEP_OK ||
+              halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
     }
-    int n = bad ? 0 : checkpoint_list_streams(optimizer, index, tensor, streams);
-    for (int i = 0; i < n && !bad; i++) bad = checkpoint_read_stream(&states, &streams[i]) != 0;
-    if (!bad) bad = checkpoint_load_tensor_counters(&states, optimizer, index, tensor->name, source->rule) != 0;
-    if (!bad) bad = halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
     if (bad && !error[0]) {
         const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
         snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, detail[0] ? detail : "not what its recipe says");
@@ -242,23 +203,24 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
                        size_t error_bytes)
 {
     struct source model = {source->model, source->path, error, error_bytes};
-    struct stream want, extra;
     uint64_t index, unused;
     halfstep_safetensor_info info;
-    snprintf(want.name, sizeof want.name, "%s", tensor->name);
-    checkpoint_shape_of(&want, tensor);
-    if (checkpoint_find_stream(&model, &want, NULL, &index, &info) != 0) return -1;
+    char extra[192];
+    if (find_elements(&model, tensor->name, tensor, &index, &info) != 0) return -1;
     void *codes = malloc(info.bytes ? info.bytes : 1);
     if (!codes) {
         snprintf(error, error_bytes, "out of memory");
         return -1;
     }
-    snprintf(extra.name, sizeof extra.name, "%s/weight.extra", tensor->name);
-    checkpoint_shape_of(&extra, tensor);
-    int with_extra = source->states && halfstep_safetensor_find(source->states, extra.name, &unused) == HALFSTEP_OK;
-    int bad = halfstep_read_safetensor(source->model, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK;
-    if (!bad && source->averages) bad = read_average(source, tensor, info.dtype, codes, out, error, error_bytes) != 0;
-    else if (!bad) bad = decode(source, tensor, info.dtype, codes, with_extra ? &extra : NULL, out, error, error_bytes) != 0;
+    int bad;
+    if (source->averages) {
+        bad = read_average(source, tensor, codes, out, error, error_bytes) != 0;
+    } else {
+        snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
+        int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
+        bad = halfstep_read_safetensor(source->model, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
+              decode(source, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error, error_bytes) != 0;
+    }
     free(codes);
     return bad ? -1 : 0;
 }

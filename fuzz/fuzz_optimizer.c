@@ -1,0 +1,142 @@
+/* Any bytes at all, given to halfstep_read_optimizer() as a file: it is taken whole, or refused with a text and every bit of
+ * the optimizer as it was. fuzz.h says how to run it. */
+#define FUZZ_NAME "fuzz_optimizer"
+#include "fuzz.h"
+
+#include <fcntl.h>
+
+#include "halfstep_io.h"
+
+enum { TENSORS = 3, ROWS = 4, LENGTH = 40, ROOM = 1 << 16 };
+
+static halfstep_optimizer *optimizer;
+static uint16_t stored[TENSORS][ROWS * LENGTH];
+static void *weights[TENSORS] = {stored[0], stored[1], stored[2]};
+static uint8_t good[ROOM];
+static size_t good_bytes;
+
+static uint64_t mix(uint64_t hash, const void *data, uint64_t bytes)
+{
+    const unsigned char *next = data;
+    for (uint64_t i = 0; i < bytes; i++) hash = (hash ^ next[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* Of everything that a file may change. */
+static uint64_t fingerprint(void)
+{
+    uint64_t hash = mix(1, stored, sizeof stored), steps;
+    double numbers[3] = {halfstep_gradient_norm(optimizer), (double)halfstep_skipped_steps(optimizer), 0};
+    for (int i = 0; i < TENSORS; i++) {
+        halfstep_counters counters = {.struct_size = sizeof counters};
+        demand(!halfstep_get_counters(optimizer, i, &counters), "no counters");
+        hash = mix(hash, &counters, sizeof counters);
+        for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + 3; slot++) {
+            halfstep_slot_info info = {.struct_size = sizeof info};
+            if (halfstep_get_slot_info(optimizer, i, slot, &info)) continue;
+            if (info.code) hash = mix(hash, info.code, info.code_bytes);
+            if (info.extra) hash = mix(hash, info.extra, info.extra_bytes);
+        }
+        if (!halfstep_get_scalar(optimizer, i, "trust_ratio", &numbers[2])) hash = mix(hash, numbers, sizeof numbers);
+    }
+    for (int32_t g = 0; g < halfstep_group_count(optimizer); g++) {
+        static const char *const names[] = {"lr", "beta1", "beta2", "weight_decay", "warmup_steps", "reference_lr"};
+        demand(!halfstep_get_group_steps(optimizer, g, &steps), "no steps");
+        hash = mix(hash, &steps, sizeof steps);
+        for (int i = 0; i < 6; i++)
+            if (!halfstep_get_hyper(optimizer, g, names[i], &numbers[2])) hash = mix(hash, numbers, sizeof numbers);
+        hash = mix(hash, halfstep_get_choice(optimizer, g, "schedule"), 4);
+    }
+    steps = halfstep_get_seed(optimizer);
+    return mix(hash, &steps, sizeof steps);
+}
+
+static void build(void)
+{
+    static const char *const recipes[2] = {"adamw/bf16-ecc8/int4", "lamb/bf16-kahan/f32"}, *const names[] = {"a", "b/c", "d"};
+    float values[ROWS * LENGTH], gradients[TENSORS][ROWS * LENGTH];
+    const void *pointers[TENSORS] = {gradients[0], gradients[1], gradients[2]};
+    int32_t group[2], index;
+    demand(!halfstep_create(NULL, &optimizer), "no optimizer");
+    for (int i = 0; i < 2; i++) demand(!halfstep_add_group(optimizer, recipes[i], &group[i]), "no group");
+    for (int i = 0; i < TENSORS; i++) {
+        halfstep_tensor t = {.struct_size = sizeof t, .group = group[i % 2], .name = names[i], .ndim = 2, .rows = ROWS,
+                             .row_length = LENGTH, .gradient = "f32"};
+        demand(!halfstep_add_tensor(optimizer, &t, &index), "no tensor");
+    }
+    demand(!halfstep_allocate_states(optimizer), "no states");
+    for (int i = 0; i < ROWS * LENGTH; i++) {
+        values[i] = (float)(i % 17) - 8;
+        for (int k = 0; k < TENSORS; k++) gradients[k][i] = 0.01f * values[i];
+    }
+    for (int i = 0; i < TENSORS; i++)
+        demand(!halfstep_write_slot(optimizer, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, ROWS, values), "no weights");
+    for (int i = 0; i < 2; i++) demand(!halfstep_step(optimizer, weights, pointers), "no step");
+
+    const char *base = getenv("TMPDIR");
+    char path[600], error[512];
+    snprintf(path, sizeof path, "%.500s/halfstep-fuzz-%ld", base && *base ? base : P_tmpdir, (long)getpid());
+    demand(!halfstep_write_optimizer(path, optimizer, weights, NULL, error, sizeof error), "cannot write");
+    FILE *stream = fopen(path, "rb");
+    demand(stream != NULL, "cannot read");
+    good_bytes = fread(good, 1, sizeof good, stream);
+    fclose(stream);
+    unlink(path);
+    demand(good_bytes > 1000 && good_bytes < sizeof good / 2, "an odd file");
+}
+
+static int read_bytes(const uint8_t *data, size_t size, char *error, size_t error_size)
+{
+    char path[64];
+    int fd = memfd_create("fuzz", MFD_CLOEXEC);
+    demand(fd >= 0 && write(fd, data, size) == (ssize_t)size, "no memory file");
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    int code = halfstep_read_optimizer(path, optimizer, weights, NULL, error, error_size);
+    close(fd);
+    return code;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    char error[512];
+    if (!optimizer) build();
+    uint64_t before = fingerprint();
+    int code = read_bytes(data, size, error, sizeof error);
+    if (code) {
+        fuzz_rejected++;
+        demand(fingerprint() == before, "a refused file changed the optimizer");
+        demand(strlen(error) > 10 && !strchr(error, '\n') && !strstr(error, "partly"), "an odd text");
+    } else {
+        fuzz_accepted++;
+        /* From the same start it leads to the same end, also by way of another file: what this one does not say stays. */
+        uint64_t taken[2];
+        for (int i = 0; i < 2; i++) {
+            demand(!read_bytes(good, good_bytes, error, sizeof error), "the good file is refused");
+            demand(!read_bytes(data, size, error, sizeof error), "it is refused the second time");
+            taken[i] = fingerprint();
+        }
+        demand(taken[0] == taken[1], "it is not the same again");
+    }
+    return 0;
+}
+
+#ifndef HALFSTEP_LIBFUZZER
+
+/* A digit for a digit, somewhere behind `at`: numbers that are good, but other ones. */
+static void change_digit(uint8_t *data, size_t size, size_t at)
+{
+    while (at < size && (data[at] < '0' || data[at] > '9')) at++;
+    if (at < size) data[at] = (uint8_t)('0' + draw(10));
+}
+
+static size_t make_input(uint8_t *data, size_t room)
+{
+    if (!optimizer) build();
+    memcpy(data, good, good_bytes);
+    size_t header = 8 + data[0] + 256u * data[1], size = good_bytes;
+    for (uint64_t count = draw(4); count; count--) change_digit(data, header, 8 + draw(header - 8));
+    if (draw(3) == 0) data[draw(size)] ^= (uint8_t)(1u << draw(8));
+    return draw(3) ? size : mutate(data, size, room, "{}[]\",:0123456789\\.-xpe ");
+}
+
+#endif

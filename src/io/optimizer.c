@@ -1,0 +1,925 @@
+/* Optimizers in files. Everything that a file says is read and judged before the first change to the optimizer, and its
+ * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500 lines
+ * because what is saved, compared and taken must be one list. */
+#include "checkpoint.h"
+#include "numbers.h"
+#include "streams.h"
+
+#define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
+#define HSTEP_WEIGHT "weight"
+
+/* What the optimizer has now, and what a file says it had. */
+enum { NOW, THEN, BOTH };
+
+typedef struct setting {
+    int32_t group;              /* or HALFSTEP_ALL_GROUPS */
+    const char *name;
+    const char *choice[BOTH];   /* of a choice; NULL for hyper-parameters */
+    halfstep_hyper_info limits; /* of a hyper-parameter */
+    double number[BOTH];
+} setting;
+
+typedef struct group_record {
+    char recipe[64];
+    halfstep_rule_info rule;
+    int32_t row;                /* of the rule */
+    int64_t source;             /* the group of the file that it continues, -1 while unknown */
+    uint64_t steps[BOTH];
+} group_record;
+
+typedef struct tensor_record {
+    halfstep_tensor info;
+    halfstep_counters counters[BOTH];
+    double scalar[BOTH][4];
+    int fresh;                  /* the file knows it, but says that it has made no step */
+} tensor_record;
+
+typedef struct named_tensor {
+    const char *name;
+    int32_t index;
+} named_tensor;
+
+typedef struct record {
+    halfstep_optimizer *optimizer;
+    int32_t group_count, tensor_count;
+    group_record *groups;
+    tensor_record *tensors;
+    named_tensor *by_name;
+    setting *settings;
+    size_t setting_count, setting_room;
+    uint64_t seed[BOTH], skipped[BOTH];
+    double norm[BOTH];
+} record;
+
+static void free_record(record *r)
+{
+    free(r->groups);
+    free(r->tensors);
+    free(r->by_name);
+    free(r->settings);
+}
+
+/* ---- What the optimizer has ----------------------------------------------------------------------------------------- */
+
+static int add_setting(record *r, const setting *added, hstep_error *error)
+{
+    if (!hstep_grow((void **)&r->settings, r->setting_count, &r->setting_room, sizeof *added))
+        return hstep_fail_memory(error);
+    r->settings[r->setting_count++] = *added;
+    return HALFSTEP_OK;
+}
+
+/* The choices of one group, or those of the optimizer. */
+static int describe_choices(record *r, int32_t group, hstep_error *error)
+{
+    static const char *const of_group[] = {"decay", "schedule", NULL};
+    static const char *const of_optimizer[] = {"generator", "scan", "clip", "missing", NULL};
+    const char *const *names = group == HALFSTEP_ALL_GROUPS ? of_optimizer : of_group;
+    int code = HALFSTEP_OK;
+    for (; *names && !code; names++) {
+        setting s = {.group = group, .name = *names, .choice = {halfstep_get_choice(r->optimizer, group, *names)}};
+        if (s.choice[NOW]) code = add_setting(r, &s, error);
+    }
+    return code;
+}
+
+/* The hyper-parameters that the rule in this row has in a group, or those that any rule has for the optimizer. */
+static int describe_hypers(record *r, int32_t group, int32_t row, hstep_error *error)
+{
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    int code = halfstep_get_rule_info(row, &rule);
+    for (int32_t i = 0; i < rule.hypers && !code; i++) {
+        setting s = {.group = group, .limits = {.struct_size = sizeof s.limits}};
+        code = halfstep_get_hyper_info(row, i, &s.limits);
+        if (code || s.limits.per_optimizer != (group == HALFSTEP_ALL_GROUPS)) continue;
+        s.name = s.limits.name;
+        code = halfstep_get_hyper(r->optimizer, group, s.name, &s.number[NOW]);
+        if (!code && (code = add_setting(r, &s, error))) return code;
+    }
+    return code ? hstep_fail(error, code, "%s", halfstep_strerror(code)) : HALFSTEP_OK;
+}
+
+static int describe_groups(record *r, hstep_error *error)
+{
+    int code = describe_choices(r, HALFSTEP_ALL_GROUPS, error);
+    if (!code) code = describe_hypers(r, HALFSTEP_ALL_GROUPS, 0, error);
+    for (int32_t g = 0; g < r->group_count && !code; g++) {
+        group_record *group = &r->groups[g];
+        group->source = -1;
+        group->rule.struct_size = sizeof group->rule;
+        code = halfstep_get_group_recipe(r->optimizer, g, group->recipe, sizeof group->recipe);
+        char rule[sizeof group->recipe];
+        snprintf(rule, sizeof rule, "%.*s", (int)strcspn(group->recipe, "/"), group->recipe);
+        group->row = halfstep_rule_find(rule);
+        if (!code) code = halfstep_get_rule_info(group->row, &group->rule);
+        if (!code) code = halfstep_get_group_steps(r->optimizer, g, &group->steps[NOW]);
+        if (code) return hstep_fail(error, code, "group %d: %s", g, halfstep_strerror(code));
+        code = describe_hypers(r, g, group->row, error);
+        if (!code) code = describe_choices(r, g, error);
+    }
+    return code;
+}
+
+static int describe_tensor(record *r, int32_t index, hstep_error *error)
+{
+    tensor_record *t = &r->tensors[index];
+    t->info.struct_size = sizeof t->info;
+    t->counters[NOW].struct_size = t->counters[THEN].struct_size = sizeof t->counters[NOW];
+    int code = halfstep_get_tensor(r->optimizer, index, &t->info);
+    if (!code) code = halfstep_get_counters(r->optimizer, index, &t->counters[NOW]);
+    const halfstep_rule_info *rule = code ? NULL : &r->groups[t->info.group].rule;
+    for (int32_t i = 0; !code && i < rule->scalars; i++)
+        code = halfstep_get_scalar(r->optimizer, index, rule->scalar_name[i], &t->scalar[NOW][i]);
+    if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
+    int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
+    if (!whole && t->info.rows && t->info.row_length)
+        return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor \"%s\" is held only in part here, %lld x %lld of %lld x %lld: files take whole tensors",
+                          t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
+                          (long long)t->info.row_length);
+    r->by_name[index] = (named_tensor){t->info.name, index};
+    return HALFSTEP_OK;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(((const named_tensor *)a)->name, ((const named_tensor *)b)->name);
+}
+
+static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error *error)
+{
+    memset(r, 0, sizeof *r);
+    /* Only what reads is called with it when the caller's is const. */
+    r->optimizer = (halfstep_optimizer *)optimizer;
+    r->group_count = halfstep_group_count(optimizer);
+    r->tensor_count = halfstep_tensor_count(optimizer);
+    r->groups = calloc((size_t)r->group_count + 1, sizeof *r->groups);
+    r->tensors = calloc((size_t)r->tensor_count + 1, sizeof *r->tensors);
+    r->by_name = calloc((size_t)r->tensor_count + 1, sizeof *r->by_name);
+    r->seed[NOW] = halfstep_get_seed(optimizer);
+    r->skipped[NOW] = halfstep_skipped_steps(optimizer);
+    r->norm[NOW] = halfstep_gradient_norm(optimizer);
+    int code = r->groups && r->tensors && r->by_name ? describe_groups(r, error) : hstep_fail_memory(error);
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) code = describe_tensor(r, i, error);
+    if (code) return code;
+    qsort(r->by_name, (size_t)r->tensor_count, sizeof *r->by_name, compare_names);
+    for (int32_t i = 1; i < r->tensor_count; i++)
+        if (!strcmp(r->by_name[i - 1].name, r->by_name[i].name))
+            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "two tensors are named \"%s\": in a file each needs its own "
+                              "name", r->by_name[i].name);
+    return HALFSTEP_OK;
+}
+
+/* ---- Arguments ------------------------------------------------------------------------------------------------------ */
+
+static int check_options(const halfstep_file_options *options, const char *function, hstep_error *error)
+{
+    if (!options) return HALFSTEP_OK;
+    if (options->struct_size != sizeof *options)
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
+    if (options->settings > HALFSTEP_SETTINGS_COMPARE || options->reserved)
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: no such options", function);
+    return HALFSTEP_OK;
+}
+
+/* The sizes that the caller gives for a tensor of more dimensions, or NULL. */
+static int shape_of(const record *r, int32_t index, const halfstep_file_options *options, const uint64_t **shape,
+                    hstep_error *error)
+{
+    const halfstep_tensor *t = &r->tensors[index].info;
+    uint64_t length = 1;
+    *shape = options && options->shapes && t->ndim > 1 ? options->shapes[index] : NULL;
+    if (!*shape) return HALFSTEP_OK;
+    for (int32_t i = 1; i < t->ndim; i++) {
+        uint64_t size = (*shape)[i];
+        length = size && length > UINT64_MAX / size ? UINT64_MAX : length * size;
+    }
+    if ((*shape)[0] == (uint64_t)t->rows && length == (uint64_t)t->row_length) return HALFSTEP_OK;
+    return hstep_fail(error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": its shape does not give %lld rows of %lld elements",
+                      t->name, (long long)t->rows, (long long)t->row_length);
+}
+
+static const char *optimizer_file(const halfstep_file_options *options)
+{
+    return options && options->optimizer_file ? options->optimizer_file : "optimizer.safetensors";
+}
+
+static const char *model_file(const halfstep_file_options *options)
+{
+    return options && options->model_file ? options->model_file : "model.safetensors";
+}
+
+/* ---- Writing -------------------------------------------------------------------------------------------------------- */
+
+/* Metadata under a key made of parts, as a sentence of the writer's if it fails. */
+typedef struct declaring {
+    halfstep_safetensors_writer *writer;
+    hstep_error *error;
+} declaring;
+
+static int declare(const declaring *d, char *key, const char *value)
+{
+    int code = key && value ? halfstep_declare_safetensors_metadata(d->writer, key, value, d->error->text, d->error->size)
+                            : hstep_fail_memory(d->error);
+    free(key);
+    return code;
+}
+
+static int declare_uint64(const declaring *d, char *key, uint64_t value)
+{
+    char text[HSTEP_NUMBER_BYTES];
+    snprintf(text, sizeof text, "%llu", ull(value));
+    return declare(d, key, text);
+}
+
+static char *setting_key(const setting *s)
+{
+    return s->group == HALFSTEP_ALL_GROUPS ? hstep_copy(s->name) : hstep_format("group.%d.%s", s->group, s->name);
+}
+
+static int declare_settings(const declaring *d, const record *r)
+{
+    int code = declare_uint64(d, hstep_copy("seed"), r->seed[NOW]);
+    for (size_t i = 0; i < r->setting_count && !code; i++) {
+        const setting *s = &r->settings[i];
+        char number[HSTEP_NUMBER_BYTES];
+        if (!s->choice[NOW]) hstep_write_double(number, s->number[NOW], 0);
+        code = declare(d, setting_key(s), s->choice[NOW] ? s->choice[NOW] : number);
+    }
+    for (int32_t g = 0; g < r->group_count && !code; g++)
+        code = declare_uint64(d, hstep_format("group.%d.steps", g), r->groups[g].steps[NOW]);
+    return code;
+}
+
+/* Rules and recipes that all groups share, for readers that know only one of each. */
+static int declare_recipe(const declaring *d, const record *r)
+{
+    hstep_buffer rules = {0};
+    int same = r->group_count > 0, code = HALFSTEP_OK;
+    for (int32_t g = 0; g < r->group_count; g++) {
+        int seen = 0;
+        for (int32_t i = 0; i < g; i++) seen |= r->groups[i].row == r->groups[g].row;
+        same &= !strcmp(r->groups[g].recipe, r->groups[0].recipe);
+        if (!seen && g) hstep_append_text(&rules, ", ");
+        if (!seen) hstep_append_text(&rules, r->groups[g].rule.name);
+    }
+    hstep_append(&rules, "", 1);
+    if (rules.failed) code = hstep_fail_memory(d->error);
+    if (!code && r->group_count) code = declare(d, hstep_copy("rule"), rules.data);
+    if (!code && same) code = declare(d, hstep_copy("recipe"), r->groups[0].recipe);
+    free(rules.data);
+    return code;
+}
+
+static int declare_tensor_numbers(const declaring *d, const record *r)
+{
+    int code = HALFSTEP_OK;
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
+        const tensor_record *t = &r->tensors[i];
+        const group_record *g = &r->groups[t->info.group];
+        const halfstep_counters *c = &t->counters[NOW];
+        char text[4 * HSTEP_NUMBER_BYTES + 64];
+        snprintf(text, sizeof text, "state_steps %llu full_steps %llu writes %llu id %llu", ull(c->state_steps),
+                 ull(c->full_steps), ull(c->writes), ull(c->id));
+        code = declare(d, hstep_format("counters.%s", t->info.name), text);
+        if (!code) code = declare(d, hstep_format("recipe.%s", t->info.name), g->recipe);
+        if (!code) code = declare_uint64(d, hstep_format("group_of.%s", t->info.name), (uint64_t)t->info.group);
+        if (code || !g->rule.scalars) continue;
+        hstep_buffer scalars = {0};
+        for (int32_t k = 0; k < g->rule.scalars; k++) {
+            char number[HSTEP_NUMBER_BYTES];
+            hstep_write_double(number, t->scalar[NOW][k], 1);
+            hstep_append_text(&scalars, k ? " " : "");
+            hstep_append_text(&scalars, g->rule.scalar_name[k]);
+            hstep_append_text(&scalars, " ");
+            hstep_append_text(&scalars, number);
+        }
+        hstep_append(&scalars, "", 1);
+        code = scalars.failed ? hstep_fail_memory(d->error)
+                              : declare(d, hstep_format("scalars.%s", t->info.name), scalars.data);
+        free(scalars.data);
+    }
+    return code;
+}
+
+static int declare_numbers(const declaring *d, const record *r)
+{
+    char norm[HSTEP_NUMBER_BYTES];
+    hstep_write_double(norm, r->norm[NOW], 1);
+    int code = declare(d, hstep_copy("format"), HSTEP_OPTIMIZER_FORMAT);
+    if (!code) code = declare_recipe(d, r);
+    if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->skipped[NOW]);
+    if (!code) code = declare(d, hstep_copy("gradient_norm"), norm);
+    if (!code) code = declare_settings(d, r);
+    return code ? code : declare_tensor_numbers(d, r);
+}
+
+/* The weights go into `model` under the tensors' own names, or into `states` where there is no file of their own. */
+static int declare_streams(const declaring *states, const declaring *model, const record *r, void *const *weights,
+                           const halfstep_file_options *options)
+{
+    int code = HALFSTEP_OK;
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
+        const halfstep_tensor *t = &r->tensors[i].info;
+        const uint64_t *shape;
+        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
+        int count = 0;
+        code = shape_of(r, i, options, &shape, states->error);
+        if (!code)
+            code = hstep_list_streams(r->optimizer, i, t, &r->groups[t->group].rule, shape, streams, &count, states->error);
+        for (int k = 0; k < count && !code; k++)
+            code = hstep_declare_stream(states->writer, t->name, &streams[k], states->error);
+        if (code || !weights) continue;
+        code = hstep_weight_stream(r->optimizer, i, t, shape, weights[i], model->writer ? "" : HSTEP_WEIGHT, &weight,
+                                   states->error);
+        if (!code)
+            code = hstep_declare_stream(model->writer ? model->writer : states->writer, t->name, &weight, states->error);
+    }
+    return code;
+}
+
+/* Into a checkpoint, or with save = NULL into the file at path. */
+static int write_files(halfstep_checkpoint_save *save, const char *path, const halfstep_optimizer *optimizer,
+                       void *const *weights, const halfstep_file_options *options, hstep_error *error)
+{
+    declaring states = {NULL, error}, model = {NULL, error};
+    record r;
+    int code = describe(&r, optimizer, error);
+    if (!code && halfstep_create_safetensors_writer(&states.writer)) code = hstep_fail_memory(error);
+    if (!code && save && weights && halfstep_create_safetensors_writer(&model.writer)) code = hstep_fail_memory(error);
+    if (!code) code = declare_numbers(&states, &r);
+    if (!code && model.writer) code = declare(&model, hstep_copy("format"), "pt");
+    if (!code) code = declare_streams(&states, &model, &r, weights, options);
+    if (!code && model.writer)
+        code = halfstep_save_safetensors(save, model_file(options), model.writer, NULL, NULL, error->text, error->size);
+    if (!code && save)
+        code = halfstep_save_safetensors(save, optimizer_file(options), states.writer, NULL, NULL, error->text, error->size);
+    if (!code && !save) code = halfstep_write_safetensors(states.writer, path, NULL, NULL, error->text, error->size);
+    halfstep_destroy_safetensors_writer(states.writer);
+    halfstep_destroy_safetensors_writer(model.writer);
+    free_record(&r);
+    return code;
+}
+
+int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optimizer *optimizer, void *const *weights,
+                            const halfstep_file_options *options, char *text, size_t text_size)
+{
+    hstep_error error = hstep_make_error(text, text_size);
+    if (!save || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
+    int code = check_options(options, "halfstep_save_optimizer", &error);
+    return hstep_note_failure(save, code ? code : write_files(save, NULL, optimizer, weights, options, &error), &error);
+}
+
+int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimizer, void *const *weights,
+                             const halfstep_file_options *options, char *text, size_t text_size)
+{
+    hstep_error error = hstep_make_error(text, text_size);
+    if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
+    int code = check_options(options, "halfstep_write_optimizer", &error);
+    return code ? code : write_files(NULL, path, optimizer, weights, options, &error);
+}
+
+/* ---- Reading: numbers ----------------------------------------------------------------------------------------------- */
+
+/* One reading of one optimizer. */
+typedef struct loading {
+    record *record;
+    const halfstep_file_options *options;
+    void *const *weights;
+    hstep_source states, model; /* model: where the weights are, if they are asked for */
+    int apart;                  /* model is a file of its own */
+    unsigned char *known;       /* per tensor of the file of states: it is one that the optimizer stores */
+    uint64_t *places;           /* where the streams are in their files, as each_stream() visits them */
+    size_t place_count, place_room;
+    char *key;                  /* room for any key that is looked up */
+    size_t key_bytes;
+    hstep_error *error;
+} loading;
+
+static const char *find_value(const loading *l, const char *prefix, const char *name)
+{
+    snprintf(l->key, l->key_bytes, "%s%s", prefix, name);
+    return halfstep_safetensors_metadata_find(l->states.file, l->key);
+}
+
+static int make_key(loading *l)
+{
+    l->key_bytes = 128;
+    for (int32_t i = 0; i < l->record->tensor_count; i++) {
+        size_t bytes = strlen(l->record->tensors[i].info.name) + 32;
+        if (bytes > l->key_bytes) l->key_bytes = bytes;
+    }
+    l->key = malloc(l->key_bytes);
+    return l->key ? HALFSTEP_OK : hstep_fail_memory(l->error);
+}
+
+static int fail_value(const loading *l, const char *prefix, const char *name)
+{
+    return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed", l->states.path,
+                      prefix, name);
+}
+
+/* "NAME VALUE", and a space between one and the next. */
+static int take_word(const char **text, const char *word)
+{
+    size_t length = strlen(word);
+    if (strncmp(*text, word, length) || (*text)[length] != ' ') return 0;
+    *text += length + 1;
+    return 1;
+}
+
+static int take_counter(const char **text, const char *name, uint64_t *value)
+{
+    if (!take_word(text, name) || !hstep_read_uint64(text, value)) return 0;
+    if (**text == ' ' && (*text)[1]) ++*text;
+    return 1;
+}
+
+static int read_counters(const loading *l, tensor_record *t)
+{
+    halfstep_counters *c = &t->counters[THEN];
+    const char *text = find_value(l, "counters.", t->info.name);
+    const char *group = find_value(l, "group_of.", t->info.name);
+    if (!text && group) {
+        t->fresh = 1;
+        c->id = t->counters[NOW].id;
+        return HALFSTEP_OK;
+    }
+    if (!text)
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has nothing of tensor \"%s\"", l->states.path,
+                          t->info.name);
+    if (!take_counter(&text, "state_steps", &c->state_steps) || !take_counter(&text, "full_steps", &c->full_steps) ||
+        !take_counter(&text, "writes", &c->writes) || !take_counter(&text, "id", &c->id) || *text || !c->id ||
+        c->state_steps > INT64_MAX || c->full_steps > INT64_MAX || c->writes > INT64_MAX)
+        return fail_value(l, "counters.", t->info.name);
+    return HALFSTEP_OK;
+}
+
+/* Whether all of the text was taken: each name at most once, each number finite. */
+static int parse_scalars(const char *text, const halfstep_rule_info *rule, double *scalar, unsigned *found)
+{
+    *found = 0;
+    while (*text) {
+        int32_t i = 0;
+        while (i < rule->scalars && !take_word(&text, rule->scalar_name[i])) i++;
+        if (i == rule->scalars || *found & 1u << i || !hstep_read_double(&text, &scalar[i])) return 0;
+        if (!(scalar[i] - scalar[i] == 0.0)) return 0;
+        *found |= 1u << i;
+        if (*text == ' ' && text[1]) text++;
+        else if (*text) return 0;
+    }
+    return 1;
+}
+
+static int read_scalars(const loading *l, tensor_record *t)
+{
+    const halfstep_rule_info *rule = &l->record->groups[t->info.group].rule;
+    const char *text = find_value(l, "scalars.", t->info.name);
+    unsigned found, all = (1u << rule->scalars) - 1;
+    if (!rule->scalars || t->fresh) return HALFSTEP_OK;
+    /* Python keeps none for a parameter without elements, or that has not been stepped. */
+    if (!text && (!t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    return text && parse_scalars(text, rule, t->scalar[THEN], &found) && found == all
+               ? HALFSTEP_OK : fail_value(l, "scalars.", t->info.name);
+}
+
+/* The recipe of a tensor in the file, and which group it was in. */
+static int read_group_of(const loading *l, tensor_record *t)
+{
+    group_record *g = &l->record->groups[t->info.group];
+    uint64_t number = (uint64_t)t->info.group;
+    char there[64];
+    const char *recipe = find_value(l, "recipe.", t->info.name);
+    if (!recipe) recipe = find_value(l, "recipe", "");
+    if (!recipe && !t->fresh) return fail_value(l, "recipe.", t->info.name);
+    if (recipe && halfstep_recipe_full(recipe, there, sizeof there))
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: tensor \"%s\" has the recipe %s, which this library does "
+                          "not know", l->states.path, t->info.name, recipe);
+    if (recipe && strcmp(there, g->recipe))
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "the recipe of tensor \"%s\" is %s here but %s in %s",
+                          t->info.name, g->recipe, there, l->states.path);
+    const char *text = find_value(l, "group_of.", t->info.name);
+    if (text && (!hstep_is_uint64(text, &number) || number > INT32_MAX)) return fail_value(l, "group_of.", t->info.name);
+    if (g->source >= 0 && (uint64_t)g->source != number)
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: tensor \"%s\" is in group %llu there, others of its group "
+                          "here are in group %lld", l->states.path, t->info.name, ull(number), (long long)g->source);
+    g->source = (int64_t)number;
+    return HALFSTEP_OK;
+}
+
+static int is_left(const loading *l, const char *name)
+{
+    const char *const *left = l->options ? l->options->leave : NULL;
+    while (left && *left && strcmp(*left, name)) left++;
+    return left && *left;
+}
+
+/* What a setting is where nobody sets it: a file without it comes from before there was such a setting. */
+static const char *usual_choice(const loading *l, const setting *s)
+{
+    if (!strcmp(s->name, "decay")) return l->record->groups[s->group].rule.decay;
+    return halfstep_choice_value(s->name, 0);
+}
+
+static int fail_setting(const loading *l, const setting *s)
+{
+    char group[32] = "";
+    if (s->group != HALFSTEP_ALL_GROUPS && l->record->group_count > 1)
+        snprintf(group, sizeof group, ", group %d", s->group);
+    if (s->choice[NOW])
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[NOW],
+                          s->choice[THEN], l->states.path, group);
+    char now[32], then[32];
+    snprintf(now, sizeof now, "%.10g", s->number[NOW]);
+    snprintf(then, sizeof then, "%.10g", s->number[THEN]);
+    if (!strcmp(now, then)) {
+        snprintf(now, sizeof now, "%.17g", s->number[NOW]);
+        snprintf(then, sizeof then, "%.17g", s->number[THEN]);
+    }
+    return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, now, then,
+                      l->states.path, group);
+}
+
+/* The library's own copy of a choice's value, which outlives the file. */
+static const char *known_choice(const char *choice, const char *value)
+{
+    const char *known;
+    for (int32_t i = 0; (known = halfstep_choice_value(choice, i)) != NULL; i++)
+        if (!strcmp(known, value)) break;
+    return known;
+}
+
+static int read_setting(const loading *l, setting *s)
+{
+    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const int64_t source = s->group == HALFSTEP_ALL_GROUPS ? 0 : l->record->groups[s->group].source;
+    s->choice[THEN] = s->choice[NOW];
+    s->number[THEN] = s->number[NOW];
+    /* A group without tensors continues none. */
+    if (is_left(l, s->name) || source < 0) return HALFSTEP_OK;
+    char prefix[32] = "";
+    if (s->group != HALFSTEP_ALL_GROUPS) snprintf(prefix, sizeof prefix, "group.%lld.", (long long)source);
+    const char *value = find_value(l, prefix, s->name);
+    int code = HALFSTEP_OK;
+    if (s->choice[NOW]) {
+        if (value || compare) s->choice[THEN] = known_choice(s->name, value ? value : usual_choice(l, s));
+        if (!s->choice[THEN])
+            code = hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: %s%s is %s, which this library does not have",
+                              l->states.path, prefix, s->name, value);
+        else if (compare && strcmp(s->choice[NOW], s->choice[THEN])) code = fail_setting(l, s);
+    } else {
+        if (!value && compare) s->number[THEN] = s->limits.initial;
+        double number = s->number[THEN];
+        if (value && !hstep_is_double(value, &number)) code = fail_value(l, prefix, s->name);
+        s->number[THEN] = number;
+        if (!code && compare && s->number[NOW] != number) code = fail_setting(l, s);
+        if (!code && !(number >= s->limits.minimum && (number < s->limits.maximum ||
+                                                       (number == s->limits.maximum && !s->limits.exclusive_maximum))))
+            code = hstep_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path, prefix,
+                              s->name, value ? value : "?", s->limits.minimum, s->limits.maximum,
+                              s->limits.exclusive_maximum ? ')' : ']');
+    }
+    return code;
+}
+
+static int read_seed(const loading *l)
+{
+    record *r = l->record;
+    int compare = l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE;
+    const char *text = find_value(l, "seed", "");
+    r->seed[THEN] = r->seed[NOW];
+    if (is_left(l, "seed")) return HALFSTEP_OK;
+    if (!text || !hstep_is_uint64(text, &r->seed[THEN])) return fail_value(l, "seed", "");
+    if (compare && r->seed[NOW] != r->seed[THEN])
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s", ull(r->seed[NOW]),
+                          ull(r->seed[THEN]), l->states.path);
+    return HALFSTEP_OK;
+}
+
+static int read_steps(const loading *l)
+{
+    record *r = l->record;
+    for (int32_t g = 0; g < r->group_count; g++) {
+        group_record *group = &r->groups[g];
+        group->steps[THEN] = group->steps[NOW];
+        if (group->source < 0) continue;
+        char name[32];
+        snprintf(name, sizeof name, "group.%lld.steps", (long long)group->source);
+        const char *text = find_value(l, name, "");
+        if (!text || !hstep_is_uint64(text, &group->steps[THEN]) || group->steps[THEN] > INT64_MAX)
+            return fail_value(l, name, "");
+    }
+    const char *text = find_value(l, "skipped_steps", "");
+    if (!text || !hstep_is_uint64(text, &r->skipped[THEN]) || r->skipped[THEN] > INT64_MAX)
+        return fail_value(l, "skipped_steps", "");
+    text = find_value(l, "gradient_norm", "");
+    if (text && (!hstep_is_double(text, &r->norm[THEN]) || !(r->norm[THEN] >= 0.0) || r->norm[THEN] - r->norm[THEN] != 0.0))
+        return fail_value(l, "gradient_norm", "");
+    return HALFSTEP_OK;
+}
+
+static const named_tensor *find_tensor(const record *r, const char *name)
+{
+    named_tensor wanted = {.name = name};
+    return r->tensor_count ? bsearch(&wanted, r->by_name, (size_t)r->tensor_count, sizeof wanted, compare_names) : NULL;
+}
+
+/* Tensors that only the file has. */
+static int check_unknown_tensors(const loading *l)
+{
+    static const char *const prefixes[] = {"counters.", "group_of."};
+    uint64_t count = halfstep_safetensors_metadata_count(l->states.file);
+    if (l->options && l->options->subset) return HALFSTEP_OK;
+    for (uint64_t i = 0; i < count; i++) {
+        const char *key, *value;
+        if (halfstep_get_safetensors_metadata(l->states.file, i, &key, &value)) continue;
+        for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
+            size_t length = strlen(prefixes[k]);
+            if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
+                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has a tensor \"%s\", this optimizer has not",
+                                  l->states.path, key + length);
+        }
+    }
+    return HALFSTEP_OK;
+}
+
+typedef struct numbered_id {
+    uint64_t id;
+    int32_t index;
+} numbered_id;
+
+static int compare_ids(const void *a, const void *b)
+{
+    const numbered_id *first = a, *second = b;
+    return first->id < second->id ? -1 : first->id > second->id;
+}
+
+/* Two tensors with one id would share their random bits. */
+static int check_ids(const loading *l)
+{
+    const record *r = l->record;
+    numbered_id *ids = malloc(((size_t)r->tensor_count + 1) * sizeof *ids);
+    int code = ids ? HALFSTEP_OK : hstep_fail_memory(l->error);
+    for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].counters[THEN].id, i};
+    if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_ids);
+    for (int32_t i = 1; i < r->tensor_count && !code; i++)
+        if (ids[i - 1].id == ids[i].id)
+            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have one id, %llu",
+                              l->states.path, r->tensors[ids[i - 1].index].info.name, r->tensors[ids[i].index].info.name,
+                              ull(ids[i].id));
+    free(ids);
+    return code;
+}
+
+static int read_numbers(const loading *l)
+{
+    record *r = l->record;
+    const char *format = find_value(l, "format", "");
+    if (!format || strcmp(format, HSTEP_OPTIMIZER_FORMAT))
+        return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s holds no optimizer of halfstep: its format is not \""
+                          HSTEP_OPTIMIZER_FORMAT "\"", l->states.path);
+    int code = check_unknown_tensors(l);
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_group_of(l, &r->tensors[i]);
+    if (!code) code = read_seed(l);
+    for (size_t i = 0; i < r->setting_count && !code; i++) code = read_setting(l, &r->settings[i]);
+    if (!code) code = read_steps(l);
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_scalars(l, &r->tensors[i]);
+    return code ? code : check_ids(l);
+}
+
+/* ---- Reading: streams ----------------------------------------------------------------------------------------------- */
+
+enum { HSTEP_CHECK_BYTES = 1 << 18 };
+
+typedef int stream_visitor(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
+                           void *piece);
+
+/* Every stream that is read, in the order of the optimizer: those of states, then the weight. */
+static int each_stream(loading *l, stream_visitor *visit, void *piece)
+{
+    const record *r = l->record;
+    for (int32_t i = 0; i < r->tensor_count; i++) {
+        tensor_record *t = &r->tensors[i];
+        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
+        const uint64_t *shape;
+        const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
+        int count = 0, code = shape_of(r, i, l->options, &shape, l->error);
+        if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, l->error);
+        for (int k = 0; k < count && !code; k++) code = visit(l, &l->states, t, &streams[k], piece);
+        if (!code && l->weights) {
+            code = hstep_weight_stream(r->optimizer, i, &t->info, shape, l->weights[i], l->apart ? "" : HSTEP_WEIGHT,
+                                       &weight, l->error);
+            if (!code && weight.bytes) code = visit(l, &l->model, t, &weight, piece);
+        }
+        if (code) return code;
+    }
+    return HALFSTEP_OK;
+}
+
+static int is_weight(const loading *l, const hstep_source *source)
+{
+    return source == &l->model;
+}
+
+static int check_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream, void *piece)
+{
+    uint64_t index;
+    if (t->fresh && !is_weight(l, source)) return HALFSTEP_OK;
+    int code = hstep_find_stream(source, &t->info, stream, &index);
+    if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_room, sizeof *l->places))
+        code = hstep_fail_memory(l->error);
+    if (code) return code;
+    l->places[l->place_count++] = index;
+    if (source->file == l->states.file) l->known[index] = 1;
+    return stream->positive ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES) : HALFSTEP_OK;
+}
+
+static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream, void *piece)
+{
+    (void)piece;
+    if (t->fresh && !is_weight(l, source)) {
+        memset(stream->data, 0, (size_t)stream->bytes);
+        return HALFSTEP_OK;
+    }
+    return halfstep_read_safetensor(source->file, l->places[l->place_count++], 0, stream->data, stream->bytes,
+                                    l->error->text, l->error->size);
+}
+
+/* What the file has of the optimizer's tensors beyond what the optimizer stores: it was made with other settings, or lost the
+ * counters of a tensor. */
+static int check_unknown_streams(const loading *l)
+{
+    uint64_t count = halfstep_safetensor_count(l->states.file);
+    for (uint64_t i = 0; i < count; i++) {
+        halfstep_safetensor_info info = {.struct_size = sizeof info};
+        if (l->known[i] || halfstep_get_safetensor_info(l->states.file, i, &info) || !info.bytes) continue;
+        const char *slash = strrchr(info.name, '/');
+        char *name = slash ? hstep_format("%.*s", (int)(slash - info.name), info.name) : hstep_copy(info.name);
+        if (!name) return hstep_fail_memory(l->error);
+        const named_tensor *ours = slash ? find_tensor(l->record, name) : NULL;
+        free(name);
+        if (ours ? !strcmp(slash + 1, HSTEP_WEIGHT) : l->options && l->options->subset) continue;
+        if (ours && l->record->tensors[ours->index].fresh) return fail_value(l, "counters.", ours->name);
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has \"%s\", which this optimizer does not store",
+                          l->states.path, info.name);
+    }
+    return HALFSTEP_OK;
+}
+
+static int check_streams(loading *l)
+{
+    void *piece = malloc(HSTEP_CHECK_BYTES);
+    l->known = calloc((size_t)halfstep_safetensor_count(l->states.file) + 1, 1);
+    int code = piece && l->known ? each_stream(l, check_stream, piece) : hstep_fail_memory(l->error);
+    if (!code) code = check_unknown_streams(l);
+    free(piece);
+    free(l->known);
+    return code;
+}
+
+/* ---- Taking what was read ------------------------------------------------------------------------------------------- */
+
+static int fail_taking(const loading *l, int code)
+{
+    const char *detail = halfstep_error_detail(l->record->optimizer);
+    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
+}
+
+/* An id that no tensor has, now or then. */
+static uint64_t unused_id(const record *r, uint64_t from)
+{
+    for (int32_t i = 0; i < r->tensor_count; i++)
+        if (r->tensors[i].counters[NOW].id == from || r->tensors[i].counters[THEN].id == from) {
+            from++;
+            i = -1;
+        }
+    return from;
+}
+
+/* Counters and ids. Tensors may have exchanged their ids, which must differ at every moment: those that change are parked
+ * under others first. */
+static int set_counters(const record *r, int which)
+{
+    uint64_t parked = 0;
+    int code = HALFSTEP_OK;
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
+        const tensor_record *t = &r->tensors[i];
+        halfstep_counters c = t->counters[which];
+        if (t->counters[NOW].id == t->counters[THEN].id) continue;
+        c.id = parked = unused_id(r, parked + 1);
+        code = halfstep_set_counters(r->optimizer, i, &c);
+    }
+    for (int32_t i = 0; i < r->tensor_count && !code; i++)
+        code = halfstep_set_counters(r->optimizer, i, &r->tensors[i].counters[which]);
+    return code;
+}
+
+static int set_settings(const record *r, int which)
+{
+    int code = HALFSTEP_OK;
+    for (size_t i = 0; i < r->setting_count && !code; i++) {
+        const setting *s = &r->settings[i];
+        double number;
+        if (s->choice[NOW]) {
+            if (strcmp(s->choice[NOW], s->choice[THEN]))
+                code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[which]);
+        } else if (!(code = halfstep_get_hyper(r->optimizer, s->group, s->name, &number)) && number != s->number[which]) {
+            /* Only where it changes: the lr that is set first is a reference for fully decoupled decay. */
+            code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[which]);
+        }
+    }
+    return code;
+}
+
+static int set_numbers(const record *r, int which)
+{
+    int code = set_settings(r, which);
+    if (!code) code = set_counters(r, which);
+    if (!code) code = halfstep_set_seed(r->optimizer, r->seed[which]);
+    if (!code) code = halfstep_set_skipped_steps(r->optimizer, r->skipped[which]);
+    if (!code) code = halfstep_set_gradient_norm(r->optimizer, r->norm[which]);
+    for (int32_t g = 0; g < r->group_count && !code; g++)
+        code = halfstep_set_group_steps(r->optimizer, g, r->groups[g].steps[which]);
+    for (int32_t i = 0; i < r->tensor_count && !code; i++) {
+        const halfstep_rule_info *rule = &r->groups[r->tensors[i].info.group].rule;
+        for (int32_t k = 0; k < rule->scalars && !code; k++)
+            code = halfstep_set_scalar(r->optimizer, i, rule->scalar_name[k], r->tensors[i].scalar[which][k]);
+    }
+    return code;
+}
+
+static int take(loading *l)
+{
+    int code = set_numbers(l->record, THEN);
+    if (code) {
+        code = fail_taking(l, code);
+        set_numbers(l->record, NOW);
+        return code;
+    }
+    char detail[900];
+    hstep_error trouble = hstep_make_error(detail, sizeof detail), *told = l->error;
+    l->error = l->states.error = l->model.error = &trouble;
+    l->place_count = 0;
+    code = each_stream(l, read_stream, NULL);
+    l->error = l->states.error = l->model.error = told;
+    /* The first reading went well, so the disk or the file is failing right now. */
+    if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
+    return code;
+}
+
+static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *error)
+{
+    record r;
+    l->record = &r;
+    l->error = l->states.error = l->model.error = error;
+    int code = describe(&r, optimizer, error);
+    if (!code) code = make_key(l);
+    if (!code) code = read_numbers(l);
+    if (!code) code = check_streams(l);
+    if (!code) code = take(l);
+    free(l->key);
+    free(l->places);
+    free_record(&r);
+    return code;
+}
+
+static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoint, const char *name, hstep_error *error)
+{
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    source->path = halfstep_checkpoint_path(checkpoint, name);
+    if (source->path) return halfstep_open_safetensors(&source->file, source->path, error->text, error->size);
+    int code = halfstep_get_checkpoint_info(checkpoint, &info);
+    return hstep_fail(error, HALFSTEP_ERROR_NAME, "%s: the checkpoint has no %s", code ? "?" : info.directory, name);
+}
+
+int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer, void *const *weights,
+                            const halfstep_file_options *options, char *text, size_t text_size)
+{
+    hstep_error error = hstep_make_error(text, text_size);
+    loading l = {.options = options, .weights = weights, .apart = 1};
+    if (!checkpoint || !optimizer)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_load_optimizer: NULL argument");
+    int code = check_options(options, "halfstep_load_optimizer", &error);
+    if (!code) code = open_source(&l.states, checkpoint, optimizer_file(options), &error);
+    if (!code && weights) code = open_source(&l.model, checkpoint, model_file(options), &error);
+    if (!code) code = load(&l, optimizer, &error);
+    halfstep_close_safetensors(l.states.file);
+    halfstep_close_safetensors(l.model.file);
+    return code;
+}
+
+int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, void *const *weights,
+                            const halfstep_file_options *options, char *text, size_t text_size)
+{
+    hstep_error error = hstep_make_error(text, text_size);
+    loading l = {.options = options, .weights = weights};
+    if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_optimizer: NULL argument");
+    int code = check_options(options, "halfstep_read_optimizer", &error);
+    if (!code) code = halfstep_open_safetensors(&l.states.file, path, error.text, error.size);
+    l.states.path = path;
+    l.model = l.states;
+    if (!code) code = load(&l, optimizer, &error);
+    halfstep_close_safetensors(l.states.file);
+    return code;
+}

@@ -1,0 +1,206 @@
+#include "streams.h"
+
+#include <inttypes.h>
+
+static int format_of(int32_t row, halfstep_format_info *format)
+{
+    *format = (halfstep_format_info){.struct_size = sizeof *format};
+    return halfstep_get_format_info(row, format);
+}
+
+static uint64_t elements_of(const halfstep_tensor *tensor)
+{
+    return (uint64_t)tensor->rows * (uint64_t)tensor->row_length;
+}
+
+/* One element of the dtype for each of the tensor's. */
+static void shape_as_tensor(hstep_stream *stream, const halfstep_tensor *tensor, const uint64_t *shape)
+{
+    stream->by_element = 1;
+    stream->ndim = shape ? (uint64_t)tensor->ndim : tensor->ndim > 1 ? 2 : (uint64_t)tensor->ndim;
+    stream->shape = shape ? shape : stream->own;
+    stream->own[0] = tensor->ndim == 1 ? elements_of(tensor) : (uint64_t)tensor->rows;
+    stream->own[1] = (uint64_t)tensor->row_length;
+}
+
+static void shape_as(hstep_stream *stream, uint64_t ndim, uint64_t first, uint64_t second)
+{
+    stream->ndim = ndim;
+    stream->shape = stream->own;
+    stream->own[0] = first;
+    stream->own[1] = second;
+}
+
+static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
+                       const halfstep_slot_info *slot, const uint64_t *shape)
+{
+    uint64_t rows = (uint64_t)tensor->rows;
+    uint64_t elements = slot->code_bytes * 8 / halfstep_safetensors_dtype_bits(format->code_dtype);
+    stream->dtype = format->code_dtype;
+    stream->data = slot->code;
+    stream->bytes = slot->code_bytes;
+    if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
+    else if (format->geometry == HALFSTEP_GEOMETRY_ROWS && elements % rows == 0) shape_as(stream, 2, rows, elements / rows);
+    else shape_as(stream, 1, elements, 0);
+}
+
+static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
+                       const halfstep_slot_info *slot, const uint64_t *shape)
+{
+    stream->dtype = format->extra_dtype;
+    stream->data = slot->extra;
+    stream->bytes = slot->extra_bytes;
+    stream->positive = format->block != 0;
+    stream->flat = format->block && format->geometry != HALFSTEP_GEOMETRY_ROWS;
+    if (!format->block) shape_as_tensor(stream, tensor, shape);
+    else if (stream->flat) shape_as(stream, 1, slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype), 0);
+    else shape_as(stream, 2, (uint64_t)tensor->rows, (uint64_t)slot->blocks_per_row);
+}
+
+int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
+                       const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
+                       int *count, hstep_error *error)
+{
+    static const char *const floats[] = {"F32", "BF16", "F16"};
+    int n = 0;
+    for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + rule->states; slot++) {
+        halfstep_slot_info info = {.struct_size = sizeof info};
+        halfstep_format_info format;
+        if (slot == HALFSTEP_SLOT_GRADIENT) continue;
+        int code = halfstep_get_slot_info(optimizer, index, slot, &info);
+        if (!code && info.format < 0) continue;
+        if (!code) code = format_of(info.format, &format);
+        if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
+        int has_codes = slot != HALFSTEP_SLOT_WEIGHT && info.code_bytes;
+        if ((has_codes && !info.code) || (info.extra_bytes && !info.extra))
+            return hstep_fail(error, HALFSTEP_ERROR_ORDER, "tensor \"%s\": %s has no memory yet; allocate or bind the states "
+                              "first", tensor->name, info.name);
+        if (has_codes) {
+            hstep_stream *codes = &streams[n++];
+            memset(codes, 0, sizeof *codes);
+            snprintf(codes->suffix, sizeof codes->suffix, "%s", info.name);
+            make_codes(codes, tensor, &format, &info, shape);
+            int is_positive = rule->state_role[slot - HALFSTEP_SLOT_STATE] == HALFSTEP_ROLE_NONNEG;
+            for (size_t i = 0; i < sizeof floats / sizeof *floats && is_positive; i++)
+                codes->positive = codes->finite |= !strcmp(format.code_dtype, floats[i]);
+        }
+        if (!info.extra_bytes) continue;
+        hstep_stream *extra = &streams[n++];
+        memset(extra, 0, sizeof *extra);
+        snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, format.block ? "scale" : "extra");
+        make_extra(extra, tensor, &format, &info, shape);
+    }
+    *count = n;
+    return HALFSTEP_OK;
+}
+
+int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
+                        const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream, hstep_error *error)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    halfstep_format_info format;
+    int code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
+    if (!code) code = format_of(info.format, &format);
+    if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
+    if (info.code_bytes && !data)
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
+    memset(stream, 0, sizeof *stream);
+    snprintf(stream->suffix, sizeof stream->suffix, "%s", suffix);
+    info.code = data;
+    make_codes(stream, tensor, &format, &info, shape);
+    return HALFSTEP_OK;
+}
+
+/* "tensor/suffix"; the caller's to free. */
+static char *name_in_file(const char *tensor, const hstep_stream *stream)
+{
+    return hstep_format("%s%s%s", tensor, *stream->suffix ? "/" : "", stream->suffix);
+}
+
+int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor, const hstep_stream *stream,
+                         hstep_error *error)
+{
+    char *name = name_in_file(tensor, stream);
+    int code = name ? halfstep_declare_safetensor(writer, name, stream->dtype, stream->ndim, stream->shape, stream->data,
+                                                  error->text, error->size)
+                    : hstep_fail_memory(error);
+    free(name);
+    return code;
+}
+
+static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t size)
+{
+    size_t used = (size_t)snprintf(text, size, "[");
+    for (uint64_t i = 0; i < ndim && used < size; i++)
+        used += (size_t)snprintf(text + used, size - used, "%s%" PRIu64, i ? ", " : "", shape[i]);
+    if (used < size) snprintf(text + used, size - used, "]");
+}
+
+/* The optimizer knows no sizes beyond the first, so a tensor of more dimensions may have any that give its rows and
+ * elements. */
+static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_safetensor_info *found)
+{
+    int same = found->ndim == stream->ndim;
+    for (uint64_t i = 0; same && i < found->ndim; i++) same = found->shape[i] == stream->shape[i];
+    if (same) return 1;
+    if (stream->flat) return found->elements == stream->own[0];
+    return stream->by_element && tensor->ndim > 1 && found->ndim > 1 && found->shape[0] == (uint64_t)tensor->rows &&
+           found->elements == elements_of(tensor);
+}
+
+int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream, uint64_t *index)
+{
+    halfstep_safetensor_info found = {.struct_size = sizeof found};
+    char *name = name_in_file(tensor->name, stream), there[256], here[256];
+    if (!name) return hstep_fail_memory(source->error);
+    int code = halfstep_safetensor_find(source->file, name, index);
+    if (!code) code = halfstep_get_safetensor_info(source->file, *index, &found);
+    if (code) {
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"", source->path, name);
+    } else if (!fits(stream, tensor, &found)) {
+        describe_shape(found.shape, found.ndim, there, sizeof there);
+        describe_shape(stream->shape, stream->ndim, here, sizeof here);
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s",
+                          source->path, name, there, here);
+    } else if (strcmp(found.dtype, stream->dtype)) {
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s", source->path,
+                          name, found.dtype, stream->dtype);
+    }
+    free(name);
+    return code;
+}
+
+/* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE has
+ * them, so that NaN is above infinity. -0 is zero. */
+static size_t find_bad(const void *piece, size_t count, const char *dtype, int finite)
+{
+    size_t i = 0;
+    if (!strcmp(dtype, "F32")) {
+        const uint32_t *values = piece;
+        const uint32_t sign = 0x80000000u, largest = 0x7f800000u - (uint32_t)finite;
+        while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
+    } else {
+        const uint16_t *values = piece;
+        const uint32_t sign = 0x8000, largest = (!strcmp(dtype, "BF16") ? 0x7f80u : 0x7c00u) - (uint32_t)finite;
+        while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
+    }
+    return i;
+}
+
+int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes)
+{
+    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    int code = halfstep_get_safetensor_info(source->file, index, &info);
+    if (code) return hstep_fail(source->error, code, "%s: %s", source->path, halfstep_strerror(code));
+    for (uint64_t offset = 0; offset < info.bytes;) {
+        uint64_t left = info.bytes - offset, bytes = left < piece_bytes ? left : piece_bytes, width = info.dtype_bits / 8;
+        code = halfstep_read_safetensor(source->file, index, offset, piece, bytes, source->error->text, source->error->size);
+        if (code) return code;
+        uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, finite);
+        if (bad < bytes / width)
+            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT, "%s: element %" PRIu64 " of \"%s\" is negative or %s",
+                              source->path, offset / width + bad, info.name, finite ? "not finite" : "not a number");
+        offset += bytes;
+    }
+    return HALFSTEP_OK;
+}

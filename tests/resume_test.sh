@@ -1,0 +1,55 @@
+#!/bin/bash
+# examples/resume.c, killed at random instants and started again, ends with the bits of a run that was never stopped.
+# resume_test.sh [SEED]: the same seed gives the same instants.
+. "$(dirname "$0")/lib.sh"
+need cc
+[ -e "$build_dir/libhalfstep_io.so" ] || skip "halfstep_io is not built"
+make_scratch
+seed=${1:-20251}
+steps=3000 kills=25
+cc -std=c11 -O2 -I"$source_dir/include" "$source_dir/examples/resume.c" -o "$scratch/resume" -L"$build_dir" -lhalfstep_io \
+    -lhalfstep -lm -Wl,-rpath,"$build_dir" || fail "examples/resume.c does not compile"
+cd "$scratch"
+
+time_of() { # TIME VARIABLE: seconds that a run without kills takes, checkpoints included
+    local start=$EPOCHREALTIME
+    "${@:2}" || fail "$*"
+    elapsed=$(awk -v a="$start" -v b="$EPOCHREALTIME" 'BEGIN { print b - a }')
+}
+time_of whole ./resume whole $steps >whole.txt
+expected=$(tail -1 whole.txt)
+case "$expected" in "step $steps loss "*) ;; *) fail "an uninterrupted run printed '$expected'" ;; esac
+
+RANDOM=$seed
+resumed=0 killed=0 last=0
+for _ in $(seq $kills); do
+    # Up to twice the time that it would take if it were killed evenly.
+    pause=$(awk -v r=$RANDOM -v t="$elapsed" -v n=$kills 'BEGIN { printf "%.4f", 2 * t / n * r / 32768 + 0.005 }')
+    ./resume run $steps >out.txt 2>err.txt &
+    sleep "$pause"
+    if kill -9 $! 2>/dev/null; then killed=$((killed + 1)); fi
+    wait $! 2>/dev/null || true
+    [ ! -s err.txt ] || fail "seed $seed: $(cat err.txt)"
+done
+# Buffered output of a killed run is lost, so this one tells where they had come to.
+./resume run $steps >rest.txt || fail "seed $seed: the last run"
+grep -q '^resumed at step' rest.txt && resumed=1
+last=$(sed -n 's/^resumed at step //p' rest.txt)
+[ "$killed" -ge $((kills / 2)) ] || fail "seed $seed: only $killed of $kills runs were killed"
+[ $resumed = 1 ] && [ "$last" -gt 0 ] || fail "seed $seed: no checkpoint was left by $killed killed runs"
+if [ "$last" -lt $steps ]; then
+    [ "$(tail -1 rest.txt)" = "$expected" ] || fail "seed $seed: $(tail -1 rest.txt), uninterrupted $expected"
+else
+    # The loss is of the last step of its own process; the hash is of everything stored.
+    [ "$(tail -1 rest.txt | sed 's/.*hash //')" = "${expected##*hash }" ] || fail "seed $seed: $(tail -1 rest.txt), uninterrupted $expected"
+fi
+[ "$(ls -A run | grep -c '^checkpoint-')" = 1 ] && ! ls -A run | grep -q '^\.halfstep' || fail "seed $seed: left in the directory: $(ls -A run)"
+echo "ok   $killed kills, the last one after step $last of $steps: $expected"
+
+# What does not fit is named, and nothing is trained over.
+sed 's/adamw\/bf16-kahan\/int8/lion\/bf16-kahan\/int8/' "$source_dir/examples/resume.c" >other.c
+cc -std=c11 -O2 -I"$source_dir/include" other.c -o other -L"$build_dir" -lhalfstep_io -lhalfstep -lm -Wl,-rpath,"$build_dir"
+if ./other run $steps >out.txt 2>err.txt; then fail "another optimizer took the checkpoint"; fi
+grep -q 'the recipe of tensor "hidden.weight" is lion/bf16-kahan/int8 here but adamw/bf16-kahan/int8 in run/' err.txt ||
+    fail "another optimizer: $(cat err.txt)"
+echo "ok   another optimizer is refused by name"

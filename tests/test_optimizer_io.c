@@ -1,0 +1,1207 @@
+/* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever does not
+ * fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations and its
+ * reading can fail and its locale can be another one. Over 500 lines because each thing that a file may say wrong is a row. */
+#include <errno.h>
+#include <inttypes.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "halfstep_io.h"
+#include "ref/fixture.h"
+#include "test.h"
+
+/* ---- What can go wrong around the library ---------------------------------------------------------------------------- */
+
+static long allocation_at = -1, allocations, read_at = -1, reads;
+static int failed;
+static size_t held, held_most;
+static const char *point = ".";
+
+static int refuse_allocation(void)
+{
+    if (allocations++ != allocation_at) return 0;
+    failed = 1;
+    errno = ENOMEM;
+    return 1;
+}
+
+static void *count_held(void *block)
+{
+    held += malloc_usable_size(block);
+    if (held > held_most) held_most = held;
+    return block;
+}
+
+static void faulty_free(void *block)
+{
+    held -= malloc_usable_size(block);
+    free(block);
+}
+
+static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
+static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : count_held(calloc(count, bytes)); }
+
+static void *faulty_realloc(void *old, size_t bytes)
+{
+    void *block = refuse_allocation() ? NULL : count_held(malloc(bytes));
+    size_t before = malloc_usable_size(old);
+    if (!block || !old) return block;
+    memcpy(block, old, before < bytes ? before : bytes);
+    faulty_free(old);
+    return block;
+}
+
+static ssize_t faulty_pread(int fd, void *data, size_t bytes, off_t offset)
+{
+    if (reads++ == read_at) {
+        failed = 1;
+        errno = EIO;
+        return -1;
+    }
+    return pread(fd, data, bytes, offset);
+}
+
+/* snprintf and strtod as a locale with another decimal point has them. */
+__attribute__((format(printf, 3, 4)))
+static int local_snprintf(char *text, size_t size, const char *format, ...)
+{
+    char local[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    int length = vsnprintf(local, 512, format, arguments);
+    va_end(arguments);
+    char *dot = strchr(local, '.');
+    if (dot) {
+        size_t bytes = strlen(point);
+        memmove(dot + bytes, dot + 1, strlen(dot));
+        memcpy(dot, point, bytes);
+        length += (int)bytes - 1;
+    }
+    if ((size_t)length >= size) exit(1);
+    memcpy(text, local, (size_t)length + 1);
+    return length;
+}
+
+static double local_strtod(const char *text, char **end)
+{
+    char plain[1024], *stopped;
+    const char *at = strstr(text, point), *dot = strchr(text, '.');
+    size_t before = at ? (size_t)(at - text) : strlen(text);
+    if (strlen(text) > 512) exit(1);
+    memcpy(plain, text, before);
+    plain[before] = 0;
+    if (at) strcat(strcat(plain, "."), at + strlen(point));
+    double value = strtod(plain, &stopped);
+    /* A dot means nothing where it is not the point. */
+    *end = (char *)(strcmp(point, ".") && dot ? dot : *stopped ? text : text + strlen(text));
+    return value;
+}
+
+/* Whether what is written survives a loss of power is test_io.c's business. */
+static int quick_fsync(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
+#define fsync(fd) quick_fsync(fd)
+#define malloc(bytes) faulty_malloc(bytes)
+#define calloc(count, bytes) faulty_calloc(count, bytes)
+#define realloc(old, bytes) faulty_realloc(old, bytes)
+#define free(block) faulty_free(block)
+#define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
+#include "../src/io/files.c"
+#include "../src/io/json.c"
+#include "../src/io/safetensors.c"
+#include "../src/io/checkpoint.c"
+#include "../src/io/streams.c"
+#define compare_names compare_tensor_names
+#include "../src/io/optimizer.c"
+#undef compare_names
+#define snprintf local_snprintf
+#define strtod local_strtod
+#include "../src/io/numbers.c"
+#undef snprintf
+#undef strtod
+#undef fsync
+#undef malloc
+#undef calloc
+#undef realloc
+#undef free
+#undef pread
+
+/* ---- Runs ------------------------------------------------------------------------------------------------------------- */
+
+static char scratch[256], message[1024];
+static int is_short;
+#define TEXT message, sizeof message
+
+static const char *at(const char *name)
+{
+    static char paths[8][512];
+    static unsigned next;
+    char *path = paths[next++ % 8];
+    snprintf(path, sizeof paths[0], "%s/%s", scratch, name);
+    return path;
+}
+
+typedef struct shape {
+    const char *name;
+    int32_t group, ndim;
+    int64_t rows, row_length;
+} shape;
+
+/* Of every kind: a scalar, vectors that blocks take and that they do not, rows that end within a block, more dimensions, whole
+ * blocks of every length, nothing at all. */
+static const shape shapes[] = {
+    {"scalar", 0, 0, 1, 1}, {"norm.weight", 0, 1, 100, 1}, {"flat/vector", 1, 1, 1, 4096}, {"embed", 0, 2, 5, 300},
+    {"linear", 1, 2, 40, 128}, {"conv", 0, 4, 8, 72}, {"empty", 1, 2, 0, 7},
+};
+enum { TENSORS = sizeof shapes / sizeof *shapes, GROUPS = 2, MOST = 5120 };
+
+typedef struct run {
+    halfstep_optimizer *o;
+    int n;
+    void *weights[TENSORS];
+    struct source random;
+    int64_t bytes[TENSORS];
+    int raw; /* its gradients are weights */
+} run;
+
+typedef struct plan {
+    const char *recipe[GROUPS];
+    int order[TENSORS], count; /* which shapes, in which order; count 0: all */
+    int swapped;               /* groups are added the other way round */
+    uint64_t seed;
+    double momentum;           /* of rules that have it */
+    int bare;                  /* states get no memory */
+} plan;
+
+static const plan usual = {.recipe = {"adamw/bf16-sr/int8", "adamw/bf16-sr/int8"}, .seed = 7};
+
+/* 0 where the recipes have no meaning together with these shapes. */
+static int build(run *r, const plan *p)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = p->seed};
+    memset(r, 0, sizeof *r);
+    MUST(halfstep_create(&options, &r->o));
+    int32_t group[GROUPS];
+    for (int k = 0; k < GROUPS; k++) {
+        int g = p->swapped ? GROUPS - 1 - k : k;
+        if (halfstep_add_group(r->o, p->recipe[g], &group[g])) return 0;
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        char name[64];
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(p->recipe[g], "/"), p->recipe[g]);
+        MUST(halfstep_get_rule_info(halfstep_rule_find(name), &rule));
+        r->raw |= rule.raw_gradient;
+        for (int32_t i = 0; i < rule.hypers; i++) {
+            halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+            MUST(halfstep_get_hyper_info(halfstep_rule_find(name), i, &hyper));
+            if (!strcmp(hyper.name, "momentum")) MUST(halfstep_set_hyper(r->o, group[g], "momentum", p->momentum));
+            /* Switches that add states. */
+            if (!strcmp(hyper.name, "amsgrad") || !strcmp(hyper.name, "centered"))
+                MUST(halfstep_set_hyper(r->o, group[g], hyper.name, p->momentum > 0));
+        }
+        MUST(halfstep_set_hyper(r->o, group[g], "lr", 0.01 / (g + 1)));
+        MUST(halfstep_set_hyper(r->o, group[g], "weight_decay", 0.1));
+        MUST(halfstep_set_choice(r->o, group[g], "schedule", g ? "cosine" : "linear"));
+        MUST(halfstep_set_hyper(r->o, group[g], "total_steps", 100 + g));
+    }
+    MUST(halfstep_set_hyper(r->o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
+    r->n = p->count ? p->count : TENSORS;
+    for (int i = 0; i < r->n; i++) {
+        const shape *s = &shapes[p->count ? p->order[i] : i];
+        halfstep_tensor t = {.struct_size = sizeof t, .group = group[s->group], .name = s->name, .ndim = s->ndim,
+                             .rows = s->rows,
+                             .row_length = s->row_length, .gradient = "f32"};
+        int32_t index;
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        if (halfstep_add_tensor(r->o, &t, &index)) return 0;
+        MUST(halfstep_get_slot_info(r->o, index, HALFSTEP_SLOT_WEIGHT, &slot));
+        r->bytes[i] = (int64_t)slot.code_bytes;
+        r->weights[i] = zeroed((size_t)slot.code_bytes);
+    }
+    if (p->bare) return 1;
+    MUST(halfstep_allocate_states(r->o));
+    float values[MOST];
+    for (int i = 0; i < r->n; i++) {
+        const shape *s = &shapes[p->count ? p->order[i] : i];
+        struct source start = {halfstep_name_id(s->name)};
+        for (int k = 0; k < s->rows * s->row_length; k++) values[k] = (float)next_normal(&start);
+        if (s->rows) MUST(halfstep_write_slot(r->o, i, HALFSTEP_SLOT_WEIGHT, r->weights[i], 0, s->rows, values));
+    }
+    return 1;
+}
+
+static void end(run *r)
+{
+    for (int i = 0; i < r->n; i++) free(r->weights[i]);
+    halfstep_destroy(r->o);
+}
+
+/* Gradients follow from the tensor's name and the step, so that the order of tensors does not matter. */
+static void step(run *r, int from, int steps)
+{
+    static float gradients[TENSORS][MOST];
+    const void *pointers[TENSORS];
+    for (int s = from; s < from + steps; s++) {
+        for (int i = 0; i < r->n; i++) {
+            halfstep_tensor t = {.struct_size = sizeof t};
+            MUST(halfstep_get_tensor(r->o, i, &t));
+            struct source random = {halfstep_name_id(t.name) + (uint64_t)s * 1000};
+            for (int k = 0; k < t.rows * t.row_length; k++) gradients[i][k] = (float)next_normal(&random);
+            pointers[i] = gradients[i];
+        }
+        MUST(halfstep_step(r->o, r->weights, pointers));
+    }
+}
+
+static uint64_t mix_bytes(uint64_t hash, const void *data, size_t bytes)
+{
+    const unsigned char *next = data;
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ next[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* Everything of an optimizer that a file keeps, tensors by name. settings: with hyper-parameters, choices and seed. */
+static uint64_t fingerprint(const run *r, int settings)
+{
+    uint64_t sum = 0;
+    for (int i = 0; i < r->n; i++) {
+        uint64_t hash = UINT64_C(0xcbf29ce484222325);
+        halfstep_tensor t = {.struct_size = sizeof t};
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_get_tensor(r->o, i, &t));
+        MUST(halfstep_get_counters(r->o, i, &c));
+        hash = mix_bytes(hash, t.name, strlen(t.name));
+        hash = mix_bytes(hash, &c, sizeof c);
+        hash = mix_bytes(hash, r->weights[i], (size_t)r->bytes[i]);
+        for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
+            halfstep_slot_info info = {.struct_size = sizeof info};
+            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0) continue;
+            if (info.code) hash = mix_bytes(hash, info.code, info.code_bytes);
+            if (info.extra) hash = mix_bytes(hash, info.extra, info.extra_bytes);
+        }
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        for (int32_t row = 0; !halfstep_get_rule_info(row, &rule); row++)
+            for (int32_t k = 0; k < rule.scalars; k++) {
+                double value;
+                if (!halfstep_get_scalar(r->o, i, rule.scalar_name[k], &value)) hash = mix_bytes(hash, &value, sizeof value);
+            }
+        uint64_t steps;
+        MUST(halfstep_get_group_steps(r->o, t.group, &steps));
+        hash = mix_bytes(hash, &steps, sizeof steps);
+        static const char *const choices[] = {"decay", "schedule"};
+        for (int k = 0; k < 2 && settings; k++) {
+            const char *choice = halfstep_get_choice(r->o, t.group, choices[k]);
+            hash = mix_bytes(hash, choice, strlen(choice));
+        }
+        for (int32_t row = 0; settings && row < halfstep_rule_count(); row++) {
+            halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+            for (int32_t k = 0; !halfstep_get_hyper_info(row, k, &hyper); k++) {
+                double value;
+                if (!halfstep_get_hyper(r->o, t.group, hyper.name, &value)) hash = mix_bytes(hash, &value, sizeof value);
+            }
+        }
+        sum += hash;
+    }
+    double numbers[3] = {halfstep_gradient_norm(r->o), 0, 0};
+    uint64_t counts[2] = {halfstep_skipped_steps(r->o), settings ? halfstep_get_seed(r->o) : 0};
+    if (settings) {
+        MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "clip_norm", &numbers[1]));
+        MUST(halfstep_get_hyper(r->o, HALFSTEP_ALL_GROUPS, "gradient_scale", &numbers[2]));
+        static const char *const choices[] = {"generator", "scan", "clip", "missing"};
+        for (int k = 0; k < 4; k++) {
+            const char *choice = halfstep_get_choice(r->o, HALFSTEP_ALL_GROUPS, choices[k]);
+            sum += mix_bytes((uint64_t)k, choice, strlen(choice));
+        }
+    }
+    return mix_bytes(mix_bytes(sum, numbers, sizeof numbers), counts, sizeof counts);
+}
+
+/* ---- There and back -------------------------------------------------------------------------------------------------- */
+
+/* A run of three steps goes on for two: by itself, from a file and from a checkpoint. */
+static int check_resume(const plan *p)
+{
+    run original, other;
+    if (!build(&original, p)) {
+        end(&original);
+        return 0;
+    }
+    step(&original, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), original.o, original.weights, NULL, TEXT), "%s: write: %s", p->recipe[1],
+          message);
+    halfstep_checkpoint_save *save;
+    halfstep_checkpoint *checkpoint;
+    halfstep_save_options fast = {.struct_size = sizeof fast, .no_sync = 1};
+    CHECK(!halfstep_begin_checkpoint(&save, at("run"), &fast, TEXT) &&
+          !halfstep_save_optimizer(save, original.o, original.weights, NULL, TEXT) &&
+          !halfstep_commit_checkpoint(save, TEXT), "%s: save: %s", p->recipe[1], message);
+    uint64_t saved = fingerprint(&original, 1);
+    step(&original, 3, 2);
+    uint64_t ended = fingerprint(&original, 1);
+    for (int way = 0; way < 3; way++) {
+        plan changed = *p;
+        halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE};
+        changed.seed = way == 1 ? p->seed + 5 : p->seed;
+        if (!build(&other, &changed)) test_fail(__FILE__, __LINE__, "%s cannot be built again", p->recipe[1]);
+        /* Into fresh states, into used ones of other settings, and with the settings compared. */
+        if (way == 1) {
+            step(&other, 50, 1);
+            MUST(halfstep_set_hyper(other.o, 0, "lr", 0.5));
+            MUST(halfstep_set_choice(other.o, 1, "schedule", "constant"));
+            MUST(halfstep_set_choice(other.o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
+            MUST(halfstep_set_hyper(other.o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.0));
+        }
+        if (way == 2) {
+            CHECK(!halfstep_open_checkpoint(&checkpoint, at("run"), NULL, TEXT), "%s: open: %s", p->recipe[1], message);
+            CHECK(!halfstep_load_optimizer(checkpoint, other.o, other.weights, &compare, TEXT), "%s: load: %s", p->recipe[1],
+                  message);
+            halfstep_close_checkpoint(checkpoint);
+        } else {
+            CHECK(!halfstep_read_optimizer(at("one"), other.o, other.weights, NULL, TEXT), "%s: read: %s", p->recipe[1],
+                  message);
+        }
+        CHECK(fingerprint(&other, 1) == saved, "%s, way %d: something did not come back", p->recipe[1], way);
+        step(&other, 3, 2);
+        CHECK(fingerprint(&other, 1) == ended, "%s, way %d: it goes on differently", p->recipe[1], way);
+        end(&other);
+    }
+    end(&original);
+    return 1;
+}
+
+static void test_every_recipe(void)
+{
+    int checked = 0;
+    char recipe[128];
+    for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
+        for (int32_t weight = 0; weight < halfstep_format_count(); weight++)
+            for (int32_t state = 0; state < halfstep_format_count(); state++) {
+                halfstep_rule_info r = {.struct_size = sizeof r};
+                halfstep_format_info w = {.struct_size = sizeof w}, s = {.struct_size = sizeof s};
+                MUST(halfstep_get_rule_info(rule, &r));
+                MUST(halfstep_get_format_info(weight, &w));
+                MUST(halfstep_get_format_info(state, &s));
+                /* Every rule with every weight and every state, but not all of both. */
+                if (strcmp(w.name, "f32") && strcmp(s.name, "int8")) continue;
+                snprintf(recipe, sizeof recipe, "%s/%s/%s", r.name, w.name, s.name);
+                plan p = {.recipe = {r.name, recipe}, .seed = 3, .momentum = 0.9};
+                char full[64];
+                if (!(w.roles & HALFSTEP_ROLE_WEIGHT) || halfstep_recipe_full(recipe, full, sizeof full)) continue;
+                if (!is_short || (rule + weight + state) % 5 == 0) checked += check_resume(&p);
+            }
+    CHECK(checked > (is_short ? 60 : 300), "only %d recipes", checked);
+    printf("     %d recipes\n", checked);
+}
+
+/* Two groups of different rules, and groups and tensors that come in another order where they are read. */
+static void test_order(void)
+{
+    plan mixed = {.recipe = {"muon/bf16-kahan/bf16-sr", "adamw/f32/dyn8"}, .seed = 1, .momentum = 0.95}, turned = mixed;
+    CHECK(check_resume(&mixed), "the recipes cannot be built");
+    run first, second;
+    turned.swapped = 1;
+    turned.count = TENSORS;
+    for (int i = 0; i < TENSORS; i++) turned.order[i] = TENSORS - 1 - i;
+    if (!build(&first, &mixed) || !build(&second, &turned)) test_fail(__FILE__, __LINE__, "build");
+    step(&first, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), first.o, first.weights, NULL, TEXT), "%s", message);
+    MUST(halfstep_set_hyper(second.o, 0, "lr", 0.7));
+    MUST(halfstep_set_hyper(second.o, 1, "lr", 0.8));
+    CHECK(!halfstep_read_optimizer(at("one"), second.o, second.weights, NULL, TEXT), "%s", message);
+    CHECK(fingerprint(&first, 1) == fingerprint(&second, 1), "in another order something did not come back");
+    step(&first, 3, 2);
+    step(&second, 3, 2);
+    CHECK(fingerprint(&first, 1) == fingerprint(&second, 1), "in another order it goes on differently");
+    end(&first);
+    end(&second);
+}
+
+static void test_two_in_one_checkpoint(void)
+{
+    run a, b, c;
+    plan other = usual;
+    other.recipe[0] = other.recipe[1] = "lion/f32/f32";
+    halfstep_checkpoint_save *save;
+    halfstep_checkpoint *checkpoint;
+    const char *const model = "critic.safetensors";
+    halfstep_file_options critic = {.struct_size = sizeof critic, .optimizer_file = "critic-optimizer.safetensors",
+                                    .model_file = model};
+    if (!build(&a, &usual) || !build(&b, &other) || !build(&c, &other)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 2);
+    step(&b, 5, 2);
+    CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) &&
+          !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) &&
+          !halfstep_save_optimizer(save, b.o, b.weights, &critic, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s",
+              message);
+    CHECK(!halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT), "%s", message);
+    CHECK(!halfstep_load_optimizer(checkpoint, c.o, c.weights, &critic, TEXT), "%s", message);
+    CHECK(fingerprint(&b, 1) == fingerprint(&c, 1), "the second optimizer");
+    uint64_t before = fingerprint(&c, 1);
+    CHECK(halfstep_load_optimizer(checkpoint, c.o, c.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "recipe"),
+          "the other's states: %s", message);
+    critic.model_file = "actor.safetensors";
+    CHECK(halfstep_load_optimizer(checkpoint, c.o, c.weights, &critic, TEXT) == HALFSTEP_ERROR_NAME &&
+          strstr(message, "actor.safetensors"), "no such file: %s", message);
+    CHECK(fingerprint(&c, 1) == before, "a failure changed something");
+    halfstep_close_checkpoint(checkpoint);
+    /* Only the states: the weights are the caller's. */
+    CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) && !halfstep_save_optimizer(save, a.o, NULL, NULL, TEXT) &&
+          !halfstep_commit_checkpoint(save, TEXT) && !halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT), "%s",
+              message);
+    CHECK(!halfstep_checkpoint_path(checkpoint, "model.safetensors"), "weights that nobody gave");
+    CHECK(halfstep_load_optimizer(checkpoint, a.o, a.weights, NULL, TEXT) == HALFSTEP_ERROR_NAME &&
+          strstr(message, "model.safetensors"), "%s", message);
+    CHECK(!halfstep_load_optimizer(checkpoint, a.o, NULL, NULL, TEXT), "%s", message);
+    halfstep_close_checkpoint(checkpoint);
+    /* A failed call is the commit's result. */
+    void *none[TENSORS] = {NULL};
+    CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT), "%s", message);
+    CHECK(halfstep_save_optimizer(save, a.o, none, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"), "%s",
+          message);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"), "%s", message);
+    end(&a);
+    end(&b);
+    end(&c);
+}
+
+/* ---- Files that were changed ---------------------------------------------------------------------------------------- */
+
+typedef struct change {
+    const char *key, *value;        /* metadata: the new value; NULL removes it */
+    const char *drop, *rename;      /* a tensor that is left out; or its new name */
+    const char *retype;             /* a tensor whose dtype becomes another one of as many bits */
+    const char *reshape;            /* a tensor that becomes a vector */
+    const char *poke;               /* a tensor whose element `element` gets `bytes` bytes of `bits` */
+    uint64_t element, bits, bytes;
+} change;
+
+static int copy_bytes(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
+{
+    const struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } *copy = context;
+    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    int code = halfstep_get_safetensor_info(copy->file, copy->number[tensor], &info);
+    if (!code) code = halfstep_read_safetensor(copy->file, copy->number[tensor], offset, data, bytes, NULL, 0);
+    if (!code && copy->c->poke && !strcmp(info.name, copy->c->poke) && !offset)
+        memcpy((char *)data + copy->c->element * copy->c->bytes, &copy->c->bits, copy->c->bytes);
+    return code;
+}
+
+/* Writes at("changed") from at("one"). */
+static void make_changed(const change *c)
+{
+    struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } copy = {.c = c};
+    halfstep_safetensors_writer *writer;
+    uint64_t n = 0;
+    int found = !c->key || c->value;
+    MUST(halfstep_open_safetensors(&copy.file, at("one"), TEXT));
+    MUST(halfstep_create_safetensors_writer(&writer));
+    for (uint64_t i = 0; i < halfstep_safetensor_count(copy.file); i++) {
+        halfstep_safetensor_info info = {.struct_size = sizeof info};
+        MUST(halfstep_get_safetensor_info(copy.file, i, &info));
+        if (c->drop && !strcmp(info.name, c->drop)) {
+            found = 1;
+            if (!c->rename) continue;
+            info.name = c->rename;
+        }
+        if (c->retype && !strcmp(info.name, c->retype))
+            info.dtype = !strcmp(info.dtype, "I8") ? "U8" : !strcmp(info.dtype, "BF16") ? "F16" : "I8";
+        if (c->reshape && !strcmp(info.name, c->reshape)) info.ndim = 1, info.shape = &info.elements;
+        copy.number[n++] = i;
+        MUST(halfstep_declare_safetensor(writer, info.name, info.dtype, info.ndim, info.shape, NULL, TEXT));
+    }
+    for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(copy.file); i++) {
+        const char *key, *value;
+        MUST(halfstep_get_safetensors_metadata(copy.file, i, &key, &value));
+        if (c->key && !strcmp(key, c->key)) {
+            found = 1;
+            continue;
+        }
+        MUST(halfstep_declare_safetensors_metadata(writer, key, value, TEXT));
+    }
+    if (c->key && c->value) MUST(halfstep_declare_safetensors_metadata(writer, c->key, c->value, TEXT));
+    if (!found) test_fail(__FILE__, __LINE__, "there is no %s to change", c->key ? c->key : c->drop);
+    MUST(halfstep_write_safetensors(writer, at("changed"), copy_bytes, &copy, TEXT));
+    halfstep_destroy_safetensors_writer(writer);
+    halfstep_close_safetensors(copy.file);
+}
+
+typedef struct refusal {
+    change c;
+    int code;
+    const char *says;
+} refusal;
+
+#define META(k, v) {.key = k, .value = v}
+static const refusal refusals[] = {
+    {META("format", NULL), HALFSTEP_ERROR_FORMAT, "no optimizer"},
+    {META("format", "halfstep optimizer 2"), HALFSTEP_ERROR_FORMAT, "halfstep optimizer 1"},
+    {META("counters.linear", "state_steps 1 full_steps 1 writes 1 id 0"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", "state_steps 1 full_steps 1 writes 1 id 5 "), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", "state_steps 1 full_steps 1 writes 1"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", "state_steps -1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", "state_steps 1 writes 1 full_steps 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", "state_steps 9223372036854775808 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters."},
+    {META("counters.linear", "state_steps 1 full_steps 1 writes 99999999999999999999 id 5"), HALFSTEP_ERROR_FORMAT,
+     "counters."},
+    {META("counters.linear", ""), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.linear", NULL), HALFSTEP_ERROR_FORMAT, "counters.linear"},
+    {META("counters.stranger", "state_steps 1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
+    {META("group_of.stranger", "0"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
+    {META("group_of.linear", "zero"), HALFSTEP_ERROR_FORMAT, "group_of.linear"},
+    {META("group_of.linear", "0"), HALFSTEP_ERROR_MISMATCH, "\"linear\" is in group 0 there"},
+    {META("group_of.linear", "4294967296"), HALFSTEP_ERROR_FORMAT, "group_of.linear"},
+    {META("recipe.linear", "adamw/bf16-sr/int4"), HALFSTEP_ERROR_MISMATCH,
+     "\"linear\" is adamw/bf16-sr/int8 here but adamw/bf16-sr/int4 in"},
+    {META("recipe.linear", "adamw/bf17"), HALFSTEP_ERROR_MISMATCH, "adamw/bf17"},
+    {META("seed", NULL), HALFSTEP_ERROR_FORMAT, "\"seed\""},
+    {META("seed", "-7"), HALFSTEP_ERROR_FORMAT, "\"seed\""},
+    {META("seed", "18446744073709551616"), HALFSTEP_ERROR_FORMAT, "\"seed\""},
+    {META("skipped_steps", NULL), HALFSTEP_ERROR_FORMAT, "skipped_steps"},
+    {META("skipped_steps", "1.5"), HALFSTEP_ERROR_FORMAT, "skipped_steps"},
+    {META("gradient_norm", "-1"), HALFSTEP_ERROR_FORMAT, "gradient_norm"},
+    {META("gradient_norm", "inf"), HALFSTEP_ERROR_FORMAT, "gradient_norm"},
+    {META("gradient_norm", "nan"), HALFSTEP_ERROR_FORMAT, "gradient_norm"},
+    {META("gradient_norm", "1.0.0"), HALFSTEP_ERROR_FORMAT, "gradient_norm"},
+    {META("group.1.steps", NULL), HALFSTEP_ERROR_FORMAT, "group.1.steps"},
+    {META("group.1.steps", "9223372036854775808"), HALFSTEP_ERROR_FORMAT, "group.1.steps"},
+    {META("group.0.beta1", "1"), HALFSTEP_ERROR_RANGE, "group.0.beta1 is 1, not in"},
+    {META("group.0.beta1", "nan"), HALFSTEP_ERROR_RANGE, "group.0.beta1 is nan, not in"},
+    {META("group.0.beta1", "0,9"), HALFSTEP_ERROR_FORMAT, "group.0.beta1"},
+    {META("group.0.beta1", ""), HALFSTEP_ERROR_FORMAT, "group.0.beta1"},
+    {META("group.1.decay", "rotten"), HALFSTEP_ERROR_MISMATCH, "group.1.decay is rotten"},
+    {META("scan", "glance"), HALFSTEP_ERROR_MISMATCH, "scan is glance"},
+    {META("clip_norm", "-1"), HALFSTEP_ERROR_RANGE, "clip_norm is -1"},
+    {{.drop = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "no tensor \"linear/exp_avg\""},
+    {{.drop = "linear/exp_avg.scale"}, HALFSTEP_ERROR_MISMATCH, "no tensor \"linear/exp_avg.scale\""},
+    {{.drop = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "no tensor \"linear/weight\""},
+    {{.drop = "linear/exp_avg", .rename = "linear/exp_average"}, HALFSTEP_ERROR_MISMATCH, "\"linear/exp_avg\""},
+    {{.reshape = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "shape [5120], this optimizer needs [40, 128]"},
+    {{.reshape = "linear/exp_avg.scale"}, HALFSTEP_ERROR_MISMATCH, "shape [160], this optimizer needs [40, 4]"},
+    {{.reshape = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" has shape [5120]"},
+    {{.retype = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "\"linear/exp_avg\" is U8, this optimizer needs I8"},
+    {{.retype = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" is F16, this optimizer needs BF16"},
+    {{.poke = "linear/exp_avg.scale", .element = 3, .bits = 0x7fc0, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+     "element 3 of \"linear/exp_avg.scale\""},
+    {{.poke = "linear/exp_avg_sq.scale", .element = 0, .bits = 0x8001, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+     "element 0 of \"linear/exp_avg_sq.scale\""},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0xbf80, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+     "element 99 of \"norm.weight/exp_avg_sq\""},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xffff, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f81, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f80, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "not finite"},
+    /* What looks odd but may be. */
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x8000, .bytes = 2}, 0, ""},
+    {{.poke = "linear/exp_avg_sq.scale", .element = 5, .bits = 0x7f80, .bytes = 2}, 0, ""},
+    {{.poke = "norm.weight/exp_avg", .element = 5, .bits = 0xffff, .bytes = 2}, 0, ""},
+    {{.poke = "norm.weight/weight", .element = 5, .bits = 0xffff, .bytes = 2}, 0, ""},
+    {META("gradient_norm", NULL), 0, ""},
+    {META("group.0.beta1", "0x1.ccccccccccccdp-1"), 0, ""},
+    {META("group.0.beta1", NULL), 0, ""},
+    {META("group.7.beta1", "3"), 0, ""},
+    {META("recipe.linear", "adamw/bf16-sr/int8+int8"), 0, ""},
+    {META("missing", NULL), 0, ""},
+};
+
+static void test_refusals(void)
+{
+    run original, other;
+    if (!build(&original, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&original, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), original.o, original.weights, NULL, TEXT), "%s", message);
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+        const refusal *r = &refusals[i];
+        if (!build(&other, &usual)) test_fail(__FILE__, __LINE__, "build");
+        step(&other, 20, 1);
+        uint64_t before = fingerprint(&other, 1);
+        make_changed(&r->c);
+        int code = halfstep_read_optimizer(at("changed"), other.o, other.weights, NULL, TEXT);
+        CHECK(code == r->code && strstr(message, r->says) && (!code || strstr(message, "changed")),
+              "row %zu: %d \"%s\", not %d "
+              "\"%s\"", i, code, message, r->code, r->says);
+        CHECK(!code || fingerprint(&other, 1) == before, "row %zu: a refused file changed the optimizer", i);
+        end(&other);
+    }
+    end(&original);
+}
+
+/* Every setting that is compared, and what is left alone. */
+static void test_settings(void)
+{
+    run a, b;
+    static const char *const left[] = {"lr", "seed", "total_steps", "scan", NULL};
+    halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE},
+        leave = {.struct_size = sizeof leave, .leave = left};
+    double value;
+    if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    for (int kind = 0; kind < 7; kind++) {
+        static const char *const says[] = {"lr is 0.5 here but 0.005 in ", "decay is l2 here but decoupled in ",
+                                           "scan is known-finite here but scan in ",
+                                           "clip_norm is 3 here but 1 in ", "seed is 8 here but 7 in ",
+                                               "beta2 is 0.99900000000000011 here but 0.999 in ", ""};
+        plan p = usual;
+        if (kind == 4) p.seed = 8;
+        if (!build(&b, &p)) test_fail(__FILE__, __LINE__, "build");
+        if (kind == 0) MUST(halfstep_set_hyper(b.o, 1, "lr", 0.5));
+        if (kind == 1) MUST(halfstep_set_choice(b.o, 1, "decay", "l2"));
+        if (kind == 2) MUST(halfstep_set_choice(b.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+        if (kind == 3) MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "clip_norm", 3));
+        if (kind == 5) MUST(halfstep_set_hyper(b.o, 0, "beta2", nextafter(0.999, 1)));
+        uint64_t before = fingerprint(&b, 1);
+        int code = halfstep_read_optimizer(at("one"), b.o, b.weights, &compare, TEXT);
+        CHECK(code == (kind < 6 ? HALFSTEP_ERROR_MISMATCH : 0) && strstr(message, says[kind]) &&
+              (kind != 0 || strstr(message, "one, group 1")),
+              "%d: %d %s", kind, code, message);
+        CHECK(!code || fingerprint(&b, 1) == before, "%d: a comparison changed something", kind);
+        end(&b);
+    }
+    /* A setting that the file does not know had its default. */
+    make_changed(&(change)META("scan", NULL));
+    if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT), "%s", message);
+    make_changed(&(change)META("group.0.lr", NULL));
+    CHECK(halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "lr is 0.01 here but 0.001 in"), "%s", message);
+    make_changed(&(change)META("group.1.decay", NULL));
+    CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT), "the rule's own decay: %s", message);
+    end(&b);
+    plan p = usual;
+    p.seed = 99;
+    if (!build(&b, &p)) test_fail(__FILE__, __LINE__, "build");
+    MUST(halfstep_set_hyper(b.o, 0, "lr", 0.25));
+    MUST(halfstep_set_hyper(b.o, 0, "beta1", 0.5));
+    MUST(halfstep_set_choice(b.o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+    CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &leave, TEXT), "%s", message);
+    MUST(halfstep_get_hyper(b.o, 0, "lr", &value));
+    CHECK(value == 0.25 && halfstep_get_seed(b.o) == 99 &&
+          !strcmp(halfstep_get_choice(b.o, HALFSTEP_ALL_GROUPS, "scan"), "known-finite"),
+          "what was to be left was not");
+    MUST(halfstep_get_hyper(b.o, 0, "beta1", &value));
+    CHECK(value == 0.9, "beta1 is %g", value);
+    end(&b);
+    /* The reference of fully decoupled decay is the lr as first set, whatever the lr became. */
+    if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+    MUST(halfstep_set_choice(a.o, 0, "decay", "fully-decoupled"));
+    MUST(halfstep_set_hyper(a.o, 0, "lr", 0.002));
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    MUST(halfstep_set_hyper(b.o, 0, "reference_lr", 0.5));
+    CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT), "%s", message);
+    MUST(halfstep_get_hyper(b.o, 0, "reference_lr", &value));
+    CHECK(value == 0.01, "the reference is %g", value);
+    step(&a, 3, 2);
+    step(&b, 3, 2);
+    CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "decay goes on differently");
+    end(&a);
+    end(&b);
+    /* Nobody has set it so far, and reading does not either. */
+    halfstep_optimizer *first, *second;
+    int32_t group;
+    MUST(halfstep_create(NULL, &first));
+    MUST(halfstep_create(NULL, &second));
+    halfstep_tensor t = {.struct_size = sizeof t, .name = "t", .ndim = 1, .rows = 3, .row_length = 1, .gradient = "f32"};
+    for (int i = 0; i < 2; i++) {
+        int32_t index;
+        MUST(halfstep_add_group(i ? second : first, "adamw", &group));
+        MUST(halfstep_add_tensor(i ? second : first, &t, &index));
+        MUST(halfstep_allocate_states(i ? second : first));
+    }
+    CHECK(!halfstep_write_optimizer(at("one"), first, NULL, NULL, TEXT), "%s", message);
+    CHECK(!halfstep_read_optimizer(at("one"), second, NULL, NULL, TEXT), "%s", message);
+    MUST(halfstep_set_hyper(second, group, "lr", 0.5));
+    MUST(halfstep_get_hyper(second, group, "reference_lr", &value));
+    CHECK(value == 0.5, "the lr that is set first is %g, the reference %g", 0.5, value);
+    halfstep_destroy(first);
+    halfstep_destroy(second);
+}
+
+static void test_scalars(void)
+{
+    static const plan delayed = {.recipe = {"adamw-delayed", "lamb/bf16-kahan/int8"}, .seed = 2};
+    static const refusal rows[] = {
+        {META("scalars.conv", NULL), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay inf"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay nan"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay 1 accumulated_decay 1"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay 1, "), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "else 1"), HALFSTEP_ERROR_FORMAT, "scalars.conv"},
+        {META("scalars.conv", "accumulated_decay 1e300"), HALFSTEP_ERROR_RANGE, "accumulated_decay"},
+        {META("scalars.linear", "weight_norm 1 update_norm 1"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
+        {META("scalars.linear", "trust_ratio 0x1p-1 weight_norm 1 update_norm 2.5"), 0, ""},
+    };
+    run original, other;
+    double value;
+    if (!build(&original, &delayed)) test_fail(__FILE__, __LINE__, "build");
+    step(&original, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), original.o, original.weights, NULL, TEXT), "%s", message);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        if (!build(&other, &delayed)) test_fail(__FILE__, __LINE__, "build");
+        uint64_t before = fingerprint(&other, 1);
+        make_changed(&rows[i].c);
+        int code = halfstep_read_optimizer(at("changed"), other.o, other.weights, NULL, TEXT);
+        CHECK(code == rows[i].code && strstr(message, rows[i].says), "row %zu: %d %s", i, code, message);
+        CHECK(!code || fingerprint(&other, 1) == before, "row %zu: a refused file changed the optimizer", i);
+        if (!code) {
+            MUST(halfstep_get_scalar(other.o, 4, "update_norm", &value));
+            CHECK(value == 2.5, "update_norm is %g", value);
+        }
+        end(&other);
+    }
+    end(&original);
+}
+
+/* Files of others: the program's before there were groups and recipes for each tensor, and Python's, which keeps nothing of a
+ * parameter that has not been stepped and knows the sizes of all dimensions. */
+static void test_other_writers(void)
+{
+    run a, b;
+    halfstep_safetensors_writer *writer;
+    halfstep_safetensors *file;
+    struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } copy = {.c = &(change){0}};
+    if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 3);
+    const uint64_t conv[4] = {8, 8, 3, 3};
+    const uint64_t *sizes[TENSORS] = {[5] = conv};
+    halfstep_file_options shaped = {.struct_size = sizeof shaped, .shapes = sizes};
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, &shaped, TEXT), "%s", message);
+    MUST(halfstep_open_safetensors(&file, at("one"), TEXT));
+    uint64_t index, n = 0;
+    halfstep_safetensor_info info = {.struct_size = sizeof info};
+    MUST(halfstep_safetensor_find(file, "conv/exp_avg", &index));
+    MUST(halfstep_get_safetensor_info(file, index, &info));
+    CHECK(info.ndim == 4 && info.shape[3] == 3, "the shape was not taken");
+    MUST(halfstep_safetensor_find(file, "conv/exp_avg.scale", &index));
+    MUST(halfstep_get_safetensor_info(file, index, &info));
+    CHECK(info.ndim == 2 && info.shape[0] == 8 && info.shape[1] == 3, "scales have rows and blocks");
+    if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT), "%s", message);
+    CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "with shapes");
+    const uint64_t wrong[4] = {8, 8, 3, 2}, huge[4] = {8, UINT64_MAX, UINT64_MAX, 9};
+    sizes[5] = wrong;
+    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE &&
+          strstr(message, "\"conv\""), "%s", message);
+    sizes[5] = huge;
+    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(access(at("two.safetensors"), F_OK), "a refused file was written");
+    end(&b);
+
+    for (int way = 0; way < 2; way++) {
+        MUST(halfstep_create_safetensors_writer(&writer));
+        copy.file = file;
+        n = 0;
+        for (uint64_t i = 0; i < halfstep_safetensor_count(file); i++) {
+            MUST(halfstep_get_safetensor_info(file, i, &info));
+            if (way == 1 && !strncmp(info.name, "linear/exp", 10)) continue;
+            copy.number[n++] = i;
+            MUST(halfstep_declare_safetensor(writer, info.name, info.dtype, info.ndim, info.shape, NULL, TEXT));
+        }
+        for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
+            const char *key, *value;
+            MUST(halfstep_get_safetensors_metadata(file, i, &key, &value));
+            if (way == 0 && (!strncmp(key, "recipe.", 7) || !strncmp(key, "group_of.", 9) || !strcmp(key, "rule") ||
+                             !strcmp(key, "missing") || !strcmp(key, "gradient_norm")))
+                continue;
+            if (way == 1 && (!strcmp(key, "counters.linear") || !strcmp(key, "recipe.linear") ||
+                             !strcmp(key, "recipe"))) continue;
+            MUST(halfstep_declare_safetensors_metadata(writer, key, value, TEXT));
+        }
+        MUST(halfstep_write_safetensors(writer, at("changed"), copy_bytes, &copy, TEXT));
+        halfstep_destroy_safetensors_writer(writer);
+        if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+        step(&b, 9, 1);
+        CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT), "way %d: %s", way, message);
+        if (way == 0) {
+            MUST(halfstep_set_gradient_norm(b.o, halfstep_gradient_norm(a.o)));
+            CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "a file of the program");
+        } else {
+            halfstep_counters c = {.struct_size = sizeof c};
+            halfstep_slot_info slot = {.struct_size = sizeof slot};
+            MUST(halfstep_get_counters(b.o, 4, &c));
+            MUST(halfstep_get_slot_info(b.o, 4, HALFSTEP_SLOT_STATE, &slot));
+            int bits = 0;
+            for (uint64_t i = 0; i < slot.code_bytes; i++) bits |= ((char *)slot.code)[i];
+            for (uint64_t i = 0; i < slot.extra_bytes; i++) bits |= ((char *)slot.extra)[i];
+            CHECK(!c.state_steps && !c.full_steps && !c.writes && c.id == halfstep_name_id("linear") && !bits,
+                  "a tensor without steps");
+            CHECK(!memcmp(a.weights[4], b.weights[4], (size_t)b.bytes[4]), "its weight");
+        }
+        end(&b);
+    }
+    halfstep_close_safetensors(file);
+    end(&a);
+}
+
+/* ---- Which tensors --------------------------------------------------------------------------------------------------- */
+
+static void test_which_tensors(void)
+{
+    run a, b;
+    plan few = usual;
+    few.count = 2;
+    few.order[0] = 4, few.order[1] = 1;
+    halfstep_file_options subset = {.struct_size = sizeof subset, .subset = 1};
+    if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    if (!build(&b, &few)) test_fail(__FILE__, __LINE__, "build");
+    uint64_t before = fingerprint(&b, 1);
+    CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "\"conv\", this optimizer has not"),
+          "%s", message);
+    CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
+    CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &subset, TEXT), "%s", message);
+    CHECK(!memcmp(a.weights[4], b.weights[0], (size_t)a.bytes[4]) && !memcmp(a.weights[1], b.weights[1], (size_t)a.bytes[1]),
+          "the weights");
+    CHECK(!halfstep_write_optimizer(at("few"), b.o, b.weights, NULL, TEXT), "%s", message);
+    CHECK(halfstep_read_optimizer(at("few"), a.o, a.weights, &subset, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "has nothing of tensor \"scalar\""),
+          "%s", message);
+    end(&b);
+
+    /* Ids that changed places, and ids that two tensors claim. */
+    halfstep_counters first = {.struct_size = sizeof first}, second = first;
+    MUST(halfstep_get_counters(a.o, 3, &first));
+    MUST(halfstep_get_counters(a.o, 4, &second));
+    uint64_t id = first.id;
+    first.id = 1;
+    MUST(halfstep_set_counters(a.o, 3, &first));
+    first.id = second.id, second.id = id;
+    MUST(halfstep_set_counters(a.o, 4, &second));
+    MUST(halfstep_set_counters(a.o, 3, &first));
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT), "ids that changed places: %s", message);
+    CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "ids that changed places");
+    char text[256];
+    snprintf(text, sizeof text, "state_steps 3 full_steps 3 writes 3 id %" PRIu64, first.id);
+    make_changed(&(change){.key = "counters.linear", .value = text});
+    before = fingerprint(&b, 1);
+    CHECK(halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
+          strstr(message, "\"linear\"") &&
+          strstr(message, "\"embed\""), "%s", message);
+    CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
+    end(&b);
+
+    /* Names that are one. */
+    halfstep_tensor t = {.struct_size = sizeof t, .name = "twin", .id = 5, .ndim = 1, .rows = 3, .row_length = 1,
+                         .gradient = "f32"};
+    int32_t index;
+    halfstep_optimizer *o;
+    MUST(halfstep_create(NULL, &o));
+    MUST(halfstep_add_group(o, "sgd", &index));
+    MUST(halfstep_add_tensor(o, &t, &index));
+    t.id = 6;
+    MUST(halfstep_add_tensor(o, &t, &index));
+    MUST(halfstep_allocate_states(o));
+    CHECK(halfstep_write_optimizer(at("twins"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
+          strstr(message, "\"twin\""), "%s", message);
+    halfstep_destroy(o);
+    /* A part of a tensor. */
+    MUST(halfstep_create(NULL, &o));
+    MUST(halfstep_add_group(o, "adamw", &index));
+    t = (halfstep_tensor){.struct_size = sizeof t, .name = "shard", .ndim = 2, .rows = 10, .row_length = 64, .n_rows = 5,
+                          .n_columns = 64, .gradient = "f32"};
+    MUST(halfstep_add_tensor(o, &t, &index));
+    MUST(halfstep_allocate_states(o));
+    CHECK(halfstep_write_optimizer(at("parts"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_UNSUPPORTED &&
+          strstr(message, "\"shard\"") &&
+          strstr(message, "5 x 64 of 10 x 64"), "%s", message);
+    CHECK(halfstep_read_optimizer(at("one"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_UNSUPPORTED &&
+          strstr(message, "\"shard\""), "%s", message);
+    CHECK(access(at("parts"), F_OK) && access(at("twins"), F_OK), "a refused file was written");
+    halfstep_destroy(o);
+    /* No memory yet. */
+    plan bare = usual;
+    bare.bare = 1;
+    if (!build(&b, &bare)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(halfstep_write_optimizer(at("bare"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
+          strstr(message, "no memory yet"), "%s", message);
+    CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
+          strstr(message, "no memory yet"), "%s", message);
+    end(&b);
+    /* Nothing at all. */
+    MUST(halfstep_create(NULL, &o));
+    CHECK(!halfstep_write_optimizer(at("nothing"), o, NULL, NULL, TEXT) &&
+          !halfstep_read_optimizer(at("nothing"), o, NULL, NULL, TEXT), "%s", message);
+    halfstep_destroy(o);
+    end(&a);
+}
+
+/* Switches decide which states there are: a file has too many of them, or too few. */
+static void test_switches(void)
+{
+    run with, without;
+    plan p = {.recipe = {"adamw", "adamw/bf16-sr/int8"}, .seed = 1, .momentum = 1.0}, q = p;
+    q.momentum = 0.0;
+    if (!build(&with, &p) || !build(&without, &q)) test_fail(__FILE__, __LINE__, "build");
+    step(&with, 0, 2);
+    step(&without, 0, 1);
+    uint64_t before[2] = {fingerprint(&with, 1), fingerprint(&without, 1)};
+    CHECK(!halfstep_write_optimizer(at("with"), with.o, with.weights, NULL, TEXT), "%s", message);
+    CHECK(!halfstep_write_optimizer(at("without"), without.o, without.weights, NULL, TEXT), "%s", message);
+    CHECK(halfstep_read_optimizer(at("with"), without.o, without.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "/max_exp_avg_sq") && strstr(message, "which this optimizer does not store"), "%s", message);
+    CHECK(halfstep_read_optimizer(at("without"), with.o, with.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "there is no tensor") && strstr(message, "/max_exp_avg_sq"), "%s", message);
+    CHECK(fingerprint(&with, 1) == before[0] && fingerprint(&without, 1) == before[1], "a refused file changed an optimizer");
+    end(&with);
+    end(&without);
+}
+
+/* Settings that cannot be set once the states exist show only when they are taken: everything before them is put back. */
+static void test_rollback(void)
+{
+    run a, b;
+    plan p = {.recipe = {"lion", "sgd"}, .seed = 1, .momentum = 0.9, .count = 2, .order = {1, 6}};
+    if (!build(&a, &p)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 2);
+    MUST(halfstep_set_hyper(a.o, 0, "lr", 0.3));
+    MUST(halfstep_set_choice(a.o, 0, "schedule", "wsd"));
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    p.momentum = 0.0;
+    p.seed = 2;
+    if (!build(&b, &p)) test_fail(__FILE__, __LINE__, "build");
+    uint64_t before = fingerprint(&b, 1);
+    CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
+          strstr(message, "momentum"), "%s", message);
+    CHECK(fingerprint(&b, 1) == before, "not everything was put back");
+    end(&a);
+    end(&b);
+}
+
+static void test_arguments(void)
+{
+    run a;
+    halfstep_checkpoint *checkpoint;
+    halfstep_checkpoint_save *save;
+    halfstep_file_options bad[] = {{.struct_size = 4}, {.struct_size = sizeof *bad, .settings = 2},
+                                   {.struct_size = sizeof *bad, .reserved = 1}};
+    if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(!halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT) &&
+          !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) &&
+          !halfstep_commit_checkpoint(save, TEXT) && !halfstep_open_checkpoint(&checkpoint, at("arguments"), NULL, TEXT), "%s",
+              message);
+    CHECK(halfstep_save_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no save");
+    CHECK(halfstep_load_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no checkpoint");
+    CHECK(halfstep_load_optimizer(checkpoint, NULL, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no optimizer");
+    CHECK(halfstep_write_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no path");
+    CHECK(halfstep_write_optimizer(at("x"), NULL, NULL, NULL, NULL, 0) == HALFSTEP_ERROR_ARGUMENT, "no optimizer, no text");
+    CHECK(halfstep_read_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no path");
+    CHECK(halfstep_read_optimizer(at("x"), NULL, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no optimizer");
+    CHECK(halfstep_read_optimizer(at("absent"), a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "absent"), "%s",
+          message);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK(!halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT), "%s", message);
+        CHECK(halfstep_save_optimizer(save, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_load_optimizer(checkpoint, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_write_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_read_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+    }
+    halfstep_close_checkpoint(checkpoint);
+    end(&a);
+}
+
+/* ---- What fails around it ----------------------------------------------------------------------------------------------- */
+
+static void test_failing_memory(void)
+{
+    run a, b;
+    plan scalars = {.recipe = {"lamb", "adamw/bf16-kahan/int4"}, .seed = 4};
+    if (!build(&a, &scalars) || !build(&b, &scalars)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("kept"), a.o, a.weights, NULL, TEXT), "%s", message);
+    step(&a, 3, 1);
+    step(&b, 9, 1);
+    uint64_t before = fingerprint(&b, 1);
+    long calls[2] = {0, 0};
+    for (int reading = 0; reading < 2; reading++)
+        for (long call = 0;; call++) {
+            allocations = failed = 0;
+            allocation_at = call;
+            int code = reading ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT)
+                               : halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT);
+            allocation_at = -1;
+            if (!failed) {
+                CHECK(!code, "%s", message);
+                break;
+            }
+            calls[reading]++;
+            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s",
+                  reading ? "reading" : "writing", call, code, message);
+            if (reading) CHECK(fingerprint(&b, 1) == before, "allocation %ld: the optimizer was changed", call);
+        }
+    CHECK(calls[0] > 100 && calls[1] > 40, "%ld and %ld allocations", calls[0], calls[1]);
+    CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "after all failures something did not come back");
+    end(&a);
+    end(&b);
+}
+
+static void test_failing_disk(void)
+{
+    run a, b;
+    if (!build(&a, &usual) || !build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 3);
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    int untouched = 0, partly = 0;
+    for (long call = 0;; call++) {
+        uint64_t before = fingerprint(&b, 1);
+        reads = failed = 0;
+        read_at = call;
+        int code = halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT);
+        read_at = -1;
+        if (!failed) {
+            CHECK(!code && fingerprint(&a, 1) == fingerprint(&b, 1), "%s", message);
+            break;
+        }
+        int said = strstr(message, "partly loaded") != NULL;
+        CHECK(code == HALFSTEP_ERROR_IO && strstr(message, "one"), "call %ld: %d %s", call, code, message);
+        CHECK(said || fingerprint(&b, 1) == before, "call %ld changed the optimizer and did not say so: %s", call, message);
+        untouched += !said;
+        partly += said;
+    }
+    CHECK(untouched > 3 && partly > 3, "%d and %d", untouched, partly);
+    end(&a);
+    end(&b);
+}
+
+/* Any byte of the header may be wrong: the file is refused, and nothing changes, or it says the same or another number. */
+static void test_mutations(void)
+{
+    run a, b;
+    plan few = {.recipe = {"lamb", "adamw/f32/int4"}, .seed = 4, .count = 2, .order = {0, 4}};
+    if (!build(&a, &few) || !build(&b, &few)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 2);
+    CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
+    size_t bytes = 0;
+    static char data[1 << 20];
+    FILE *stream = fopen(at("one"), "rb");
+    if (stream) bytes = fread(data, 1, sizeof data, stream), fclose(stream);
+    size_t header = 8 + (unsigned char)data[0] + 256u * (unsigned char)data[1];
+    int refused = 0, accepted = 0;
+    uint64_t before = fingerprint(&b, 1);
+    for (size_t i = 8; i < header; i++) {
+        char was = data[i];
+        data[i] = (char)(was ^ (1 << i % 7));
+        stream = fopen(at("changed"), "wb");
+        if (!stream || fwrite(data, 1, bytes, stream) != bytes || fclose(stream)) test_fail(__FILE__, __LINE__, "write");
+        data[i] = was;
+        int code = halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT);
+        CHECK(!code || strlen(message) > 10, "byte %zu: %d and no text", i, code);
+        if (code) {
+            CHECK(fingerprint(&b, 1) == before, "byte %zu (%s): the optimizer was changed", i, message);
+            refused++;
+        } else {
+            before = fingerprint(&b, 1);
+            accepted++;
+        }
+    }
+    CHECK(refused > 1000 && accepted > 50, "%d refused, %d accepted", refused, accepted);
+    end(&a);
+    end(&b);
+}
+
+/* The states are many times what a reading or writing may hold. */
+static void test_memory(void)
+{
+    halfstep_optimizer *o;
+    int32_t index;
+    enum { ROWS = 4096, LENGTH = 4096 };
+    halfstep_tensor t = {.struct_size = sizeof t, .name = "large", .ndim = 2, .rows = ROWS, .row_length = LENGTH,
+                         .gradient = "bf16"};
+    MUST(halfstep_create(NULL, &o));
+    MUST(halfstep_add_group(o, "adamw/bf16/int8+bf16", &index));
+    MUST(halfstep_add_tensor(o, &t, &index));
+    MUST(halfstep_allocate_states(o));
+    void *weights[1] = {zeroed((size_t)ROWS * LENGTH * 2)};
+    held = held_most = 0;
+    CHECK(!halfstep_write_optimizer(at("large"), o, weights, NULL, TEXT), "%s", message);
+    CHECK(held_most < 64 << 10, "writing held %zu bytes", held_most);
+    held_most = 0;
+    CHECK(!halfstep_read_optimizer(at("large"), o, weights, NULL, TEXT), "%s", message);
+    CHECK(held_most < 512 << 10, "reading held %zu bytes", held_most);
+    unlink(at("large"));
+    free(weights[0]);
+    halfstep_destroy(o);
+}
+
+/* A program may have set a locale that writes numbers in its own way. */
+static void test_locale(void)
+{
+    run a, b;
+    static const char *const points[] = {".", ",", "\xd9\xab"};
+    static const double numbers[] = {0.1, -1.5, 0.0, 3.0, 1e300, 5e-324, 0x1.fffffffffffffp-3};
+    if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
+    step(&a, 0, 2);
+    for (int i = 0; i < 3; i++) {
+        char text[HSTEP_NUMBER_BYTES];
+        double back;
+        point = points[i];
+        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+            for (int hexadecimal = 0; hexadecimal < 2; hexadecimal++) {
+                hstep_write_double(text, numbers[k], hexadecimal);
+                CHECK(strspn(text, "0123456789abcdefxp+-.") == strlen(text), "with %s: %s", points[i], text);
+                CHECK(hstep_is_double(text, &back) && back == numbers[k], "with %s: %s", points[i], text);
+            }
+        CHECK(!hstep_is_double("0,5", &back) && !hstep_is_double("", &back) && !hstep_is_double("1 ", &back), "no numbers");
+        CHECK(!halfstep_write_optimizer(at(i ? "local" : "one"), a.o, a.weights, NULL, TEXT), "%s", message);
+        point = points[(i + 1) % 3];
+        if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");
+        CHECK(!halfstep_read_optimizer(at(i ? "local" : "one"), b.o, b.weights, NULL, TEXT), "%s", message);
+        CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "with %s", points[i]);
+        end(&b);
+    }
+    point = ".";
+    end(&a);
+}
+
+static void remove_scratch(void)
+{
+    char command[300];
+    snprintf(command, sizeof command, "rm -rf '%s'", scratch);
+    if (system(command)) perror(scratch);
+}
+
+int main(int argc, char **argv)
+{
+    const char *base = getenv("TMPDIR");
+    is_short = argc > 1 && !strcmp(argv[1], "--short");
+    test_init(is_short ? 1 : argc, argv);
+    snprintf(scratch, sizeof scratch, "%s/halfstep-optimizer-XXXXXX", base && *base ? base : P_tmpdir);
+    if (!mkdtemp(scratch)) {
+        perror(scratch);
+        return 1;
+    }
+    atexit(remove_scratch);
+    TEST("a run goes on from a file and from a checkpoint: every rule, weight and state") test_every_recipe();
+    TEST("groups of different rules, groups and tensors in another order") test_order();
+    TEST("two optimizers in one checkpoint, files by other names, states alone") test_two_in_one_checkpoint();
+    TEST("what a file says wrong is named, and changes nothing") test_refusals();
+    TEST("numbers of the rule for each tensor") test_scalars();
+    TEST("settings: taken, compared, left") test_settings();
+    TEST("files of the program and of Python") test_other_writers();
+    TEST("tensors: some, too many, parts, ids that changed places") test_which_tensors();
+    TEST("switches that decide about states") test_switches();
+    TEST("what was taken is put back") test_rollback();
+    TEST("arguments") test_arguments();
+    TEST("every allocation failing once") test_failing_memory();
+    TEST("every read failing once") test_failing_disk();
+    TEST("every byte of a header wrong") test_mutations();
+    TEST("memory does not grow with the states") test_memory();
+    TEST("another locale") test_locale();
+    return test_done();
+}
