@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 build=$1 jobs=${2:-2} source=$PWD
 # Threads count too; the kernels' loops would take minutes without optimization.
-bash scripts/build.sh "$build" "$jobs" -DHALFSTEP_TESTS=UNIT -DCMAKE_BUILD_TYPE=None \
+bash scripts/build.sh "$build" "$jobs" -DHALFSTEP_TESTS=UNIT -DHALFSTEP_SHORT_TESTS=ON -DCMAKE_BUILD_TYPE=None \
     "-DCMAKE_C_FLAGS=-O1 --coverage -fprofile-update=prefer-atomic"
 build=$(cd "$build" && pwd)
 find "$build" -name '*.gcda' -delete

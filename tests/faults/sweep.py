@@ -160,7 +160,10 @@ class Scenario:
         return os.listdir(run) if os.path.isdir(run) else []
 
     def go_on(self, folder):
-        out = sound(folder, ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "6", "--json", "--quiet"], "going on")
+        names = self.names(folder)
+        # A first save that was cut off before the manifest names it goes on by its own name.
+        which = "run" if "manifest.json" in names else "run/" + max(n for n in names if n.startswith("checkpoint-"))
+        out = sound(folder, ["train", "lm", "--checkpoint", which, "--resume", "--steps", "6", "--json", "--quiet"], "going on")
         left = [n for n in os.listdir(os.path.join(folder, "run")) if n.startswith(".") and "lock" not in n]
         if left:
             raise Wrong(f"left behind after a further save: {left}")
@@ -192,7 +195,6 @@ class Scenario:
             elif not (status == -9 and ":KILL:" in fault):
                 raise Wrong(f"status {status}: {err.strip()[-300:]!r}")
             if self.goes_on:
-                # Also a first save that was cut off before the manifest names it.
                 if any(n == "manifest.json" or n.startswith("checkpoint-") for n in self.names(folder)):
                     if self.go_on(folder) != self.end:
                         raise Wrong(f"status {status}, and the run goes on with other bits")
