@@ -168,8 +168,16 @@ class Scenario:
             found[name] = steady_csv(path) if name.endswith(".csv") else steady_json(open(path).read(), name)
         return found
 
+    @staticmethod
+    def names(folder):
+        run = os.path.join(folder, "run")
+        return os.listdir(run) if os.path.isdir(run) else []
+
     def go_on(self, folder):
-        out = sound(folder, ["train", "lm", "--checkpoint", "run", "--resume", "--steps", "6", "--json", "--quiet"], "going on")
+        names = self.names(folder)
+        # A first save that was cut off before the manifest names it goes on by its own name.
+        which = "run" if "manifest.json" in names else "run/" + max(n for n in names if n.startswith("checkpoint-"))
+        out = sound(folder, ["train", "lm", "--checkpoint", which, "--resume", "--steps", "6", "--json", "--quiet"], "going on")
         left = [n for n in os.listdir(os.path.join(folder, "run")) if n.startswith(".") and "lock" not in n]
         if left:
             raise Wrong(f"left behind after a further save: {left}")
@@ -205,7 +213,7 @@ class Scenario:
             elif not (status == -9 and ":KILL:" in fault):
                 raise Wrong(f"status {status}: {err.strip()[-300:]!r}")
             if self.goes_on:
-                if os.path.exists(os.path.join(folder, "run", "manifest.json")):
+                if any(n == "manifest.json" or n.startswith("checkpoint-") for n in self.names(folder)):
                     if self.go_on(folder) != self.end:
                         raise Wrong(f"status {status}, and the run goes on with other bits")
                 elif status == 0:
