@@ -8,6 +8,7 @@
 
 #include "dispatch.h"
 #include "optimizer.h"
+#include "structs.h"
 #include "threads.h"
 
 int32_t halfstep_version(void)
@@ -73,32 +74,6 @@ const char *halfstep_error_detail(const halfstep_optimizer *o)
     if (own_detail.serial == o->serial) return own_detail.text;
     copy_detail(o, shown, 1);
     return shown;
-}
-
-/* 0 for what no version of a structure can have: they are of whole words and small. */
-static uint32_t struct_size(const void *structure)
-{
-    uint32_t size;
-    memcpy(&size, structure, sizeof size);
-    return size % sizeof size || size > 4096 ? 0 : size;
-}
-
-int hstep_take_struct(void *ours, size_t size, const void *theirs)
-{
-    uint32_t given = struct_size(theirs);
-    for (size_t i = size; i < given; i++)
-        if (((const char *)theirs)[i]) return 0;
-    memcpy(ours, theirs, given < size ? given : size);
-    return given != 0;
-}
-
-int hstep_give_struct(void *theirs, const void *ours, size_t size)
-{
-    uint32_t room = struct_size(theirs), head = sizeof room;
-    if (!room) return 0;
-    memset((char *)theirs + head, 0, room - head);
-    memcpy((char *)theirs + head, (const char *)ours + head, (room < size ? room : size) - head);
-    return 1;
 }
 
 /* ---- Instruction sets and threads ---- */

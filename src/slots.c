@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "optimizer.h"
+#include "structs.h"
 #include "threads.h"
 
 static int check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)

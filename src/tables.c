@@ -8,6 +8,7 @@
 #include "rng.h"
 #include "scale.h"
 #include "schedule.h"
+#include "structs.h"
 
 enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,

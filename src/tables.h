@@ -2,8 +2,6 @@
 #ifndef HSTEP_TABLES_H
 #define HSTEP_TABLES_H
 
-#include <stddef.h>
-
 #include "halfstep.h"
 #include "rules/rule.h"
 
@@ -125,11 +123,6 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
 
 /* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed by. */
 int64_t hstep_row_stride(int64_t row_length);
-
-/* The caller's structure, which may be of another version, as ours, in a zeroed `ours`: 0 if that cannot be. */
-int hstep_take_struct(void *ours, size_t size, const void *theirs);
-/* Ours as the caller's, whose struct_size says how much of it there is room for: 0 if that cannot be. */
-int hstep_give_struct(void *theirs, const void *ours, size_t size);
 
 int hstep_choice_find(const char *choice, const char *value);
 

@@ -988,7 +988,7 @@ static void test_arguments(void)
     run a;
     halfstep_checkpoint *checkpoint;
     halfstep_checkpoint_save *save;
-    halfstep_file_options bad[] = {{.struct_size = 4}, {.struct_size = sizeof *bad, .settings = 2},
+    halfstep_file_options bad[] = {{.struct_size = 5}, {.struct_size = sizeof *bad, .settings = 2},
                                    {.struct_size = sizeof *bad, .reserved = 1}};
     if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(!halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT) &&

@@ -5,6 +5,7 @@
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
+#include "../structs.h"
 
 #define HSTEP_MANIFEST "manifest.json"
 #define HSTEP_GENERATION "checkpoint-"
@@ -561,13 +562,13 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (save) *save = NULL;
     if (!save || !dir || !*dir)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: NULL or empty argument");
-    if (options && options->struct_size != sizeof *options)
+    halfstep_save_options ours = {0};
+    if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
-    if (options && options->step > INT64_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(options->step));
+    if (ours.step > INT64_MAX) return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(ours.step));
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
     if (!made) return hstep_fail_memory(&error);
-    if (options) made->options = *options;
+    made->options = ours;
     if (!made->options.keep) made->options.keep = 1;
     made->manifest.step = made->options.step;
 
@@ -1072,14 +1073,15 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
     hstep_error error = hstep_make_error(detail, sizeof detail);
     hstep_error result = hstep_make_error(text, text_size);
     manifest pointer;
-    int code, fallback = options && options->fallback, contents = !(options && options->skip_contents);
+    halfstep_open_options ours = {0};
 
     if (checkpoint) *checkpoint = NULL;
     if (!checkpoint || !path)
         return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: NULL argument");
-    if (options && options->struct_size != sizeof *options)
+    if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: wrong struct_size");
 
+    int code, fallback = ours.fallback != 0, contents = !ours.skip_contents;
     uint64_t tried = 0;
     for (;;) {
         error.missing = error.incomplete = 0;
@@ -1117,26 +1119,20 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
 
 int halfstep_get_checkpoint_info(const halfstep_checkpoint *checkpoint, halfstep_checkpoint_info *info)
 {
-    if (!checkpoint || !info || info->struct_size != sizeof *info) return HALFSTEP_ERROR_ARGUMENT;
-    info->fell_back = (uint32_t)checkpoint->fell_back;
-    info->directory = checkpoint->directory;
-    info->step = checkpoint->manifest.step;
-    info->sequence = checkpoint->manifest.sequence;
-    info->files = checkpoint->manifest.file_count;
-    info->values = checkpoint->manifest.value_count;
-    return HALFSTEP_OK;
+    if (!checkpoint || !info) return HALFSTEP_ERROR_ARGUMENT;
+    const manifest *m = &checkpoint->manifest;
+    halfstep_checkpoint_info ours = {.fell_back = (uint32_t)checkpoint->fell_back, .directory = checkpoint->directory,
+                                     .step = m->step, .sequence = m->sequence, .files = m->file_count,
+                                     .values = m->value_count};
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int halfstep_get_checkpoint_file(const halfstep_checkpoint *checkpoint, uint64_t index, halfstep_checkpoint_file *file)
 {
-    if (!checkpoint || !file || file->struct_size != sizeof *file || index >= checkpoint->manifest.file_count)
-        return HALFSTEP_ERROR_ARGUMENT;
+    if (!checkpoint || !file || index >= checkpoint->manifest.file_count) return HALFSTEP_ERROR_ARGUMENT;
     const file_record *record = &checkpoint->manifest.files[index];
-    file->name = record->name;
-    file->path = record->path;
-    file->bytes = record->bytes;
-    file->crc64 = record->crc;
-    return HALFSTEP_OK;
+    halfstep_checkpoint_file ours = {.name = record->name, .path = record->path, .bytes = record->bytes, .crc64 = record->crc};
+    return hstep_give_struct(file, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 const char *halfstep_checkpoint_path(const halfstep_checkpoint *checkpoint, const char *name)

@@ -4,6 +4,7 @@
 #include "checkpoint.h"
 #include "numbers.h"
 #include "streams.h"
+#include "../structs.h"
 
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
 #define HSTEP_WEIGHT "weight"
@@ -172,12 +173,16 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
 
 /* ---- Arguments ------------------------------------------------------------------------------------------------------ */
 
-static int check_options(const halfstep_file_options *options, const char *function, hstep_error *error)
+/* *options becomes `ours`, which has the defaults of what the caller's header does not know. */
+static int take_options(halfstep_file_options *ours, const halfstep_file_options **options, const char *function,
+                        hstep_error *error)
 {
-    if (!options) return HALFSTEP_OK;
-    if (options->struct_size != sizeof *options)
+    memset(ours, 0, sizeof *ours);
+    if (!*options) return HALFSTEP_OK;
+    if (!hstep_take_struct(ours, sizeof *ours, *options))
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
-    if (options->settings > HALFSTEP_SETTINGS_COMPARE || options->reserved)
+    *options = ours;
+    if (ours->settings > HALFSTEP_SETTINGS_COMPARE || ours->reserved)
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: no such options", function);
     return HALFSTEP_OK;
 }
@@ -365,8 +370,9 @@ int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optim
                             const halfstep_file_options *options, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
+    halfstep_file_options ours;
     if (!save || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
-    int code = check_options(options, "halfstep_save_optimizer", &error);
+    int code = take_options(&ours, &options, "halfstep_save_optimizer", &error);
     return hstep_note_failure(save, code ? code : write_files(save, NULL, optimizer, weights, options, &error), &error);
 }
 
@@ -374,8 +380,9 @@ int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimiz
                              const halfstep_file_options *options, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
+    halfstep_file_options ours;
     if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
-    int code = check_options(options, "halfstep_write_optimizer", &error);
+    int code = take_options(&ours, &options, "halfstep_write_optimizer", &error);
     return code ? code : write_files(NULL, path, optimizer, weights, options, &error);
 }
 
@@ -897,10 +904,12 @@ int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_opti
                             const halfstep_file_options *options, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    loading l = {.options = options, .weights = weights, .apart = 1};
+    halfstep_file_options ours;
+    loading l = {.weights = weights, .apart = 1};
     if (!checkpoint || !optimizer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_load_optimizer: NULL argument");
-    int code = check_options(options, "halfstep_load_optimizer", &error);
+    int code = take_options(&ours, &options, "halfstep_load_optimizer", &error);
+    l.options = options;
     if (!code) code = open_source(&l.states, checkpoint, optimizer_file(options), &error);
     if (!code && weights) code = open_source(&l.model, checkpoint, model_file(options), &error);
     if (!code) code = load(&l, optimizer, &error);
@@ -913,9 +922,11 @@ int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, voi
                             const halfstep_file_options *options, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    loading l = {.options = options, .weights = weights};
+    halfstep_file_options ours;
+    loading l = {.weights = weights};
     if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_optimizer: NULL argument");
-    int code = check_options(options, "halfstep_read_optimizer", &error);
+    int code = take_options(&ours, &options, "halfstep_read_optimizer", &error);
+    l.options = options;
     if (!code) code = halfstep_open_safetensors(&l.states.file, path, error.text, error.size);
     l.states.path = path;
     l.model = l.states;

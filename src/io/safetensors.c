@@ -3,6 +3,7 @@
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
+#include "../structs.h"
 
 /* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open file
  * takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64 dimensions are
@@ -456,18 +457,14 @@ uint64_t halfstep_safetensor_count(const halfstep_safetensors *file)
 
 int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
 {
-    if (!file || !info || info->struct_size != sizeof *info || index >= file->tensors.count) return HALFSTEP_ERROR_ARGUMENT;
+    if (!file || !info || index >= file->tensors.count) return HALFSTEP_ERROR_ARGUMENT;
     const tensor_entry *entry = entry_at(file, (size_t)index);
     const dtype_row *dtype = &dtypes[entry->dtype];
-    info->dtype_bits = dtype->bits;
-    info->name = name_of(file, entry);
-    info->dtype = dtype->name;
-    info->ndim = entry->ndim;
-    info->shape = sizes_of(file, entry);
-    measure_shape(info->shape, info->ndim, dtype->bits, &info->elements, &info->bytes);
-    info->begin = entry->begin;
-    info->end = entry->begin + info->bytes;
-    return HALFSTEP_OK;
+    halfstep_safetensor_info ours = {.dtype_bits = dtype->bits, .name = name_of(file, entry), .dtype = dtype->name,
+                                     .ndim = entry->ndim, .shape = sizes_of(file, entry), .begin = entry->begin};
+    measure_shape(ours.shape, ours.ndim, dtype->bits, &ours.elements, &ours.bytes);
+    ours.end = ours.begin + ours.bytes;
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name, uint64_t *index)
