@@ -119,10 +119,10 @@ int run_create_optimizer(struct run *run)
     halfstep_options options = {.struct_size = sizeof options, .threads = run->threads, .seed = c->seed};
     int code = halfstep_create(&options, &run->optimizer);
     if (code != HALFSTEP_OK) return run_fail(run, "cannot create an optimizer: %s", halfstep_strerror(code));
-    if (halfstep_add_group(run->optimizer, c->recipe, &run->decayed) != HALFSTEP_OK ||
-        halfstep_add_group(run->optimizer, c->recipe, &run->plain) != HALFSTEP_OK) {
+    if ((code = halfstep_add_group(run->optimizer, c->recipe, &run->decayed)) != HALFSTEP_OK ||
+        (code = halfstep_add_group(run->optimizer, c->recipe, &run->plain)) != HALFSTEP_OK) {
         run_fail(run, "--recipe: %s", halfstep_error_detail(run->optimizer));
-        return 2;
+        return code == HALFSTEP_ERROR_MEMORY ? 1 : 2;
     }
     status = set_group(run, run->decayed, c->weight_decay);
     if (!status) status = set_group(run, run->plain, 0);
