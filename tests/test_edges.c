@@ -41,6 +41,7 @@ static halfstep_rule_info rule_at(int32_t row)
 
 static void test_sums_without_end(int short_run)
 {
+    (void)short_run;
     TEST("sums of tasks are merged without end") {
         /* As many squares as fill a task of short rows, merged as often as 2^32 of them take. */
         int64_t task[HSTEP_EXACT_LIMBS] = {0}, total[HSTEP_EXACT_LIMBS] = {0}, from[HSTEP_EXACT_LIMBS];
