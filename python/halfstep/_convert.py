@@ -1,4 +1,7 @@
 """Decoding and encoding what is stored: one tensor at a time, in a handle of its own."""
+import math
+from functools import lru_cache
+
 import torch
 
 from . import _abi, _layout
@@ -13,7 +16,7 @@ class Codec:
 
     def __init__(self, recipe, hypers, shape, name, identity=0):
         from . import _engine  # which needs this module in turn
-        self.engine = _engine
+        self.engine, self.recipe, self.hypers = _engine, recipe, tuple(hypers.items())
         self.rule = _abi.rules[recipe.partition("/")[0]]
         self.handle = _engine.create_handle(1, 0)
         try:
@@ -45,8 +48,28 @@ class Codec:
             check(lib.halfstep_read_slot(self.handle, self.index, slot, None, first, n, out.data_ptr()), self.handle)
             yield out
 
+    def all_codes_are_good(self, stream, scale):
+        """Whether every code there is, with this scale, is a finite number of the right sign: then no tensor of smaller scales
+        needs to be looked at."""
+        probe = _probe(self.recipe, self.hypers)
+        if not any(s.key == stream.key for s in probe.streams):
+            return False
+        tensors = {s.key: torch.zeros(s.shape, dtype=s.dtype) for s in probe.streams}
+        codes = tensors[stream.key].view(torch.uint8).view(-1)
+        codes[:256] = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        tensors[stream.name + ".scale"].fill_(scale)
+        probe.bind(tensors)
+        least, most = torch.aminmax(probe.read(stream.slot))
+        return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
+
     def write(self, slot, values, data=None):
         self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous())
+
+
+@lru_cache(64)
+def _probe(recipe, hypers):
+    """A tensor that is large enough for blocks of any format."""
+    return Codec(recipe, dict(hypers), (64, 256), "probe")
 
 
 def adopt(tensor, stream, name, take=True):
@@ -102,7 +125,7 @@ def convert(optimizer, m, state, old):
             target.write(0, weight, held.data_ptr())
     finally:
         target.close()
-    return made, {name + part for name in (*names, "weight") for part in ("", *_layout.PARTS)} - set(made), held
+    return made, _layout.keys_of(rule) - set(made), held
 
 
 def empty(recipe, hypers, p):

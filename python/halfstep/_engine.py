@@ -380,7 +380,7 @@ class Engine:
         state = optimizer.state.get(m.p) or {}
         made, obsolete, weight = {}, set(), None
         old = _layout.recipe_of(state, m.name)
-        has = any(s.name in state for s in self.rule.states) or any(s.key in state for s in m.streams)
+        has = any(key in state for key in _layout.keys_of(self.rule))
         # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
         steps = _layout.step_count(state, m.name, int(has))
         if not _layout.is_step(state.get("step")):

@@ -67,6 +67,12 @@ def numbers_of(rule):
     return (*WHOLE, *rule.scalars)
 
 
+def keys_of(rule):
+    """Every key that what is stored for a rule's elements may have."""
+    names = [s.name for s in rule.states]
+    return {"weight.extra", *names, *(name + part for name in names for part in PARTS)}
+
+
 def number(value, key):
     """A number as the tensor that a state keeps under this key."""
     return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64)

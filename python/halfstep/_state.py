@@ -3,6 +3,7 @@
 torch's own loader casts every state tensor to the dtype of its parameter, which would turn scales and counters into BF16. Here
 states pass through it wrapped, so that its checks and hooks all run and its casts do not.
 """
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from ctypes import byref
@@ -49,7 +50,8 @@ def _copy(value):
 def _with_names(state_dict):
     """The names that the file has beside its groups, in the groups: where hooks of torch's load look for them."""
     names, groups = state_dict["param_names"], state_dict["param_groups"]
-    if not isinstance(names, (list, tuple)) or len(names) != len(groups):
+    if not isinstance(names, (list, tuple)) or len(names) != len(groups) \
+            or not all(isinstance(own, (list, tuple)) for own in names):
         raise ValueError("halfstep: 'param_names' of this state is no list of one list for each group")
     return [group if any(name is None for name in own) else {"param_names": list(own), **group}
             for own, group in zip(names, groups)]
@@ -193,10 +195,6 @@ def _check_state(optimizer, known, name, p, state, hypers):
         codec.close()
 
 
-def _not_finite(tensor):
-    return not bool(torch.isfinite(tensor).all())
-
-
 def _check_plain(state, key, role, name, p):
     """A state as torch keeps it."""
     if key not in state:
@@ -210,9 +208,10 @@ def _check_plain(state, key, role, name, p):
 
 
 def _judge(key, name, values, role):
-    if _not_finite(values):
+    least, most = torch.aminmax(values)  # NaN if there is one
+    if not math.isfinite(least) or not math.isfinite(most):
         raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has values that are not finite")
-    if role == _abi.ROLE_NONNEG and bool((values < 0).any()):
+    if role == _abi.ROLE_NONNEG and least < 0:
         raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has negative values, of which it has none by itself")
 
 
@@ -231,7 +230,7 @@ def _check_streams(codec, state, name, recipe):
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     codec.bind(tensors)
     for s in codec.streams:
-        if s.part == ".codes":
+        if s.part == ".codes" and not codec.all_codes_are_good(s, tensors[s.name + ".scale"].max()):
             for values in codec.pieces(s.slot):
                 _judge(s.name, name, values, s.role)
 
@@ -246,14 +245,25 @@ def count_empty(optimizer, group_index, position, p):
     packed = _layout.pack_recipe(recipe)
     if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
         numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[optimizer.rule])}
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        state.setdefault("step", 0)
         state.update(_convert.empty(recipe, optimizer._hypers(optimizer.param_groups[group_index]), p))
         state.update((key, _layout.number(0, key) if value is None else value) for key, value in numbers.items())
         state["id"] = _layout.number(_layout.signed(identity), "id")
         state["recipe"] = _layout.number(packed, "recipe")
-    state["step"] = state["step"] + 1
-    for key in _layout.COUNTERS:
-        state[key].fill_(int(state["step"]))
+    steps = _layout.step_count(state, optimizer._name_of(group_index, position)) + 1
+    state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+    state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
+
+
+def sync_empty(optimizer):
+    """Their other counters, where somebody has set the step."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            state = optimizer.state.get(p) if p.numel() == 0 else None
+            if state and "state_steps" in state:
+                steps = _layout.step_count(state, optimizer._name_of(g, i))
+                if not _layout.same_count(state["state_steps"].item(), steps):
+                    state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
 
 
 # ---- Plain torch states -------------------------------------------------------------------------------------------------

@@ -531,9 +531,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.optimizer_accumulation:
             code = lib.halfstep_accumulate_states(engine.handle, engine.gradients)
             self._finish(engine, code, (), ())
-        else:
-            code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
-            self._finish(engine, code, back, stepped)
+            return
+        code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
+        self._finish(engine, code, back, stepped)
+        if self._empty and (code == _abi.OK or self.scan == "per-tensor"):
+            self._count_empty()
 
     def _count_empty(self, only=None):
         """Parameters without elements are not in the handle; their steps are counted here."""
@@ -553,8 +555,6 @@ class Optimizer(torch.optim.Optimizer):
                 return
         elif code:
             check(code, engine.handle)
-        if self._empty:
-            self._count_empty()
         for p, weight in back:
             p.detach().copy_(weight)
         increment_versions(stepped)
@@ -853,6 +853,7 @@ class Optimizer(torch.optim.Optimizer):
         if engine is not None and not engine.save_counters(self):
             self._engine = None  # what somebody else has written is read when it is built again
             engine.destroy()
+        _state.sync_empty(self)
 
     @no_dynamo
     def state_dict(self):

@@ -97,6 +97,11 @@ def streams(opt, p):
             if key != "step" and key not in _layout.numbers_of(_abi.rules[opt.rule])}
 
 
+def stored(opt, p):
+    """Names of the states that are stored for a parameter."""
+    return [s.name for s in _abi.rules[opt.rule].states if {s.name, s.name + ".codes"} & set(opt.state.get(p, ()))]
+
+
 def ids(opt):
     """The ids of all parameters that have states."""
     return [int(opt.state[p]["id"]) % 2**64 for g in opt.param_groups for p in g["params"] if p in opt.state]

@@ -9,7 +9,7 @@ import torch
 
 import halfstep
 from conftest import (RECIPES, TORCH, TORCH_OPTIONS, assert_close, class_of, everything, ids, make, parameters, plain, recipes,
-                      rules, run, same, saved, set_gradients, twins)
+                      rules, run, same, saved, set_gradients, stored, twins)
 from halfstep import _abi
 
 # ---- Copies -------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
     for name, p in params.items():
         q = fresh[name]
         for state in _abi.rules[rule].states:
-            if state.name not in opt.state[p]:
+            if state.name not in stored(opt, p):
                 continue
             a, b = opt.read_state(p, state.name), other.read_state(q, state.name)
             if a.numel():
