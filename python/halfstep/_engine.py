@@ -3,18 +3,21 @@
 States are torch tensors and belong to `optimizer.state`; the handle only holds their addresses. It is a cache that can be
 thrown away at any time between steps (`Engine.save_counters` first) and built again from `state` and `param_groups`: that is
 how parameters that get their first gradient late, loaded states, copies and changed formats all work.
+
+This file is longer than 500 lines because building a handle, what has to be checked before, and what is kept current after belong
+together.
 """
 import ctypes
 import os
-import struct
 import sys
 from ctypes import byref, c_double, c_int32, c_void_p
 from operator import is_
 
 import torch
 
-from . import _abi, _state
+from . import _abi, _convert, _layout
 from ._abi import check, lib
+from ._watch import version, versions
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
 
@@ -23,8 +26,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I
           "I16": torch.int16}
 #: what a weight or gradient may be -> its plain format
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-#: lists of a group that hold something of each parameter
-_NO_HYPERS = ("params", "param_names", "ids", "recipes")
+#: what of a group is no hyper-parameter
+_NO_HYPERS = ("params", *_layout.TOLD)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
     torch.Tensor, torch.nn.Parameter)
 
@@ -146,12 +149,18 @@ def add_tensor(handle, group, name, identity, shape, gradient):
 
 
 class Stream:
-    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle."""
+    """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle. `name` is that of the
+    state, or "weight"; `extra`: the second tensor of a slot, scales or residuals."""
 
-    __slots__ = ("slot", "extra", "key", "dtype", "shape", "role")
+    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role")
 
-    def __init__(self, slot, extra, key, dtype, shape, role):
-        self.slot, self.extra, self.key, self.dtype, self.shape, self.role = slot, extra, key, dtype, shape, role
+    def __init__(self, slot, extra, name, part, dtype, shape, role):
+        self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = slot, extra, name, part, dtype, shape, role
+
+    @property
+    def key(self):
+        """In `state[p]`."""
+        return self.name + self.part
 
     def fits(self, tensor):
         return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
@@ -187,7 +196,7 @@ def streams_of(handle, index, rule, shape):
                 code_shape = (rows, code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
-            found.append(Stream(slot, False, name, code, code_shape, role))
+            found.append(Stream(slot, False, name, "" if code.is_floating_point else ".codes", code, code_shape, role))
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -197,7 +206,7 @@ def streams_of(handle, index, rule, shape):
                 extra_shape = (rows, n // rows)
             else:
                 extra_shape = (n,)
-            found.append(Stream(slot, True, f"{name}.{'scale' if fmt.block else 'extra'}", extra, extra_shape, role))
+            found.append(Stream(slot, True, name, ".scale" if fmt.block else ".extra", extra, extra_shape, role))
     return found, fell_back
 
 
@@ -226,10 +235,11 @@ def write_rows(handle, index, slot, data, values):
 
 
 class Member:
-    """One parameter in the handle."""
+    """One parameter in the handle. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
+    library's own counts until somebody asks, and `versions` theirs and the step's as this package left them."""
 
-    __slots__ = ("p", "group", "position", "name", "index", "gradient", "recipe", "streams", "bound", "step", "shape", "dtype",
-                 "strides", "dense", "address")
+    __slots__ = ("p", "group", "position", "name", "id", "index", "gradient", "recipe", "streams", "bound", "step", "numbers",
+                 "written", "versions", "shape", "dtype", "strides", "dense", "address")
 
     def __init__(self, p, group, position, name):
         self.p, self.group, self.position, self.name = p, group, position, name
@@ -256,10 +266,14 @@ class Plain:
         self.numels = [m.p.numel() for m in members]
         self.weights = [m.address for m in members]
         self.states = [states[m.p] for m in members]
-        self.tensors = [tensor for m in members for _, tensor, _ in m.bound]
-        self.addresses = [address for m in members for _, _, address in m.bound]
+        self.steps = [m.step for m in members]
+        self.tensors = [*self.steps, *(tensor for m in members for _, tensor, _ in m.bound)]
+        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.step_versions = [m.versions["step"] for m in members]
+        # All of `optimizer.state`, in its order: cheaper to compare than to look parameters up.
+        self.keys, self.values = list(states), list(states.values())
         # For each key of a state: the states that have it, and what they had there.
-        streams = {"step": (self.states, [m.step for m in members])}
+        streams = {"step": (self.states, self.steps)}
         for m, state in zip(members, self.states):
             for key, tensor, _ in m.bound:
                 held = streams.setdefault(key, ([], []))
@@ -273,6 +287,7 @@ def declare(handle, optimizer, wanted):
     handle: the members, the library's groups by (group index, recipe), and the names of those too small for blocks."""
     rule = _abi.rules[optimizer.rule]
     members, c_groups, fallen = [], {}, []
+    identities = optimizer._identities([p for p, _, _, _ in wanted])
     for p, g, position, gradient in wanted:
         group = optimizer.param_groups[g]
         m = Member(p, g, position, optimizer._name_of(g, position))
@@ -280,12 +295,30 @@ def declare(handle, optimizer, wanted):
         key = (g, m.recipe)
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, optimizer._hypers(group), optimizer._choices(group))
-        m.index = add_tensor(handle, c_groups[key], m.name, group["ids"][position], m.shape, gradient)
+        m.id = identities[p]
+        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.shape, gradient)
         m.streams, fell_back = streams_of(handle, m.index, rule, m.shape)
         if fell_back:
             fallen.append(m.name)
         members.append(m)
     return members, c_groups, fallen
+
+
+class Group:
+    """A group of the handle: the place of the optimizer's group that it is of, and its index in the handle."""
+
+    __slots__ = ("place", "index", "of", "count", "values", "given", "steps")
+
+    def __init__(self, place, index, groups):
+        self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
+        # What the group held when hyper-parameters were last set, what was set, and the steps that it was last told.
+        self.values, self.given, self.steps = None, {}, None
+
+    def among(self, groups):
+        """The optimizer's group, wherever it is by now; None where it was removed."""
+        if self.place < len(groups) and groups[self.place] is self.of:
+            return self.of
+        return next((group for group in groups if group is self.of), groups[self.place] if len(groups) == self.count else None)
 
 
 class Engine:
@@ -308,24 +341,25 @@ class Engine:
             self.members, c_groups, _ = declare(handle, optimizer, wanted)
             self.index_of = {m.p: m.index for m in self.members}
             # From here on nothing can go wrong but memory: states come into being all together.
-            fresh = [(m, self._create_state(optimizer, m)) for m in self.members]
+            fresh = [(m, *self._create_state(optimizer, m)) for m in self.members]
             #: whose residual or error code is new here
-            self.converted = [m.p for m, made in fresh if "weight.extra" in made]
-            for m, made in fresh:
-                optimizer.state[m.p].update(made)
-                groups[m.group]["recipes"][m.position] = m.recipe
+            self.converted = [m.p for m, made, _, _ in fresh if "weight.extra" in made]
+            for m, made, obsolete, weight in fresh:
+                state = optimizer.state[m.p]
+                state.update(made)
+                for key in obsolete & set(state):
+                    del state[key]
+                if weight is not None:
+                    with torch.no_grad():
+                        m.p.copy_(weight)
             if not any(m.streams for m in self.members):
                 check(lib.halfstep_allocate_states(handle), handle)  # of no bytes: there is nothing to bind
             for m in self.members:
                 self._bind(m, optimizer.state[m.p])
                 self._restore_counters(m, optimizer.state[m.p])
-            for (g, _), c in c_groups.items():
-                check(lib.halfstep_set_group_steps(handle, c, int(groups[g].get("group_steps", 0))), handle)
-            # Group here, group in the handle, values seen last, hyper-parameters set last.
-            self.groups = [[g, c, None, {}] for (g, _), c in c_groups.items()]
-            first = groups[0]
-            check(lib.halfstep_set_skipped_steps(handle, int(first.get("skipped_steps", 0))), handle)
-            check(lib.halfstep_set_gradient_norm(handle, float(first.get("last_norm", 0.0))), handle)
+            self.groups = [Group(g, c, groups) for (g, _), c in c_groups.items()]
+            self.told = None
+            self.take_told(groups)
         except BaseException:
             self.destroy()
             raise
@@ -341,75 +375,123 @@ class Engine:
     # ---- Building ----
 
     def _create_state(self, optimizer, m):
-        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them."""
-        state = optimizer.state[m.p] if m.p in optimizer.state else {}
-        group = optimizer.param_groups[m.group]
-        old = group["recipes"][m.position]
-        made = {}
-        has = any(s.key in state for s in m.streams)
-        step = state.get("step")
-        if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.device.type != "cpu" or step.numel() != 1:
-            # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
-            made["step"] = torch.tensor(_state.step_count(state, m.name, has), dtype=torch.float32)
+        """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the keys that go; and the weight, if
+        another format stores it otherwise."""
+        state = optimizer.state.get(m.p) or {}
+        made, obsolete, weight = {}, set(), None
+        old = _layout.recipe_of(state, m.name)
+        has = any(key in state for key in _layout.keys_of(self.rule))
+        # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
+        steps = _layout.step_count(state, m.name, int(has))
+        if not _layout.is_step(state.get("step")):
+            made["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        if old != m.recipe:
+            made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
+        initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
+        for key in _layout.numbers_of(self.rule):
+            if key not in made and not _layout.is_number(state.get(key), key):
+                value = _layout.take_number(state, key, m.name)
+                made[key] = _layout.number(initial.get(key, 0.0) if value is None else value, key)
         if has and old in (m.recipe, None) and all(s.key in state and s.fits(state[s.key]) for s in m.streams):
-            return made
-        if has and (old is None or old != m.recipe):
-            made.update(_state.convert(optimizer, m, state, old))
-            return made
+            return made, obsolete, weight
+        if has and old != m.recipe:
+            streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
+            made.update(streams)
+            return made, obsolete, weight
         for s in m.streams:
             if s.key in state:
                 if has and not s.fits(state[s.key]):
-                    moved = _state.adopt(state[s.key], s, m.name)
+                    moved = _convert.adopt(state[s.key], s, m.name)
                     if moved is not state[s.key]:
                         made[s.key] = moved
             else:
                 made[s.key] = s.initial(m.p)
-        return made
+        return made, obsolete, weight
 
     def _bind(self, m, state):
         bind_streams(self.handle, m.index, m.streams, state)
         m.step = state["step"]
         m.bound = tuple((s.key, state[s.key], state[s.key].data_ptr()) for s in m.streams)
+        m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule)}
+        m.versions = {"step": version(m.step), **{key: version(tensor) for key, tensor in m.numbers.items()}}
 
     def _restore_counters(self, m, state):
-        steps = int(_state.step_count(state, m.name))
-        exact = state.get("state_steps")
-        # float32 counts to 2^24; beyond, the number beside it knows better, as long as both mean the same.
-        if exact is not None and struct.unpack("f", struct.pack("f", exact))[0] == steps:
-            steps = int(exact)
-        counters = _abi.Counters.new(state_steps=steps, full_steps=int(state.get("full_steps", steps)),
-                                     writes=int(state.get("writes", steps)))
-        check(lib.halfstep_set_counters(self.handle, m.index, byref(counters)), self.handle)
+        steps = _layout.step_count(state, m.name)
+        m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
+        counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
+        check(lib.halfstep_set_counters(self.handle, m.index, byref(_abi.Counters.new(**counts))), self.handle)
         check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()), self.handle)
         for scalar in self.rule.scalars:
-            if scalar in state:
-                check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), float(state[scalar])), self.handle)
+            check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), m.written[scalar]), self.handle)
 
     # ---- Between steps ----
 
     def save_counters(self, optimizer):
-        """Writes what the handle alone knows into `state` and `param_groups`."""
+        """Writes what the handle alone knows into `state` and `param_groups`. What somebody else has written there since stays,
+        and counts: False says that there was such, so that the handle has to be built anew."""
         if not self.handle:
-            return
+            return True
+        alone = True
         counters = _abi.Counters.new()
         value = c_double()
         for m in self.members:
             state = optimizer.state.get(m.p)
             if not state:
                 continue
+
             check(lib.halfstep_get_counters(self.handle, m.index, byref(counters)), self.handle)
-            state["state_steps"], state["full_steps"] = int(counters.state_steps), int(counters.full_steps)
-            state["writes"] = int(counters.writes)
+            now = {key: getattr(counters, key) for key in _layout.COUNTERS}
+            step = state.get("step")
+            if step is not m.step or version(step) != m.versions["step"]:
+                steps = _layout.whole(step)
+                if steps is not None and not _layout.same_count(now["state_steps"], steps) and 0 <= steps < 2 ** 63:
+                    alone = False  # somebody's count; what else they wrote stands beside it
+                    now["state_steps"] = now["full_steps"] = steps
             for scalar in self.rule.scalars:
                 check(lib.halfstep_get_scalar(self.handle, m.index, scalar.encode(), byref(value)), self.handle)
-                state[scalar] = value.value
+                now[scalar] = value.value
+            for key, tensor in m.numbers.items():
+                held = state.get(key)
+                if held is not tensor and _layout.is_number(held, key) and held.item() == m.written[key]:
+                    m.numbers[key], m.versions[key] = held, version(held)  # moved, and as much behind
+                elif held is not tensor or version(held) != m.versions[key]:
+                    alone = False
+                    continue
+                if key in now:
+                    _layout.write(held, now[key])
+                    m.written[key] = now[key]
+        self.tell(optimizer.param_groups)
+        return alone
+
+    def tell(self, groups):
+        """Keeps the counts of the groups current, those of the optimizer in each of them."""
+        self.take_told(groups)
         steps = ctypes.c_uint64()
-        for g, c, _, _ in self.groups:
-            check(lib.halfstep_get_group_steps(self.handle, c, byref(steps)), self.handle)
-            optimizer.param_groups[g]["group_steps"] = int(steps.value)
-        first = optimizer.param_groups[0]
-        first["skipped_steps"] = int(lib.halfstep_skipped_steps(self.handle))
-        first["last_norm"] = float(lib.halfstep_gradient_norm(self.handle))
+        for group in self.groups:
+            check(lib.halfstep_get_group_steps(self.handle, group.index, byref(steps)), self.handle)
+            group.steps, of = int(steps.value), group.among(groups)
+            if of is not None:
+                of["group_steps"] = group.steps
+        self.told = (int(lib.halfstep_skipped_steps(self.handle)), float(lib.halfstep_gradient_norm(self.handle)))
+        for group in groups:
+            group["skipped_steps"], group["last_norm"] = self.told
+
+    def take_told(self, groups):
+        """Counts of the groups that are other than tell() left them, as sharding wrappers and loaded groups bring them."""
+        for group in self.groups:
+            steps = (group.among(groups) or {}).get("group_steps", group.steps)
+            if steps is not group.steps and steps != group.steps:
+                _layout.check_told("group_steps", steps, group.place)
+                check(lib.halfstep_set_group_steps(self.handle, group.index, steps), self.handle)
+                group.steps = steps
+        first = groups[0] if groups else {}
+        told = tuple(first.get(key, value) for key, value in zip(_layout.TOLD[1:], self.told or (0, 0.0)))
+        if told != self.told:
+            for key, value in zip(_layout.TOLD[1:], told):
+                _layout.check_told(key, value, 0)
+            check(lib.halfstep_set_skipped_steps(self.handle, told[0]), self.handle)
+            check(lib.halfstep_set_gradient_norm(self.handle, told[1]), self.handle)
+            self.told = told
 
     def destroy(self):
         if self.handle:
@@ -424,27 +506,28 @@ class Engine:
     def refresh(self, optimizer):
         """Hyper-parameters as they are now. False where they change what exists, so that the handle has to be built anew."""
         handle = self.handle
+        self.take_told(optimizer.param_groups)
         for entry in self.groups:
-            group = optimizer.param_groups[entry[0]]
+            group = optimizer.param_groups[entry.place]
             values = [v for key, v in group.items() if key not in _NO_HYPERS]
-            cached = entry[2]
+            cached = entry.values
             # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors and lists are read again.
             if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
                 continue
             hypers = optimizer._hypers(group)
             choices = optimizer._choices(group)
-            before = entry[3]
+            before = entry.given
             for key, value in hypers.items():
                 if before.get(key) != value:
-                    code = lib.halfstep_set_hyper(handle, entry[1], key.encode(), value)
+                    code = lib.halfstep_set_hyper(handle, entry.index, key.encode(), value)
                     if code == _abi.ERROR_ORDER:
                         return False
                     check(code, handle)
             for key, value in choices.items():
                 if before.get("choice " + key) != value:
-                    check(lib.halfstep_set_choice(handle, entry[1], key.encode(), value.encode()), handle)
-            entry[3] = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
-            entry[2] = None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
+                    check(lib.halfstep_set_choice(handle, entry.index, key.encode(), value.encode()), handle)
+            entry.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
+            entry.values = None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
         if self.clip_norm != optimizer.clip_norm:
             check(lib.halfstep_set_hyper(handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), handle)
             self.clip_norm = optimizer.clip_norm

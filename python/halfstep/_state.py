@@ -1,23 +1,20 @@
-"""Saved states: loading without casts, conversion between formats, plain torch states, safetensors.
+"""State dictionaries: loading without casts, all checks before anything depends on what was loaded, and torch's plain states.
 
-torch's own loader casts every state tensor to the dtype of its parameter, which would turn 8-bit codes and fp32 scales into
-BF16. Here states pass through it wrapped, so that its checks and hooks all run and its casts do not.
+torch's own loader casts every state tensor to the dtype of its parameter, which would turn scales and counters into BF16. Here
+states pass through it wrapped, so that its checks and hooks all run and its casts do not.
 """
-import os
-import tempfile
+import math
 import warnings
 from collections import OrderedDict, defaultdict
+from ctypes import byref
 
 import torch
 
-from . import _abi
-from ._abi import lib
+from . import _abi, _convert, _layout
+from ._abi import check as c_check, lib
 
 #: group keys that only this package has
-OURS = ("weights", "states", "decay", "reference_lr", "seed", "ids", "recipes", "group_steps", "skipped_steps", "last_norm",
-        "centralize", "param_names")
-
-
+OURS = ("weights", "states", "decay", "reference_lr", "seed", "centralize", *_layout.TOLD)
 #: rules whose optimizers in torch save no count of steps
 _UNCOUNTED = ("sgd", "muon")
 
@@ -32,6 +29,7 @@ class _Wrapped:
 
 
 def unwrap(states):
+    """What is loaded, as a copy that shares no memory with the dictionary it came from: steps write in place."""
     out = defaultdict(dict)
     for p, value in states.items():
         out[p] = _copy(value.value) if isinstance(value, _Wrapped) else value
@@ -39,12 +37,31 @@ def unwrap(states):
 
 
 def _copy(value):
-    """A copy that shares no memory with the dictionary it came from: steps write in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         return {k: _copy(v) for k, v in value.items()}
     return value
+
+
+# ---- Loading ------------------------------------------------------------------------------------------------------------
+
+
+def _with_names(state_dict):
+    """The names that the file has beside its groups, in the groups: where hooks of torch's load look for them."""
+    names, groups = state_dict["param_names"], state_dict["param_groups"]
+    if not isinstance(names, (list, tuple)) or len(names) != len(groups) \
+            or not all(isinstance(own, (list, tuple)) for own in names):
+        raise ValueError("halfstep: 'param_names' of this state is no list of one list for each group")
+    return [group if any(name is None for name in own) else {"param_names": list(own), **group}
+            for own, group in zip(names, groups)]
+
+
+def _check_names(group, place):
+    names = group.get("param_names", ())
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names) \
+            or "param_names" in group and len(names) != len(group["params"]):
+        raise ValueError(f"halfstep: 'param_names' of group {place} is no list of one name for each of its parameters")
 
 
 def load(optimizer, state_dict, torch_load):
@@ -55,13 +72,14 @@ def load(optimizer, state_dict, torch_load):
         given = dict(given)
         given["state"] = {k: v if isinstance(v, _Wrapped) else _Wrapped(v) for k, v in given["state"].items()}
         groups = []
-        for group, own in zip(given["param_groups"], before):
+        for place, (group, own) in enumerate(zip(given["param_groups"], before)):
             group = dict(group)
+            _check_names(group, place)
             # Missing values, and formats, are the constructor's.
             for key, value in own.items():
                 if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
                     group[key] = value
-                elif key not in ("params", "recipes", "group_steps", "skipped_steps", "last_norm"):
+                elif key not in ("params", *_layout.TOLD):
                     group.setdefault(key, value)
             if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=own["lr"].dtype, device=own["lr"].device)
@@ -70,19 +88,21 @@ def load(optimizer, state_dict, torch_load):
         given["param_groups"] = groups + list(given["param_groups"][len(before):])
         return given
 
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks)
-    optimizer._optimizer_load_state_dict_pre_hooks["halfstep"] = wrap
-    kept = (optimizer.state, optimizer.param_groups, optimizer._watch)
     # The dictionary may share this optimizer's own, edited; what the handle knows must not go over it.
     state_dict = dict(state_dict)
     state_dict["state"] = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
+    if "param_names" in state_dict:
+        state_dict["param_groups"] = _with_names(state_dict)
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks)
+    optimizer._optimizer_load_state_dict_pre_hooks["halfstep"] = wrap
     optimizer._sync()
+    kept = {key: getattr(optimizer, key) for key in ("state", "param_groups", "_watch", "_roster")}
+    kept.update((key, dict(getattr(optimizer, key))) for key in ("_names", "_ids"))
     try:
         torch_load(state_dict)
-        _check(optimizer)
     except BaseException:
-        optimizer.state, optimizer.param_groups, optimizer._watch = kept
+        vars(optimizer).update(kept)
         optimizer._engine = None
         raise
     finally:
@@ -90,78 +110,11 @@ def load(optimizer, state_dict, torch_load):
     _warn_of_conversions(optimizer)
 
 
-def step_count(state, name, default=0):
-    """state["step"] as a float; ValueError where it is no count."""
-    step = state.get("step")
-    if step is None:
-        return float(default)
-    try:
-        count = float(step)
-    except (TypeError, ValueError, RuntimeError):
-        count = -1.0
-    if not 0.0 <= count < 2.0 ** 63:
-        raise ValueError(f"halfstep: state 'step' of parameter {name!r} is {step!r}, which counts nothing")
-    return count
-
-
-def _check(optimizer):
-    """Raises ValueError where loaded states cannot be what they claim, before anything depends on them."""
-    rule = _abi.rules[optimizer.rule]
-    names = {s.name for s in rule.states}
-    streams = {}
-    for g, group in enumerate(optimizer.param_groups):
-        optimizer._check_options(group)
-        hypers = optimizer._hypers(group)
-        for i, p in enumerate(group["params"]):
-            state, name, recipe = optimizer.state.get(p), optimizer._name_of(g, i), group["recipes"][i]
-            if not state or p.numel() == 0:
-                continue
-            if not isinstance(state, dict):
-                raise ValueError(f"halfstep: the state of parameter {name!r} is a {type(state).__name__}, not a dictionary")
-            step_count(state, name)
-            for key in ("state_steps", "full_steps", "writes"):
-                if not isinstance(state.get(key, 0), int) or state.get(key, 0) < 0:
-                    raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {state[key]!r}, which counts nothing")
-            for key in rule.scalars:
-                value = state.get(key, 0.0)
-                if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
-                    raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {state[key]!r}, not a number")
-            if recipe is None:
-                # Of torch, or of this package before it kept recipes: the streams themselves are as good.
-                there = optimizer._full_recipe(g, i)
-                if any(key in state and key not in names for key in (s.key for s in _streams(streams, there, hypers, p, name))):
-                    recipe = group["recipes"][i] = there
-            if recipe is not None:
-                if not isinstance(recipe, str) or recipe.partition("/")[0] != optimizer.rule:
-                    raise ValueError(f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}; this optimizer is "
-                                     f"{optimizer.rule}")
-                for s in _streams(streams, recipe, hypers, p, name):
-                    if s.key in state:
-                        adopt(state[s.key], s, name, False)
-                    elif s.extra:
-                        raise ValueError(f"halfstep: parameter {name!r} has no state {s.key!r}, which {recipe} needs")
-            for key in names & set(state):
-                value = state[key]
-                if value is not None and (not isinstance(value, torch.Tensor) or recipe is None and value.shape != p.shape):
-                    found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                    raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {found}, the parameter of shape "
-                                     f"{tuple(p.shape)}")
-
-
-def _streams(known, recipe, hypers, p, name):
-    key = (recipe, tuple(p.shape), tuple(hypers.items()))
-    if key not in known:
-        codec = _Codec(recipe, hypers, tuple(p.shape), name)
-        codec.close()
-        known[key] = codec.streams
-    return known[key]
-
-
 def _warn_of_conversions(optimizer):
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            there = group["recipes"][i]
-            if there is None or p not in optimizer.state:
+            there = _layout.recipe_of(optimizer.state.get(p) or {}, "")
+            if there is None:
                 continue
             here = optimizer._full_recipe(g, i)
             if there != here:
@@ -170,109 +123,150 @@ def _warn_of_conversions(optimizer):
                 return
 
 
-# ---- Conversion ----
+# ---- Checks -------------------------------------------------------------------------------------------------------------
 
 
-class _Codec:
-    """One tensor in a handle of its own, to decode or encode its slots."""
-
-    def __init__(self, recipe, hypers, shape, name):
-        from . import _engine  # which needs this module in turn
-        self.engine = _engine
-        self.rule = _abi.rules[recipe.partition("/")[0]]
-        self.handle = _engine.create_handle(1, 0)
-        try:
-            known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
-            group = _engine.add_group(self.handle, recipe, known, {})
-            self.index = _engine.add_tensor(self.handle, group, name, 0, shape, "f32")
-            self.streams, _ = _engine.streams_of(self.handle, self.index, self.rule, shape)
-        except BaseException:
-            self.close()
-            raise
-        self.shape = shape
-
-    def close(self):
-        lib.halfstep_destroy(self.handle)
-
-    def bind(self, tensors):
-        self.engine.bind_streams(self.handle, self.index, self.streams, tensors)
-
-    def read(self, slot, data=None):
-        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data)
-
-    def write(self, slot, values, data=None):
-        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous())
+def check(optimizer):
+    """Raises ValueError where what was loaded cannot be what it claims."""
+    known, ids = {}, {}
+    for g, group in enumerate(optimizer.param_groups):
+        optimizer._check_options(group)
+        seed = group["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -2 ** 63 <= seed < 2 ** 64:
+            raise ValueError(f"halfstep: the seed of group {g} is {seed!r}, not a number of 64 bits")
+        for key in _layout.TOLD:
+            _layout.check_told(key, group[key], g)
+        hypers = optimizer._hypers(group)
+        for i, p in enumerate(group["params"]):
+            name, state = optimizer._name_of(g, i), optimizer.state.get(p)
+            if state is None or isinstance(state, dict) and not state:
+                optimizer.state.pop(p, None)
+                continue
+            if not isinstance(state, dict):
+                raise ValueError(f"halfstep: the state of parameter {name!r} is a {type(state).__name__}, not a dictionary")
+            _check_state(optimizer, known, name, p, state, hypers)
+            identity = state.get("id")
+            if identity is not None and ids.setdefault(int(identity), name) != name:
+                raise ValueError(f"halfstep: parameters {ids[int(identity)]!r} and {name!r} have the same id")
 
 
-def adopt(tensor, stream, name, take=True):
-    """A state tensor of another device or layout as the stream wants it; ValueError where it is something else."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != stream.dtype or tuple(tensor.shape) != stream.shape \
-            or tensor.device.type == "meta" or tensor.layout != torch.strided:
-        found = type(tensor).__name__
-        if isinstance(tensor, torch.Tensor):
-            found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
-        raise ValueError(f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype} of shape "
-                         f"{stream.shape}")
-    return tensor.detach().cpu().contiguous() if take else tensor
-
-
-@torch.no_grad()
-def convert(optimizer, m, state, old):
-    """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain (None)."""
-    group = optimizer.param_groups[m.group]
-    hypers = optimizer._hypers(group)
-    values, weight = {}, None
-    if old is None:
-        names = {s.name for s in _abi.rules[optimizer.rule].states}
-        for key, value in state.items():
-            if key in names and isinstance(value, torch.Tensor):
-                values[key] = value.detach().to("cpu", torch.float32).reshape(m.shape)
-    else:
-        source = _Codec(old, hypers, m.shape, m.name)
-        try:
-            streams = {s.key: s for s in source.streams}
-            missing = [s for s in source.streams if s.key not in state]
-            tensors = {key: adopt(state[key], s, m.name) for key, s in streams.items() if key in state}
-            # States that this optimizer's hyper-parameters need and the file's did not start at zero.
-            tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype)) for s in missing)
-            source.bind(tensors)
-            skip = {s.key for s in missing}
-            for i, s in enumerate(source.rule.states):
-                if s.name in streams and s.name not in skip:
-                    values[s.name] = source.read(2 + i)
-            if "weight.extra" in streams and "weight.extra" not in skip:
-                weight = source.read(0, m.p.detach().contiguous().data_ptr())
-        finally:
-            source.close()
-    target = _Codec(m.recipe, hypers, m.shape, m.name)
+def _check_state(optimizer, known, name, p, state, hypers):
+    rule = _abi.rules[optimizer.rule]
+    recipe = _layout.recipe_of(state, name)
+    if recipe is not None and recipe.partition("/")[0] != optimizer.rule:
+        raise ValueError(f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}; this optimizer is "
+                         f"{optimizer.rule}")
+    plain = recipe is None
+    if plain and optimizer.rule in _UNCOUNTED:
+        for s in rule.states:  # torch's SGD keeps such of a momentum that has not begun
+            if s.name in state and state[s.name] is None:
+                del state[s.name]
+        if not state:
+            optimizer.state.pop(p)
+            return
+    elif state.get("step") is None:
+        raise ValueError(f"halfstep: parameter {name!r} has states and no 'step'")
+    steps = _layout.step_count(state, name, 1)
+    counts = {key: _layout.take_number(state, key, name) for key in _layout.COUNTERS}
+    if p.numel() == 0:
+        return
+    identity = _layout.take_number(state, "id", name)
+    if identity == 0:
+        raise ValueError(f"halfstep: the id of parameter {name!r} is 0, which is none")
+    codec = _convert.Codec(recipe or optimizer.rule, hypers, tuple(p.shape), name, (identity or 1) % 2**64)
     try:
-        # The same tensor, so the same streams.
-        made = {}
-        for s in m.streams:
-            made[s.key] = torch.zeros(s.shape, dtype=s.dtype) if s.key in values else s.initial(m.p)
-        target.bind(made)
-        for i, s in enumerate(target.rule.states):
-            if s.name in values and s.name in made:
-                target.write(2 + i, values[s.name])
-        if weight is not None and "weight.extra" in made:
-            held = m.p.detach().contiguous()
-            target.write(0, weight, held.data_ptr())
-            m.p.copy_(held)
+        # As far as the library judges: counts, and numbers that no update leaves.
+        counters = {key: steps if value is None else value for key, value in counts.items()}
+        c_check(lib.halfstep_set_counters(codec.handle, codec.index, byref(_abi.Counters.new(**counters))), codec.handle)
+        for scalar in rule.scalars:
+            value = _layout.take_number(state, scalar, name)
+            if value is not None:
+                c_check(lib.halfstep_set_scalar(codec.handle, codec.index, scalar.encode(), value), codec.handle)
+        roles = {s.name: s.role for s in rule.states}
+        if plain:
+            for s in codec.streams:
+                if s.name in roles and not s.extra:
+                    _check_plain(state, s.name, roles[s.name], name, p)
+            for key in roles.keys() & state.keys():
+                _check_plain(state, key, roles[key], name, p)
+        else:
+            _check_streams(codec, state, name, recipe)
     finally:
-        target.close()
-    for key in [k for k in state if (k.endswith((".extra", ".scale"))) and k not in made]:
-        del state[key]
-    return made
+        codec.close()
 
 
-def empty(recipe, hypers, p):
-    """The states of a parameter without elements: those that any other would have, as empty."""
-    codec = _Codec(recipe, hypers, (1,), "empty")
-    codec.close()
-    return {s.key: torch.empty(p.shape, dtype=s.dtype) for s in codec.streams if not s.extra}
+def _check_plain(state, key, role, name, p):
+    """A state as torch keeps it."""
+    if key not in state:
+        raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
+    value = state[key]
+    if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point() \
+            or value.device.type == "meta" or value.layout != torch.strided:
+        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {found}, the parameter of shape {tuple(p.shape)}")
+    _judge(key, name, value, role)
 
 
-# ---- Plain torch states ----
+def _judge(key, name, values, role):
+    least, most = torch.aminmax(values)  # NaN if there is one
+    if not math.isfinite(least) or not math.isfinite(most):
+        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has values that are not finite")
+    if role == _abi.ROLE_NONNEG and least < 0:
+        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has negative values, of which it has none by itself")
+
+
+def _check_streams(codec, state, name, recipe):
+    """States as this package keeps them: all there, of the right shapes, and nothing in them that no update leaves."""
+    tensors = {}
+    for s in codec.streams:
+        if s.name in state and s.name + ".codes" in state:
+            raise ValueError(f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes")
+        if s.key not in state:
+            raise ValueError(f"halfstep: parameter {name!r} has no state {s.key!r}, which {recipe} needs")
+        tensors[s.key] = tensor = _convert.adopt(state[s.key], s, name)
+        if s.part == ".scale":
+            _judge(s.key, name, tensor, _abi.ROLE_NONNEG)
+        elif s.part != ".codes" and tensor.is_floating_point():
+            _judge(s.key, name, tensor, 0 if s.extra else s.role)
+    codec.bind(tensors)
+    for s in codec.streams:
+        if s.part == ".codes" and not codec.all_codes_are_good(s, tensors[s.name + ".scale"].max()):
+            for values in codec.pieces(s.slot):
+                _judge(s.name, name, values, s.role)
+
+
+# ---- Parameters without elements ----------------------------------------------------------------------------------------
+
+
+def count_empty(optimizer, group_index, position, p):
+    """A step of a parameter without elements, which is not in the handle: its counters are kept here."""
+    identity, recipe = optimizer._identities([p])[p], optimizer._full_recipe(group_index, position)
+    state = optimizer.state[p]
+    packed = _layout.pack_recipe(recipe)
+    if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
+        numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[optimizer.rule])}
+        state.setdefault("step", 0)
+        state.update(_convert.empty(recipe, optimizer._hypers(optimizer.param_groups[group_index]), p))
+        state.update((key, _layout.number(0, key) if value is None else value) for key, value in numbers.items())
+        state["id"] = _layout.number(_layout.signed(identity), "id")
+        state["recipe"] = _layout.number(packed, "recipe")
+    steps = _layout.step_count(state, optimizer._name_of(group_index, position)) + 1
+    state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+    state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
+
+
+def sync_empty(optimizer):
+    """Their other counters, where somebody has set the step."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            state = optimizer.state.get(p) if p.numel() == 0 else None
+            if state and "state_steps" in state:
+                steps = _layout.step_count(state, optimizer._name_of(g, i))
+                if not _layout.same_count(state["state_steps"].item(), steps):
+                    state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
+
+
+# ---- Plain torch states -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -280,6 +274,7 @@ def plain(optimizer):
     """optimizer.torch_state_dict()"""
     rule = _abi.rules[optimizer.rule]
     packed, states, flat, place = [], {}, 0, {}
+    optimizer._notice()
     optimizer._sync()
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -289,142 +284,9 @@ def plain(optimizer):
             if held:
                 out = {"step": held["step"].clone()} if "step" in held and optimizer.rule not in _UNCOUNTED else {}
                 for s in rule.states:
-                    if s.name in held:
+                    if s.name in held or s.name + ".codes" in held:
                         out[s.name] = optimizer.read_state(p, s.name)
                 states[place[p]] = out
         packed.append({**{k: v for k, v in group.items() if k not in OURS and k != "params"},
                        "params": [place[p] for p in group["params"]]})
     return {"state": states, "param_groups": packed}
-
-
-# ---- safetensors ----
-
-
-def save_safetensors(optimizer, path):
-    """optimizer.save_safetensors()"""
-    from safetensors.torch import save_file
-    optimizer._notice()
-    optimizer._sync()
-    tensors, metadata = {}, {"format": "halfstep optimizer 1", "rule": optimizer.rule, "seed": str(optimizer.seed)}
-    rule = _abi.rules[optimizer.rule]
-    first = optimizer.param_groups[0]
-    metadata["generator"] = optimizer.generator or _abi.choices("generator")[0]
-    metadata["skipped_steps"] = str(first.get("skipped_steps", 0))
-    metadata["gradient_norm"] = float(first.get("last_norm", 0.0)).hex()
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in optimizer._hypers(group).items():
-            metadata[f"group.{g}.{key}"] = repr(float(value))
-        for key, value in optimizer._choices(group).items():
-            metadata[f"group.{g}.{key}"] = value
-        metadata[f"group.{g}.steps"] = str(group.get("group_steps", 0))
-        for i, p in enumerate(group["params"]):
-            name, held = optimizer._name_of(g, i), optimizer.state.get(p)
-            metadata[f"group_of.{name}"] = str(g)
-            if not held:
-                continue
-            recipe = group["recipes"][i]
-            if recipe is None:
-                raise ValueError(f"halfstep: the states of {name!r} were loaded and not used yet; make a step first")
-            metadata[f"recipe.{name}"] = recipe
-            steps = held.get("state_steps", int(held["step"]))
-            metadata[f"counters.{name}"] = (f"state_steps {steps} full_steps {held.get('full_steps', steps)} "
-                                            f"writes {held.get('writes', steps)} id {group['ids'][i]}")
-            scalars = [f"{s} {float(held[s]).hex()}" for s in rule.scalars if s in held]
-            if scalars:
-                metadata[f"scalars.{name}"] = " ".join(scalars)
-            for key, value in held.items():
-                if isinstance(value, torch.Tensor) and key != "step":
-                    if f"{name}/{key}" in tensors:
-                        raise ValueError(f"halfstep: two parameters are called {name!r}")
-                    tensors[f"{name}/{key}"] = value.detach().contiguous()
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(prefix=".halfstep-", dir=folder)
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-
-
-def load_safetensors(optimizer, path):
-    """optimizer.load_safetensors()"""
-    from safetensors import safe_open
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != "halfstep optimizer 1":
-            raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
-        if "rule" not in metadata:
-            metadata["rule"] = metadata.get("recipe", "").partition("/")[0]
-        if metadata["rule"] != optimizer.rule:
-            raise ValueError(f"halfstep: {path} is of {metadata['rule']}, this optimizer of {optimizer.rule}")
-        keys = defaultdict(list)
-        for key in file.keys():
-            name, _, stream = key.rpartition("/")
-            keys[name].append((stream, key))
-        found = optimizer.state_dict()
-        found = {"state": {}, "param_groups": [dict(group) for group in found["param_groups"]]}
-        flat = 0
-        for g, group in enumerate(optimizer.param_groups):
-            saved = found["param_groups"][g]
-            saved["ids"], saved["recipes"] = list(saved["ids"]), list(saved["recipes"])
-            # The C program's files do not say which tensor is of which group; theirs are then taken in order.
-            source = str(g)
-            for i, p in enumerate(group["params"]):
-                name = optimizer._name_of(g, i)
-                source = metadata.get(f"group_of.{name}", source)
-                counters = metadata.get(f"counters.{name}")
-                if counters is not None:
-                    words = counters.split()
-                    numbers = {words[k]: int(words[k + 1]) for k in range(0, len(words), 2)}
-                    saved["ids"][i] = numbers.pop("id")
-                    saved["recipes"][i] = _abi.recipe_full(metadata.get(f"recipe.{name}") or metadata["recipe"])
-                    state = {stream: file.get_tensor(key) for stream, key in keys[name]}
-                    state["step"] = torch.tensor(float(numbers["state_steps"]), dtype=torch.float32)
-                    state.update(numbers)
-                    words = metadata.get(f"scalars.{name}", "").split()
-                    state.update((words[k], float.fromhex(words[k + 1])) for k in range(0, len(words), 2))
-                    found["state"][flat] = state
-                elif p in optimizer.state:
-                    raise ValueError(f"halfstep: {path} has nothing of parameter {name!r}")
-                flat += 1
-            saved["group_steps"] = int(metadata.get(f"group.{source}.steps", 0))
-            _take_hypers(optimizer, saved, metadata, source)
-        found["param_groups"][0]["skipped_steps"] = int(metadata.get("skipped_steps", 0))
-        found["param_groups"][0]["last_norm"] = float.fromhex(metadata.get("gradient_norm", "0x0p0"))
-        for saved in found["param_groups"]:
-            saved["seed"] = int(metadata.get("seed", saved.get("seed", 0)))
-        generator = metadata.get("generator", optimizer.generator)
-        if generator is not None and generator not in _abi.choices("generator"):
-            raise ValueError(f"halfstep: {path} draws random bits from {generator!r}, which this library does not have")
-    optimizer.load_state_dict(found)
-    optimizer.generator = generator
-
-
-def _take_hypers(optimizer, saved, metadata, source):
-    """Hyper-parameters of one group of the file, under the names that the group has them by."""
-    betas = list(saved["betas"]) if saved.get("betas") is not None else []
-    for name in _abi.rules[optimizer.rule].hypers:
-        text = metadata.get(f"group.{source}.{name}")
-        if text is None:
-            continue
-        value = float(text)
-        if name in _abi.BETAS and betas:
-            place = _abi.BETAS.index(name)
-            if place < len(betas):
-                betas[place] = value
-        elif name in saved and not isinstance(saved[name], torch.Tensor):
-            saved[name] = bool(value) if isinstance(saved[name], bool) else value
-        elif name in saved:
-            saved[name] = torch.tensor(value, dtype=saved[name].dtype)
-    if betas:
-        saved["betas"] = tuple(betas)

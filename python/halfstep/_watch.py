@@ -6,21 +6,23 @@ wrote. In-place writes to `p.data` move no counter and cannot be seen; another t
 """
 import torch
 
-get_version = torch._C.TensorBase._version.__get__
+_get = torch._C.TensorBase._version.__get__
 
 
-def _version(tensor):
+def version(tensor):
+    """How often torch has counted a write to a tensor."""
     try:
-        return get_version(tensor)
+        return _get(tensor)
     except RuntimeError:  # tensors of inference mode count nothing
         return None
 
 
-def _versions(tensors):
+def versions(tensors):
+    """version() of each."""
     try:
-        return list(map(get_version, tensors))
+        return list(map(_get, tensors))
     except RuntimeError:
-        return list(map(_version, tensors))
+        return list(map(version, tensors))
 
 
 def _place(tensor):
@@ -92,24 +94,24 @@ class Watch:
             return False  # nothing quick can be said
         if (token is None or token is not self.token) and list(map(_place, self.tensors)) != self.places:
             return False
-        return _versions(self.tensors) == self.versions
+        return versions(self.tensors) == self.versions
 
     def _judge(self, i, extra, given):
         """True: somebody else wrote it. False: nobody did. None: moved, or beyond proof, so that it counts as it is."""
-        p, note, version = self.tensors[i], self.notes[i], self.versions[i]
-        by_compiler = _version(self.witness) - note.witness if self.witness is not None and version is not None else 0
+        p, note, known = self.tensors[i], self.notes[i], self.versions[i]
+        by_compiler = version(self.witness) - note.witness if self.witness is not None and known is not None else 0
         if by_compiler:
             # Only what went through the same calls in the same way saw the same increments.
             if note.compiled != self.compiled or note.copied not in (None, self.witness_copied) \
                     or given is not None and given[p] != given[None]:
                 return None
-            version += by_compiler
+            known += by_compiler
         moved = _place(p) != self.places[i]
-        if _version(p) == version and not moved:
+        if version(p) == known and not moved:
             return False
-        if moved and _version(note.held) == version and _same_bits(note.held, p):
+        if moved and version(note.held) == known and _same_bits(note.held, p):
             return None
-        if extra is not note.extra or extra is not None and _version(extra) != note.extra_version:
+        if extra is not note.extra or extra is not None and version(extra) != note.extra_version:
             return None  # a pair that somebody brought
         return True
 
@@ -126,13 +128,13 @@ class Watch:
 
     def _note(self, i, extra, copied=None):
         p, note = self.tensors[i], self.notes[i]
-        self.versions[i] = _version(p)
+        self.versions[i] = version(p)
         place = _place(p)
         if self.places[i] != place:
             self.places[i], note.held, self.blocks, self.token = place, p.detach(), None, None
-        note.extra, note.extra_version = extra, None if extra is None else _version(extra)
+        note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied
-        note.witness = None if self.witness is None else _version(self.witness)
+        note.witness = None if self.witness is None else version(self.witness)
 
     def _add(self, p):
         self.index[p] = len(self.tensors)
@@ -148,11 +150,11 @@ class Watch:
             self._note(self.index[p], extra_of(p), copied and copied[p])
         if len(tensors) == 1:
             for i in self._sharing(self.index[tensors[0]]):
-                self.versions[i] = _version(self.tensors[i])
+                self.versions[i] = version(self.tensors[i])
 
     def wrote_all(self, tensors, extra_of, token):
         """As wrote(), of all that are known and some that may not be; strangers() had looked at all, with the same token."""
-        self.versions = _versions(self.tensors)
+        self.versions = versions(self.tensors)
         if len(tensors) != len(self.tensors):
             self.wrote([p for p in tensors if p not in self.index], extra_of)
         self.token = token

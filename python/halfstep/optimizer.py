@@ -10,12 +10,12 @@ from operator import is_, itemgetter
 
 import torch
 
-from . import _abi, _state
+from . import _abi, _files, _layout, _state
 from ._abi import check, lib
 from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, caller, check_device, check_gradient, check_parameter,
                       create_handle, declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format,
                       write_rows)
-from ._watch import Watch
+from ._watch import Watch, version, versions
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half of what a loop does.
@@ -89,6 +89,8 @@ class Optimizer(torch.optim.Optimizer):
         self._warned = set()
         self._watch = Watch()
         self._release_handles, self._released = [], set()
+        # Names that were given with parameters, also by place, and ids of older files for parameters without states.
+        self._names, self._roster, self._ids = {}, [], {}
         self.clip_norm, self.clip, self.scan, self.generator = clip_norm, clip, scan, generator
         self.threads = threads
         self.compile = compile
@@ -190,8 +192,18 @@ class Optimizer(torch.optim.Optimizer):
             if params and not isinstance(params, set) and all(isinstance(p, tuple) for p in params):
                 param_group["param_names"], params = [name for name, _ in params], [p for _, p in params]
             param_group["params"] = params
-        super().add_param_group(param_group)
+        self._refresh_names()
+        for group, names in zip(self.param_groups, self._roster):
+            if _NAMED and names and None not in names:  # all groups have names or none does; torch looks
+                group["param_names"] = names
+        try:
+            super().add_param_group(param_group)
+        finally:
+            for group in self.param_groups:
+                names = group.pop("param_names", None)
         group = self.param_groups[-1]
+        if names:
+            self._names.update(zip(group["params"], names))
         try:
             self._check_options(group)
             for i, p in enumerate(group["params"]):
@@ -201,9 +213,11 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        for key in ("ids", "recipes"):
-            if key not in group or len(group[key]) != len(group["params"]):
-                group[key] = [None] * len(group["params"])
+        self._refresh_names()
+        for key in ("ids", "recipes", *_layout.TOLD):  # of the optimizer that the group comes from
+            group.pop(key, None)
+        first = self.param_groups[0]
+        group.update(group_steps=0, skipped_steps=first.get("skipped_steps", 0), last_norm=first.get("last_norm", 0.0))
         if group.get("seed") is None:
             group["seed"] = self.defaults["seed"]
         if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
@@ -227,25 +241,44 @@ class Optimizer(torch.optim.Optimizer):
         return getattr(p, "_halfstep_name", None)
 
     def _name_of(self, group_index, position):
-        group = self.param_groups[group_index]
-        names = group.get("param_names")
-        if names and position < len(names):
-            return names[position]
-        return self._given_name(group["params"][position]) or f"{position} of group {group_index}"
+        p = self.param_groups[group_index]["params"][position]
+        return self._names.get(p) or self._given_name(p) or f"{position} of group {group_index}"
 
-    def _resolve_ids(self):
-        """Fixes the ids of parameters that have none: hashes of their names, else of their places among all parameters."""
-        flat = 0
-        for group in self.param_groups:
-            names, ids = group.get("param_names"), group["ids"]
-            if len(ids) != len(group["params"]):
-                ids.extend([None] * (len(group["params"]) - len(ids)))
-                group["recipes"].extend([None] * (len(group["params"]) - len(group["recipes"])))
+    def _refresh_names(self):
+        """Names stay with their parameters, or with their places where parameters were replaced, as sharding does."""
+        names = {}
+        for g, group in enumerate(self.param_groups):
+            roster = self._roster[g] if len(self._roster) == len(self.param_groups) else ()
             for i, p in enumerate(group["params"]):
-                if ids[i] is None:
-                    name = names[i] if names else self._given_name(p)
-                    ids[i] = _abi.name_id(name if name is not None else f"parameter {flat}")
-                flat += 1
+                name = self._names.get(p) or (roster[i] if len(roster) == len(group["params"]) else None)
+                if name is not None:
+                    names[p] = name
+        self._names = names
+        self._roster = [[names.get(p) for p in group["params"]] for group in self.param_groups]
+
+    def _identities(self, params):
+        """The ids of parameters: those of their states, else hashes of their names, else of their places among all."""
+        self._refresh_names()
+        flat = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        found = {}
+        for p, place in flat.items():
+            held = (self.state.get(p) or {}).get("id")
+            if held is not None:
+                found[p] = int(held) % 2**64
+            elif p in self._ids:
+                found[p] = self._ids[p]
+            elif p in self._names or self._given_name(p) is not None:
+                found[p] = _abi.name_id(self._names.get(p) or self._given_name(p))
+        taken = set(found.values())
+        for p in params:
+            if p not in found:
+                # The place of a parameter that has its id already, and was moved, is not taken twice.
+                text = f"parameter {flat[p]}"
+                while _abi.name_id(text) in taken:
+                    text += " again"
+                found[p] = _abi.name_id(text)
+                taken.add(found[p])
+        return found
 
     # ---- The handle ----
 
@@ -263,7 +296,6 @@ class Optimizer(torch.optim.Optimizer):
         also = also or {}
         self._notice()
         self._drop_engine()
-        self._resolve_ids()
         flat, wanted, seen = [], [], set()
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
@@ -301,7 +333,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _stale(self, m, state):
         """Whether a state of a parameter is no longer where the handle thinks it is."""
-        if state is None or state.get("step") is not m.step:
+        if state is None or state.get("step") is not m.step or version(m.step) != m.versions["step"]:
             return True
         for key, tensor, address in m.bound:
             if state.get(key) is not tensor or tensor.data_ptr() != address:
@@ -385,7 +417,13 @@ class Optimizer(torch.optim.Optimizer):
             addresses = list(map(_data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return False
-        if not all(map(is_, map(self.state.get, plain.params), plain.states)):
+        state = self.state
+        if len(state) != len(plain.keys) or not all(map(is_, state, plain.keys)) \
+                or not all(map(is_, state.values(), plain.values)):
+            if not all(map(is_, map(state.get, plain.params), plain.states)):
+                return False
+            plain.keys, plain.values = list(state), list(state.values())
+        if versions(plain.steps) != plain.step_versions:
             return False
         for key, states, tensors in plain.streams:
             try:
@@ -471,11 +509,9 @@ class Optimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf):
             # A GradScaler has seen it, and will lower its scale.
-            first = self.param_groups[0]
-            if self._engine is not None:
-                check(lib.halfstep_set_skipped_steps(self._engine.handle, self.skipped_steps + 1), self._engine.handle)
-            else:
-                first["skipped_steps"] = first.get("skipped_steps", 0) + 1
+            skipped = self.skipped_steps + 1
+            for group in self.param_groups:  # which the handle looks at
+                group["skipped_steps"] = skipped
             return
         for _ in range(3):
             keep, back, stepped = [], [], []
@@ -495,9 +531,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.optimizer_accumulation:
             code = lib.halfstep_accumulate_states(engine.handle, engine.gradients)
             self._finish(engine, code, (), ())
-        else:
-            code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
-            self._finish(engine, code, back, stepped)
+            return
+        code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
+        self._finish(engine, code, back, stepped)
+        if self._empty and (code == _abi.OK or self.scan == "per-tensor"):
+            self._count_empty()
 
     def _count_empty(self, only=None):
         """Parameters without elements are not in the handle; their steps are counted here."""
@@ -505,23 +543,18 @@ class Optimizer(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if p.numel() or p.grad is None or p is not (only if only is not None else p):
                     continue
-                state, recipe = self.state[p], self._full_recipe(g, i)
-                if "step" not in state or group["recipes"][i] != recipe:
-                    group["recipes"][i] = recipe
-                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                    state.update(_state.empty(recipe, self._hypers(group), p))
-                state["step"] = state["step"] + 1
+                _state.count_empty(self, g, i, p)
 
     def _finish(self, engine, code, back, stepped):
         """What follows a call: errors, warnings, weights that were worked on in a copy."""
+        if code in (_abi.OK, _abi.NONFINITE):
+            engine.tell(self.param_groups)
         if code == _abi.NONFINITE:
             self._report_nonfinite(engine)
             if self.scan != "per-tensor":
                 return
         elif code:
             check(code, engine.handle)
-        if self._empty:
-            self._count_empty()
         for p, weight in back:
             p.detach().copy_(weight)
         increment_versions(stepped)
@@ -590,6 +623,7 @@ class Optimizer(torch.optim.Optimizer):
         code = lib.halfstep_step_tensor(engine.handle, m.index, found[0], found[1])
         self._released.add(m.index)
         if code == _abi.NONFINITE:
+            engine.tell(self.param_groups)
             self._report_nonfinite(engine)
         else:
             self._finish(engine, code, back, (p,))
@@ -607,6 +641,7 @@ class Optimizer(torch.optim.Optimizer):
         self._released.clear()
         if self._engine is not None:
             check(lib.halfstep_end_round(self._engine.handle), self._engine.handle)
+            self._engine.tell(self.param_groups)
 
     # ---- Gradient release ----
 
@@ -654,15 +689,11 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self):
         """Steps refused so far because a gradient was not finite."""
-        if self._engine is not None:
-            return int(lib.halfstep_skipped_steps(self._engine.handle))
         return self.param_groups[0].get("skipped_steps", 0)
 
     @property
     def grad_norm(self):
         """Norm of all gradients in the last step, before clipping; 0.0 where clip_norm is 0."""
-        if self._engine is not None:
-            return float(lib.halfstep_gradient_norm(self._engine.handle))
         return self.param_groups[0].get("last_norm", 0.0)
 
     def scalar(self, p, name):
@@ -689,7 +720,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _survey(self):
         """Bytes and fallen-back tensors of all parameters, whether or not they have states yet. Allocates no states."""
-        self._resolve_ids()
         handle = create_handle(1, 0)
         try:
             wanted, seen = [], set()
@@ -733,8 +763,7 @@ class Optimizer(torch.optim.Optimizer):
             lines.append(f"too small for blocks, plain states: {shown}")
         for i, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {i}")
-            lines += [f"    {key}: {group[key]}" for key in sorted(group)
-                      if key not in ("params", "ids", "recipes", "param_names")]
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key != "params"]
         return "\n".join(lines + [")"])
 
     # ---- Reading and writing what is stored ----
@@ -820,21 +849,31 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sync(self):
         """Brings `state` and `param_groups` up to date with what the handle alone knows."""
-        self._resolve_ids()
-        if self._engine is not None:
-            self._engine.save_counters(self)
-        for p in self._empty:
-            if p in self.state:
-                steps = int(self.state[p]["step"])
-                self.state[p].update(state_steps=steps, full_steps=steps, writes=steps)
+        engine = self._engine
+        if engine is not None and not engine.save_counters(self):
+            self._engine = None  # what somebody else has written is read when it is built again
+            engine.destroy()
+        _state.sync_empty(self)
 
     @no_dynamo
     def state_dict(self):
-        """As torch's. `state` holds tensors and numbers only, exactly as they are stored; identities, recipes, the seed and
-        the counters of the groups are in `param_groups`. Loads with torch.load(weights_only=True)."""
+        """As torch's. `state` holds tensors only, exactly as they are stored (_layout.py says which); `param_groups` the options,
+        the seed and the counts of steps. Names that were given with the parameters are under "param_names", a list for each
+        group. Loads with torch.load(weights_only=True)."""
         self._notice()
         self._sync()
-        return super().state_dict()
+        self._refresh_names()
+        # torch cannot pack the states of parameters whose group was removed.
+        members, kept = {id(p) for group in self.param_groups for p in group["params"]}, self.state
+        if any(isinstance(key, _Tensor) and id(key) not in members for key in kept):
+            self.state = {key: value for key, value in kept.items() if not isinstance(key, _Tensor) or id(key) in members}
+        try:
+            found = super().state_dict()
+        finally:
+            self.state = kept
+        if self._names:
+            found["param_names"] = [list(names) for names in self._roster]
+        return found
 
     @no_dynamo
     def load_state_dict(self, state_dict):
@@ -854,11 +893,11 @@ class Optimizer(torch.optim.Optimizer):
     def save_safetensors(self, path):
         """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints (docs/checkpoints.md), whole or
         not at all. Needs the safetensors package, and named parameters to be readable elsewhere."""
-        _state.save_safetensors(self, path)
+        _files.save(self, path)
 
     def load_safetensors(self, path):
         """Reads what save_safetensors() wrote, matched by parameter names."""
-        _state.load_safetensors(self, path)
+        _files.load(self, path)
 
     def __getstate__(self):
         self._notice()
@@ -877,16 +916,22 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = Watch(self.__dict__.get("_witness"))
         self.__dict__.setdefault("_release_handles", [])
         self.__dict__.setdefault("_warned", set())
+        for key, value in (("_names", {}), ("_roster", []), ("_ids", {})):
+            self.__dict__.setdefault(key, value)
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         if "state" in state:
             state["state"] = _state.unwrap(state["state"])
         super().__setstate__(state)
         for group in self.param_groups:
-            for key, value in self.defaults.items():
+            names = group.pop("param_names", None)
+            if names:
+                self._names.update(zip(group["params"], names))
+            for key, value in (*self.defaults.items(), ("group_steps", 0), ("skipped_steps", 0), ("last_norm", 0.0)):
                 group.setdefault(key, value)
-            for key in ("ids", "recipes"):
-                if key not in group or len(group[key]) != len(group["params"]):
-                    group[key] = [None] * len(group["params"])
+        self._refresh_names()
+        _layout.modernize(self, self.state, self.param_groups)
+        if "defaults" not in state:
+            _state.check(self)
         if state.get("compile"):
             from . import _compile
             _compile.register(self)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import _abi
+from halfstep import _abi, _layout
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
@@ -91,9 +91,25 @@ def states(opt):
     return plain(opt.state_dict()["state"])
 
 
+def streams(opt, p):
+    """What is stored for the elements of a parameter: its state without counters and the like."""
+    return {key: value for key, value in opt.state[p].items()
+            if key != "step" and key not in _layout.numbers_of(_abi.rules[opt.rule])}
+
+
+def stored(opt, p):
+    """Names of the states that are stored for a parameter."""
+    return [s.name for s in _abi.rules[opt.rule].states if {s.name, s.name + ".codes"} & set(opt.state.get(p, ()))]
+
+
+def ids(opt):
+    """The ids of all parameters that have states."""
+    return [int(opt.state[p]["id"]) % 2**64 for g in opt.param_groups for p in g["params"] if p in opt.state]
+
+
 def group_options(opt):
     """The options of all groups, without what tells one parameter from another."""
-    return [{k: plain(v) for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
+    return [{k: plain(v) for k, v in g.items() if k != "params"} for g in opt.param_groups]
 
 
 def make(rule, recipe="f32", named=True, shapes=None, seed=0, **options):

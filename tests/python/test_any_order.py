@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 
-from conftest import RECIPES, RULES, bits, make, run, saved, set_gradients, states, twins
-from halfstep import _abi
+from conftest import RECIPES, RULES, bits, make, run, saved, set_gradients, states, stored, twins
 
 
 def disturb(kind, opt, params, generator):
@@ -18,7 +17,7 @@ def disturb(kind, opt, params, generator):
         for p in params.values():
             opt.read_weight(p)
             opt.recipe(p)
-            for name in [n for n in opt.state.get(p, {}) if n in [s.name for s in _abi.rules[opt.rule].states]]:
+            for name in stored(opt, p):
                 opt.read_state(p, name)
     elif kind == "save and load":
         opt.load_state_dict(saved(opt.state_dict()))

@@ -8,7 +8,7 @@ import torch
 
 import halfstep
 from conftest import bits, everything, parameters, run, set_gradients, twins
-from halfstep import _abi
+from halfstep import _abi, _layout
 from test_errors import sound
 
 
@@ -31,15 +31,15 @@ BAD_FILES = {
     "another number of parameters": altered(lambda f: f["param_groups"][0]["params"].pop()),
     "no groups": altered(lambda f: f.pop("param_groups")),
     "no states": altered(lambda f: f.pop("state")),
-    "a short state": first_state("exp_avg", torch.zeros(3, dtype=torch.int8)),
-    "a long state": first_state("exp_avg", torch.zeros(25, 96, dtype=torch.int8)),
-    "a state of another dtype": first_state("exp_avg", torch.zeros(24, 96, dtype=torch.float64)),
+    "a short state": first_state("exp_avg.codes", torch.zeros(3, dtype=torch.int8)),
+    "a long state": first_state("exp_avg.codes", torch.zeros(25, 96, dtype=torch.int8)),
+    "a state of another dtype": first_state("exp_avg.codes", torch.zeros(24, 96, dtype=torch.float64)),
     "scales of another shape": first_state("exp_avg.scale", torch.zeros(24, 4, dtype=torch.bfloat16)),
-    "a number for a state": first_state("exp_avg", 3.0),
+    "a number for a state": first_state("exp_avg.codes", 3.0),
     "a negative learning rate": altered(lambda f: f["param_groups"][0].update(lr=-1.0)),
     "betas out of bounds": altered(lambda f: f["param_groups"][0].update(betas=(0.9, 1.5))),
-    "an unknown recipe": altered(lambda f: f["param_groups"][0].update(recipes=["adamw/bf99"] * 6)),
-    "another rule": altered(lambda f: f["param_groups"][0].update(recipes=["lion/bf16-sr"] * 6)),
+    "an unknown recipe": first_state("recipe", torch.tensor(99)),
+    "another rule": first_state("recipe", torch.tensor(_layout.pack_recipe("lion/bf16-sr/bf16-sr"))),
     "a negative step": first_state("step", torch.tensor(-3.0)),
     "not even a dictionary": lambda file: [1, 2],
 }

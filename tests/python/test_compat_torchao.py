@@ -12,6 +12,7 @@ import pickle
 import pytest
 import torch
 
+from conftest import streams
 from halfstep.compat import torchao as ours
 
 logging.disable(logging.WARNING)  # torchao reports the GPU libraries that it cannot load
@@ -241,8 +242,7 @@ def test_states_have_the_advertised_width(name, dtype):
     p.grad = torch.randn(256, 512).to(dtype)
     opt.step()
     assert opt.memory()["states"] == 2 * BYTES[width(name)] * p.numel()
-    stored = [t for key, t in opt.state[p].items() if isinstance(t, torch.Tensor) and key != "step"]
-    held = sum(t.numel() * t.element_size() for t in stored)
+    held = sum(t.numel() * t.element_size() for t in streams(opt, p).values())
     assert held == opt.memory()["states"]
     assert not opt.fell_back()
 

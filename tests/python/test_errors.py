@@ -328,10 +328,10 @@ def tamper(key, value):
 
 
 @pytest.mark.parametrize("key,value", [
-    ("exp_avg", torch.zeros(3, dtype=torch.int8)), ("exp_avg", torch.zeros(24, 96)), ("exp_avg", None), ("exp_avg", 1.0),
-    ("exp_avg", torch.zeros(96, 24, dtype=torch.int8)), ("exp_avg_sq", torch.zeros(24, 95, dtype=torch.int8)),
-    ("exp_avg", torch.zeros(24, 96, dtype=torch.int8, device="meta")), ("weight.extra", torch.zeros(24, 96)),
-    ("exp_avg", torch.zeros(24, 96, dtype=torch.int8).to_sparse()), ("step", "three"), ("step", torch.zeros(3)),
+    ("exp_avg.codes", torch.zeros(3, dtype=torch.int8)), ("exp_avg.codes", torch.zeros(24, 96)), ("exp_avg.codes", None), ("exp_avg.codes", 1.0),
+    ("exp_avg.codes", torch.zeros(96, 24, dtype=torch.int8)), ("exp_avg_sq.codes", torch.zeros(24, 95, dtype=torch.int8)),
+    ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8, device="meta")), ("weight.extra", torch.zeros(24, 96)),
+    ("exp_avg.codes", torch.zeros(24, 96, dtype=torch.int8).to_sparse()), ("step", "three"), ("step", torch.zeros(3)),
     ("step", -1.0), ("step", math.nan)])
 def test_states_edited_to_nonsense(key, value):
     """The library writes where states say: none of another size or kind may get there."""
@@ -352,8 +352,8 @@ def test_states_of_equal_meaning_are_taken():
     opt = halfstep.AdamW(list(params.items()), **options, seed=0)
     run(opt, params, 0, 2)
     state = opt.state[params["body.weight"]]
-    state["exp_avg"] = state["exp_avg"].t().clone(memory_format=torch.contiguous_format).t()
-    assert not state["exp_avg"].is_contiguous()
+    state["exp_avg.codes"] = state["exp_avg.codes"].t().clone(memory_format=torch.contiguous_format).t()
+    assert not state["exp_avg.codes"].is_contiguous()
     run(opt, params, 2, 4)
     others, options = sound()
     other = halfstep.AdamW(list(others.items()), **options, seed=0)

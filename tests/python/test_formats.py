@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import halfstep
-from conftest import (RECIPES, bits, class_of, make, parameters, recipes, rules, run, same, saved, set_gradients, states,
-                      twins)
+from conftest import (RECIPES, bits, class_of, ids, make, parameters, recipes, rules, run, same, saved, set_gradients, states,
+                      streams, twins)
 from halfstep import _abi
 
 # ---- Random bits --------------------------------------------------------------------------------------------------------
@@ -60,20 +60,23 @@ def test_unnamed_tensors_of_one_optimizer_share_no_random_words():
     moved = [(p < 1).flatten() for p in params]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert 0.48 < (moved[a] == moved[b]).float().mean() < 0.52
-    assert len({i for g in opt.param_groups for i in g["ids"]}) == 3
+    assert len(set(ids(opt))) == 3
 
 
 def test_ids_survive_a_file():
     """An optimizer that resumes takes the ids of the file, whatever its own would be."""
     params, opt = make("adamw", "sr-int4")
     run(opt, params, 0, 1)
-    ids = list(opt.param_groups[0]["ids"])
+    kept = ids(opt)
+    assert kept == [_abi.name_id(n) for n in params]
     fresh = twins(params)
     other = halfstep.AdamW(list(fresh.values()), states="int4")
-    assert other.state_dict()["param_groups"][0]["ids"] != ids
     other.load_state_dict(saved(opt.state_dict()))
-    assert other.param_groups[0]["ids"] == ids
-    assert all(isinstance(i, int) for i in ids)
+    run(other, fresh, 1, 2)
+    assert ids(other) == kept
+    unnamed = halfstep.AdamW(list(fresh.values()), states="int4")
+    run(unnamed, fresh, 0, 1)
+    assert not set(ids(unnamed)) & set(kept)
 
 
 # ---- Mixed models -------------------------------------------------------------------------------------------------------
@@ -115,8 +118,8 @@ def test_group_formats_are_read_per_group():
     assert opt.recipe(params["a"]).startswith("adamw/bf16-ecc16/f32")
     assert opt.recipe(params["b"]).startswith("adamw/bf16-sr/int8+int4")
     assert opt.state[params["a"]]["exp_avg"].dtype == torch.float32
-    assert opt.state[params["b"]]["exp_avg"].dtype == torch.int8
-    assert opt.state[params["b"]]["exp_avg_sq"].dtype == torch.uint8
+    assert opt.state[params["b"]]["exp_avg.codes"].dtype == torch.int8
+    assert opt.state[params["b"]]["exp_avg_sq.codes"].dtype == torch.uint8
 
 
 def test_recipe_strings():
@@ -164,6 +167,5 @@ def test_memory_is_what_is_there(recipe):
     memory = opt.memory()
     assert memory["weights"] == sum(p.numel() * p.element_size() for p in params.values())
     assert memory["gradients"] == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
-    tensors = sum(v.numel() * v.element_size() for s in opt.state.values() for k, v in s.items()
-                  if isinstance(v, torch.Tensor) and k != "step")
+    tensors = sum(v.numel() * v.element_size() for p in params.values() for v in streams(opt, p).values())
     assert memory["states"] + memory["extras"] == tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfstep
-from conftest import bits, class_of, everything, parameters, rules, run, saved, set_gradients, twins
+from conftest import bits, class_of, everything, ids, parameters, rules, run, saved, set_gradients, twins
 from halfstep import EMA, GradientAccumulator
 from halfstep.compat import optimi
 
@@ -123,8 +123,7 @@ def test_pickles_of_older_versions():
     old = halfstep.AdamW.__new__(halfstep.AdamW)
     old.__setstate__(copy.deepcopy(state))
     assert "_number" not in vars(old) and old.seed == 0
-    ids = [list(g["ids"]) for g in opt.param_groups]
-    assert [list(g["ids"]) for g in old.param_groups] == ids
+    assert ids(old) == ids(opt)
 
 
 # ---- Averages and accumulators ------------------------------------------------------------------------------------------

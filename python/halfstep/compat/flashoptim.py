@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _state
+from .. import _abi, _convert, _layout
 from ..optimizer import Optimizer
 from .optimi import constructors, start_from_zeros
 
@@ -198,19 +198,20 @@ class FlashOptimizer(Optimizer):
         found = super().state_dict()
         if self._compress_state_dict:
             return found
-        names = [s.name for s in _abi.rules[self.rule].states]
+        names = {s.name for s in _abi.rules[self.rule].states}
         for group, saved in zip(self.param_groups, found["param_groups"]):
-            saved["recipes"] = list(saved["recipes"])
-            for i, (p, index) in enumerate(zip(group["params"], saved["params"])):
-                old = found["state"].get(index)
-                if not old or saved["recipes"][i] is None:
+            for p, index in zip(group["params"], saved["params"]):
+                old = found["state"].get(index) or {}
+                recipe = _layout.recipe_of(old, str(index))
+                if recipe is None:
                     continue
-                new = {key: value for key, value in old.items() if not key.endswith(".scale")}
+                new = {key: value for key, value in old.items() if key.partition(".")[0] not in names}
                 for name in names:
-                    if name in new:
+                    if name in old or name + ".codes" in old:
                         new[name] = self.read_state(p, name)
+                plain = _abi.recipe_full("/".join(recipe.split("/")[:2] + ["f32"]))
+                new["recipe"] = _layout.number(_layout.pack_recipe(plain), "recipe")
                 found["state"][index] = new
-                saved["recipes"][i] = _abi.recipe_full("/".join(saved["recipes"][i].split("/")[:2] + ["f32"]))
         return found
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -532,7 +533,7 @@ def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
         raise ValueError(f"error_bits must be int8 or int16, not {error_bits.dtype}")
     if error_bits.shape != param.shape:
         raise ValueError(f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}")
-    codec = _state._Codec("sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param")
+    codec = _convert.Codec("sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param")
     try:
         weight, codes = param.detach().contiguous(), error_bits.contiguous()
         codec.bind({"weight.extra": codes})
@@ -552,7 +553,7 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
     if master_bytewidth not in (3, 4):
         raise ValueError(f"master_bytewidth={master_bytewidth} is neither 3 nor 4")
     code = torch.int8 if master_bytewidth == 3 else torch.int16
-    codec = _state._Codec("sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param")
+    codec = _convert.Codec("sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param")
     try:
         codes = torch.zeros(narrow_param.shape, dtype=code)
         weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype)

@@ -1,0 +1,135 @@
+"""Decoding and encoding what is stored: one tensor at a time, in a handle of its own."""
+import math
+from functools import lru_cache
+
+import torch
+
+from . import _abi, _layout
+from ._abi import check, lib
+
+#: values that are decoded at once where all of a tensor is looked at
+_PIECE = 1 << 20
+
+
+class Codec:
+    """One tensor in a handle of its own, to decode or encode its slots."""
+
+    def __init__(self, recipe, hypers, shape, name, identity=0):
+        from . import _engine  # which needs this module in turn
+        self.engine, self.recipe, self.hypers = _engine, recipe, tuple(hypers.items())
+        self.rule = _abi.rules[recipe.partition("/")[0]]
+        self.handle = _engine.create_handle(1, 0)
+        try:
+            known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
+            group = _engine.add_group(self.handle, recipe, known, {})
+            self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32")
+            self.streams, _ = _engine.streams_of(self.handle, self.index, self.rule, shape)
+        except BaseException:
+            self.close()
+            raise
+        self.shape = shape
+
+    def close(self):
+        lib.halfstep_destroy(self.handle)
+
+    def bind(self, tensors):
+        self.engine.bind_streams(self.handle, self.index, self.streams, tensors)
+
+    def read(self, slot, data=None):
+        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data)
+
+    def pieces(self, slot):
+        """The values of a state, a few rows at a time."""
+        rows, length = self.engine.rows_of(self.shape)
+        some = max(1, _PIECE // max(length, 1))
+        for first in range(0, rows, some):
+            n = min(some, rows - first)
+            out = torch.empty(n, length)
+            check(lib.halfstep_read_slot(self.handle, self.index, slot, None, first, n, out.data_ptr()), self.handle)
+            yield out
+
+    def all_codes_are_good(self, stream, scale):
+        """Whether every code there is, with this scale, is a finite number of the right sign: then no tensor of smaller scales
+        needs to be looked at."""
+        probe = _probe(self.recipe, self.hypers)
+        if not any(s.key == stream.key for s in probe.streams):
+            return False
+        tensors = {s.key: torch.zeros(s.shape, dtype=s.dtype) for s in probe.streams}
+        codes = tensors[stream.key].view(torch.uint8).view(-1)
+        codes[:256] = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        tensors[stream.name + ".scale"].fill_(scale)
+        probe.bind(tensors)
+        least, most = torch.aminmax(probe.read(stream.slot))
+        return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
+
+    def write(self, slot, values, data=None):
+        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous())
+
+
+@lru_cache(64)
+def _probe(recipe, hypers):
+    """A tensor that is large enough for blocks of any format."""
+    return Codec(recipe, dict(hypers), (64, 256), "probe")
+
+
+def adopt(tensor, stream, name, take=True):
+    """A state tensor of another device or layout as the stream wants it; ValueError where it is something else."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != stream.dtype or tuple(tensor.shape) != stream.shape \
+            or tensor.device.type == "meta" or tensor.layout != torch.strided:
+        found = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
+        raise ValueError(f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype} of shape "
+                         f"{stream.shape}")
+    return tensor.detach().cpu().contiguous() if take else tensor
+
+
+@torch.no_grad()
+def convert(optimizer, m, state, old):
+    """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain (None); the keys that are then
+    obsolete; and the weight, if it is stored otherwise. Nothing is changed yet."""
+    rule = _abi.rules[optimizer.rule]
+    hypers = optimizer._hypers(optimizer.param_groups[m.group])
+    names = [s.name for s in rule.states]
+    values, weight, held = {}, None, None
+    if old is None:
+        for key in names:
+            if isinstance(state.get(key), torch.Tensor):
+                values[key] = state[key].detach().to("cpu", torch.float32).reshape(m.shape)
+    else:
+        source = Codec(old, hypers, m.shape, m.name)
+        try:
+            missing = [s for s in source.streams if s.key not in state]
+            tensors = {s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state}
+            # States that this optimizer's hyper-parameters need and the file's did not start at zero.
+            tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype)) for s in missing)
+            source.bind(tensors)
+            there = {s.name for s in source.streams} - {s.name for s in missing}
+            for i, name in enumerate(names):
+                if name in there:
+                    values[name] = source.read(2 + i)
+            if "weight" in there:
+                weight = source.read(0, m.p.detach().contiguous().data_ptr())
+        finally:
+            source.close()
+    target = Codec(m.recipe, hypers, m.shape, m.name)
+    try:
+        # The same tensor, so the same streams.
+        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(m.p) for s in m.streams}
+        target.bind(made)
+        for i, name in enumerate(names):
+            if name in values and any(s.name == name for s in m.streams):
+                target.write(2 + i, values[name])
+        if weight is not None and "weight.extra" in made:
+            held = m.p.detach().clone(memory_format=torch.contiguous_format)
+            target.write(0, weight, held.data_ptr())
+    finally:
+        target.close()
+    return made, _layout.keys_of(rule) - set(made), held
+
+
+def empty(recipe, hypers, p):
+    """The states of a parameter without elements: those that any other would have, as empty."""
+    codec = Codec(recipe, hypers, (1,), "empty")
+    codec.close()
+    return {s.key: torch.empty(p.shape, dtype=s.dtype) for s in codec.streams if s.key in (s.name, s.name + ".codes")}

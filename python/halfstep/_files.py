@@ -1,0 +1,214 @@
+"""Optimizers in safetensors files, in the layout of the library's checkpoints (docs/checkpoints.md)."""
+import os
+import secrets
+import stat
+import tempfile
+from collections import defaultdict
+
+import torch
+
+from . import _abi, _layout
+
+FORMAT = "halfstep optimizer 1"
+
+
+# ---- Writing ------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(optimizer):
+    """The tensors and the metadata of the file."""
+    rule = _abi.rules[optimizer.rule]
+    first = optimizer.param_groups[0]
+    metadata = {"format": FORMAT, "rule": optimizer.rule, "seed": str(optimizer.seed),
+                "generator": optimizer.generator or _abi.choices("generator")[0],
+                "skipped_steps": str(first.get("skipped_steps", 0)),
+                "gradient_norm": float(first.get("last_norm", 0.0)).hex()}
+    tensors = {}
+    small = {"step", *_layout.numbers_of(rule)}
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in optimizer._hypers(group).items():
+            metadata[f"group.{g}.{key}"] = repr(float(value))
+        for key, value in optimizer._choices(group).items():
+            metadata[f"group.{g}.{key}"] = value
+        metadata[f"group.{g}.steps"] = str(group.get("group_steps", 0))
+        for i, p in enumerate(group["params"]):
+            name, held = optimizer._name_of(g, i), optimizer.state.get(p)
+            metadata[f"group_of.{name}"] = str(g)
+            if not held:
+                continue
+            recipe = _layout.recipe_of(held, name)
+            if recipe is None:
+                raise ValueError(f"halfstep: the states of {name!r} were loaded and not used yet; make a step first")
+            metadata[f"recipe.{name}"] = recipe
+            counts = {key: _layout.take_number(held, key, name) for key in _layout.COUNTERS}
+            counts["id"] = _layout.take_number(held, "id", name) % 2**64
+            metadata[f"counters.{name}"] = " ".join(f"{key} {value}" for key, value in counts.items())
+            scalars = [f"{key} {_layout.take_number(held, key, name).hex()}" for key in rule.scalars if key in held]
+            if scalars:
+                metadata[f"scalars.{name}"] = " ".join(scalars)
+            for key, value in held.items():
+                if isinstance(value, torch.Tensor) and key not in small:
+                    key = f"{name}/{key[:-len('.codes')] if key.endswith('.codes') else key}"
+                    if key in tensors:
+                        raise ValueError(f"halfstep: two parameters are called {name!r}")
+                    tensors[key] = value.detach().contiguous()
+    return tensors, metadata
+
+
+def _sync(path, flags):
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path, write):
+    """Has a file written beside `path` and puts it there, as halfstep_write_file_atomic() does: through a symbolic link, with
+    the mode of the file that was there, and into what is no regular file in place."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        status = None
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        with tempfile.TemporaryDirectory() as folder:
+            whole = os.path.join(folder, "whole")
+            write(whole)
+            with open(whole, "rb") as source, open(path, "wb", buffering=0) as target:
+                while piece := memoryview(source.read(1 << 24)):
+                    while piece:
+                        piece = piece[target.write(piece):]
+        return
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    temporary = os.path.join(folder, f".halfstep-{os.getpid()}-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes
+    try:
+        mode = stat.S_IMODE((os.fstat(descriptor) if status is None else status).st_mode)
+        os.close(descriptor)
+        write(temporary)
+        os.chmod(temporary, mode)
+        _sync(temporary, os.O_RDWR)
+        os.replace(temporary, target)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    _sync(folder, os.O_RDONLY)
+
+
+def save(optimizer, path):
+    """optimizer.save_safetensors()"""
+    from safetensors.torch import save_file
+    optimizer._notice()
+    optimizer._sync()
+    tensors, metadata = _tensors(optimizer)
+    _replace(os.fspath(path), lambda temporary: save_file(tensors, temporary, metadata))
+
+
+# ---- Reading ------------------------------------------------------------------------------------------------------------
+
+
+def _parsed(metadata, key, convert, path, default=None):
+    """A value of the metadata; ValueError where it cannot be read."""
+    text = metadata.get(key)
+    if text is None:
+        return default
+    try:
+        return convert(text)
+    except (ValueError, OverflowError):
+        raise ValueError(f"halfstep: {key!r} of {path} is {text!r}") from None
+
+
+def _pairs(convert):
+    """Reads "NAME VALUE NAME VALUE" into a dictionary."""
+    def read(text):
+        words = text.split()
+        if len(words) % 2 or len(set(words[::2])) != len(words) // 2:
+            raise ValueError
+        return {name: convert(value) for name, value in zip(words[::2], words[1::2])}
+    return read
+
+
+def _state(optimizer, file, path, metadata, name, streams):
+    """The state of one parameter, or None if the file has none."""
+    numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path)
+    if numbers is None:
+        return None
+    missing = [key for key in (*_layout.COUNTERS, "id") if key not in numbers]
+    if missing:
+        raise ValueError(f"halfstep: 'counters.{name}' of {path} lacks {', '.join(missing)}")
+    recipe = metadata.get(f"recipe.{name}") or metadata.get("recipe", "")
+    try:
+        packed = _layout.pack_recipe(_abi.recipe_full(recipe))
+    except ValueError:
+        raise ValueError(f"halfstep: the states of parameter {name!r} in {path} are of the recipe {recipe!r}, which this library "
+                         "does not have") from None
+    if not 0 < numbers["id"] < 2**64:
+        raise ValueError(f"halfstep: 'counters.{name}' of {path} has the id {numbers['id']}")
+    state = {"step": numbers["state_steps"], **{key: numbers[key] for key in _layout.COUNTERS}, "id": numbers["id"],
+             "recipe": packed, **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {})}
+    for stream, key in streams:
+        if stream in state:
+            raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
+        state[stream] = file.get_tensor(key)
+    return state
+
+
+def load(optimizer, path):
+    """optimizer.load_safetensors()"""
+    from safetensors import safe_open
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
+        rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
+        if rule != optimizer.rule:
+            raise ValueError(f"halfstep: {path} is of {rule}, this optimizer of {optimizer.rule}")
+        streams = defaultdict(list)
+        for key in file.keys():
+            name, _, stream = key.rpartition("/")
+            streams[name].append((stream, key))
+        places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        found = {"state": {}, "param_groups": [{**group, "params": [places[p] for p in group["params"]]}
+                                               for group in optimizer.param_groups]}
+        for g, (group, saved) in enumerate(zip(optimizer.param_groups, found["param_groups"])):
+            # The C program's files do not say which tensor is of which group; theirs are then taken in order.
+            source = str(g)
+            for i, p in enumerate(group["params"]):
+                name = optimizer._name_of(g, i)
+                source = metadata.get(f"group_of.{name}", source)
+                state = _state(optimizer, file, path, metadata, name, streams[name])
+                if state is not None:
+                    found["state"][places[p]] = state
+                elif p in optimizer.state or streams[name]:
+                    raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
+            saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path, 0)
+            saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path, 0)
+            saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path, 0.0)
+            saved["seed"] = _parsed(metadata, "seed", int, path, saved.get("seed", 0))
+            _take_hypers(optimizer, saved, metadata, source, path)
+        generator = metadata.get("generator", optimizer.generator)
+        if generator is not None and generator not in _abi.choices("generator"):
+            raise ValueError(f"halfstep: {path} draws random bits from {generator!r}, which this library does not have")
+    optimizer.load_state_dict(found)
+    optimizer.generator = generator
+
+
+def _take_hypers(optimizer, saved, metadata, source, path):
+    """Hyper-parameters of one group of the file, under the names that the group has them by."""
+    betas = list(saved["betas"]) if saved.get("betas") is not None else []
+    for name in _abi.rules[optimizer.rule].hypers:
+        value = _parsed(metadata, f"group.{source}.{name}", float, path)
+        if value is None:
+            continue
+        if name in _abi.BETAS and betas:
+            place = _abi.BETAS.index(name)
+            if place < len(betas):
+                betas[place] = value
+        elif name in saved and not isinstance(saved[name], torch.Tensor):
+            saved[name] = bool(value) if isinstance(saved[name], bool) else value
+        elif name in saved:
+            saved[name] = torch.tensor(value, dtype=saved[name].dtype)
+    if betas:
+        saved["betas"] = tuple(betas)

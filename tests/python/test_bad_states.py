@@ -1,0 +1,432 @@
+"""States that no training leaves, found when they are loaded: an error that names the parameter, and nothing changed."""
+import copy
+import math
+import os
+import stat
+import threading
+
+import pytest
+import torch
+
+import halfstep
+from conftest import bits, class_of, everything, parameters, run, saved, set_gradients, twins
+from halfstep import _abi, _layout
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+BF = torch.bfloat16
+SHAPES = {"first": (8, 256), "matrix": (24, 256), "vector": (33,)}
+#: rule, dtype, options; all have a state of every kind in "matrix"
+KINDS = {"f32": ("adamw", torch.float32, {}), "int8": ("adamw", BF, {"weights": "bf16-kahan", "states": "int8"}),
+         "fp8": ("adamw", BF, {"states": "fp8"}), "int4": ("adamw", BF, {"states": "int4"}),
+         "dyn8": ("adamw", BF, {"states": "dyn8"}), "bf16": ("adamw", BF, {"weights": "bf16-ecc8", "states": "bf16-kahan+f32"}),
+         "schedulefree": ("schedulefree", BF, {"weights": "bf16-kahan"}),
+         "adamw-delayed": ("adamw-delayed", BF, {"weight_decay": 0.5}), "lamb": ("lamb", BF, {})}
+NAN, INF = math.nan, math.inf
+
+
+def trained(kind, steps=2, seed=0):
+    rule, dtype, options = KINDS[kind]
+    params = parameters(dtype, SHAPES, seed)
+    opt = class_of(rule)(list(params.items()), lr=0.01, seed=3, **options)
+    run(opt, params, 0, steps)
+    return params, opt
+
+
+def refused(kind, change, match="matrix", warm=2):
+    """The change makes the file of an optimizer one that another refuses, and stays as it was; unchanged, it is taken."""
+    _, writer = trained(kind)
+    good = saved(writer.state_dict())
+    bad = copy.deepcopy(good)
+    change(bad)
+    params, opt = trained(kind, warm, seed=4)
+    before = everything(opt, params)
+    with pytest.raises(ValueError, match=match):
+        opt.load_state_dict(bad)
+    assert everything(opt, params) == before
+    run(opt, params, warm, warm + 1)
+    opt.load_state_dict(good)
+    run(opt, params, 2, 3)
+
+
+def of_matrix(key, value):
+    """Puts something into the state of the second parameter: a value, a function of what is there, or nothing (drops it)."""
+    def change(file):
+        state = file["state"][1]
+        assert key in state
+        if value is MISSING:
+            del state[key]
+        else:
+            state[key] = value(state[key]) if callable(value) else value
+    return change
+
+
+MISSING = object()
+
+
+def with_element(value, place=(3, 40)):
+    def put(tensor):
+        tensor = tensor.clone()
+        tensor[place] = value
+        return tensor
+    return put
+
+
+def with_scale(value):
+    return lambda tensor: with_element(value, (3, 0) if tensor.dim() == 2 else (2,))(tensor)
+
+
+# ---- Values -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("kind,key", [("f32", "exp_avg"), ("f32", "exp_avg_sq"), ("bf16", "exp_avg"), ("bf16", "exp_avg.extra"),
+                                      ("bf16", "exp_avg_sq"), ("int8", "weight.extra"), ("schedulefree", "z"),
+                                      ("schedulefree", "z.extra"), ("schedulefree", "exp_avg_sq")])
+def test_values_that_are_not_finite(kind, key, value):
+    refused(kind, of_matrix(key, with_element(value)), f"{key}.*matrix.*not finite")
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "schedulefree", "adamw-delayed", "lamb"])
+def test_negative_second_moments(kind):
+    refused(kind, of_matrix("exp_avg_sq", with_element(-1e-6)), "exp_avg_sq.*matrix.*negative")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, -1.0])
+@pytest.mark.parametrize("key", ["exp_avg.scale", "exp_avg_sq.scale"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "dyn8"])
+def test_scales(kind, key, value):
+    refused(kind, of_matrix(key, with_scale(value)), f"{key}.*matrix")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_scales_that_let_codes_overflow(kind):
+    """Finite by itself, and not what is decoded with it: only the codes that are there tell."""
+    code = {"int8": 127, "fp8": 0x7e}[kind]
+    for key in ("exp_avg", "exp_avg_sq"):
+        def change(file, value=code):
+            file["state"][1][key + ".scale"][3] = 3e38
+            file["state"][1][key + ".codes"][3] = value
+        refused(kind, change, f"{key}.*matrix.*not finite")
+        _, opt = trained(kind)
+        file = saved(opt.state_dict())
+        if key == "exp_avg":
+            change(file, 0)
+            opt.load_state_dict(file)
+
+
+# ---- What has to be there -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind,key", [("f32", "exp_avg_sq"), ("f32", "exp_avg"), ("f32", "step"), ("int8", "exp_avg_sq.codes"),
+                                      ("int8", "exp_avg_sq.scale"), ("int8", "weight.extra"), ("int8", "step"),
+                                      ("schedulefree", "z"), ("schedulefree", "z.extra"), ("bf16", "exp_avg.extra")])
+def test_states_that_lack_something(kind, key):
+    """exp_avg_sq taken for zeros moved weights by 133 instead of 0.009."""
+    refused(kind, of_matrix(key, MISSING))
+    refused(kind, of_matrix(key, None))
+
+
+def test_plain_states_that_lack_something():
+    """The same of torch's own."""
+    params = parameters(shapes=SHAPES)
+    theirs = torch.optim.AdamW(list(params.values()), amsgrad=True)
+    run(theirs, params, 0, 2)
+    fresh = twins(params)
+    opt = halfstep.AdamW(list(fresh.items()))
+    for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        for value in (MISSING, None):
+            file = copy.deepcopy(theirs.state_dict())
+            of_matrix(key, value)(file)
+            with pytest.raises(ValueError, match=f"matrix.*{key}|{key}.*matrix"):
+                opt.load_state_dict(file)
+            assert not opt.state
+    for value in (NAN, INF, -1.0):
+        file = copy.deepcopy(theirs.state_dict())
+        of_matrix("exp_avg_sq", with_element(value))(file)
+        with pytest.raises(ValueError, match="exp_avg_sq.*matrix"):
+            opt.load_state_dict(file)
+    opt.load_state_dict(theirs.state_dict())
+    run(opt, fresh, 2, 3)
+
+
+STRANGERS = {"Adamax": {}, "SGD": {"momentum": 0.9}, "Adagrad": {}, "LBFGS": {}, "Adadelta": {}, "Rprop": {}, "ASGD": {}}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("rule", ["adam", "adamw", "radam", "adan", "lion", "lamb"])
+@pytest.mark.parametrize("named", [True, False])
+def test_states_of_other_optimizers(name, rule, named):
+    """They have other states: ours do not begin from zeros at somebody's step count."""
+    params = parameters(shapes=SHAPES)
+    theirs = getattr(torch.optim, name)(list(params.values()), **STRANGERS[name])
+
+    def closure():
+        set_gradients(params, 1)
+        return sum((p * p.grad).sum() for p in params.values()).detach()
+
+    for _ in range(2):
+        theirs.step(closure)
+    fresh = twins(params)
+    opt = class_of(rule)(list(fresh.items() if named else fresh.values()))
+    if rule == "lion" and name == "Adamax":
+        pytest.skip("which has an exp_avg that is as good as Lion's")
+    wrong = "Invalid betas" if (name, rule) == ("Adamax", "adan") else "first" if named else "0 of group 0"
+    with pytest.raises(ValueError, match=wrong):
+        opt.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert not opt.state
+    set_gradients(fresh, 1)
+    opt.step()
+
+
+def test_a_momentum_that_has_not_begun():
+    """torch's SGD keeps None for a parameter that had no gradient yet."""
+    params = parameters(shapes=SHAPES)
+    theirs = torch.optim.SGD(list(params.values()), lr=0.1, momentum=0.9)
+    set_gradients(params, 0)
+    params["vector"].grad = None
+    theirs.step()
+    theirs.state[params["vector"]]["momentum_buffer"] = None
+    fresh = twins(params)
+    opt = halfstep.SGD(list(fresh.values()))
+    opt.load_state_dict(theirs.state_dict())
+    assert fresh["vector"] not in opt.state
+    for o, ps in ((theirs, params), (opt, fresh)):
+        run(o, ps, 1, 4)
+    for p, q in zip(params.values(), fresh.values()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+# ---- Numbers ------------------------------------------------------------------------------------------------------------
+
+COUNTS = [-1, 1.5, NAN, INF, "3", None, True, 2**63, 2**64, torch.tensor([1, 2]), torch.tensor(-1)]
+
+
+@pytest.mark.parametrize("value", COUNTS, ids=repr)
+@pytest.mark.parametrize("key", ["state_steps", "full_steps", "writes", "step", "recipe"])
+def test_counters(key, value):
+    refused("int8", of_matrix(key, value))
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, NAN, "x", None, 0.5, -0.5, 1e300, INF])
+@pytest.mark.parametrize("kind,key", [("schedulefree", "weight_sum"), ("schedulefree", "lr_max"), ("lamb", "trust_ratio"),
+                                      ("lamb", "weight_norm"), ("adamw-delayed", "accumulated_decay")])
+def test_scalars(kind, key, value):
+    """What no update leaves: an accumulated decay of 2^63 would have been applied at once."""
+    limits = {"weight_sum": 1e300, "lr_max": 1e6, "accumulated_decay": 1.0}
+    if isinstance(value, (int, float)) and 0 <= value <= limits.get(key, 1e300):
+        _, writer = trained(kind)
+        file = saved(writer.state_dict())
+        of_matrix(key, value)(file)
+        trained(kind)[1].load_state_dict(file)
+        return
+    refused(kind, of_matrix(key, value))
+    if value is not None and not isinstance(value, str):
+        refused(kind, of_matrix(key, torch.tensor(float(value), dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("value", [0, None, "x", 1.5, NAN, 2**64, torch.zeros(2, dtype=torch.int64)], ids=repr)
+def test_ids(value):
+    refused("f32", of_matrix("id", value))
+
+
+def test_ids_that_two_parameters_have():
+    def change(file):
+        file["state"][1]["id"] = file["state"][0]["id"]
+    refused("f32", change, "first.*matrix.*same id")
+
+
+@pytest.mark.parametrize("recipe", ["lion/bf16-kahan/int8", "adam/bf16-kahan/int8"])
+def test_recipes_of_another_rule(recipe):
+    refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))), f"matrix.*{recipe}.*adamw")
+
+
+@pytest.mark.parametrize("recipe", ["adamw/bf16-kahan/int4", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/f32"])
+def test_recipes_of_other_tensors(recipe):
+    refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))))
+
+
+@pytest.mark.parametrize("key,values", [
+    ("seed", [None, "x", 1.5, NAN, True, 2**64, -2**63 - 1, [1]]), ("group_steps", [None, -1, 1.5, "3", True, 2**63]),
+    ("skipped_steps", [None, -1, 1.5, "3", True, 2**63]), ("last_norm", [None, NAN, INF, -1.0, "x", True])])
+def test_numbers_of_groups(key, values):
+    for value in values:
+        refused("f32", lambda file, value=value: file["param_groups"][0].update({key: value}), key)
+
+
+@pytest.mark.parametrize("names", [None, "x", [], [["a"]], [["a", "b", 3]], [None]])
+def test_names(names):
+    refused("f32", lambda file: file.update(param_names=names), "param_names")
+
+
+@pytest.mark.parametrize("state", [3, [1], "x", torch.ones(3)], ids=repr)
+def test_a_state_that_is_no_dictionary(state):
+    refused("f32", lambda file: file["state"].update({1: state}))
+
+
+# ---- Files --------------------------------------------------------------------------------------------------------------
+
+
+def rewritten(path, tensors=None, metadata=None):
+    """A safetensors file with some tensors and some of the metadata replaced, or dropped where a value is None."""
+    with safetensors.safe_open(path, "pt") as file:
+        every, words = {k: file.get_tensor(k) for k in file.keys()}, dict(file.metadata())
+    for held, changed in ((every, tensors), (words, metadata)):
+        for key, value in (changed or {}).items():
+            assert key in held, key
+            value = value(held[key]) if callable(value) else value
+            if value is None:
+                del held[key]
+            else:
+                held[key] = value
+    safetensors.save_file(every, path, words)
+
+
+def replaced(word, text):
+    def change(line):
+        words = line.split()
+        words[words.index(word) + 1] = text
+        return " ".join(words)
+    return change
+
+
+@pytest.mark.parametrize("kind,tensors,metadata", [
+    ("f32", {"matrix/exp_avg_sq": None}, None), ("f32", {"matrix/exp_avg_sq": with_element(NAN)}, None),
+    ("f32", {"matrix/exp_avg_sq": with_element(-1.0)}, None), ("f32", {"matrix/exp_avg": with_element(INF)}, None),
+    ("int8", {"matrix/exp_avg_sq.scale": with_scale(-1.0)}, None), ("int8", {"matrix/exp_avg": None}, None),
+    ("int8", {"matrix/weight.extra": with_element(NAN)}, None), ("fp8", {"matrix/exp_avg.scale": with_scale(INF)}, None),
+    ("int8", {"matrix/exp_avg": lambda t: t[1:].clone()}, None),
+    *(("f32", None, {"counters.matrix": change}) for change in (
+        None, "", "state_steps", "state_steps 1", "x y", replaced("state_steps", "-1"), replaced("writes", str(2**63)),
+        replaced("full_steps", "1.5"), replaced("id", "0"), replaced("id", str(2**64)), replaced("id", "x"))),
+    *(("adamw-delayed", None, {"scalars.matrix": change}) for change in (
+        "accumulated_decay", "accumulated_decay x", "accumulated_decay nan", "accumulated_decay inf",
+        f"accumulated_decay {float(2**63).hex()}", "accumulated_decay -0x1p-3", "accumulated_decay 0x1p99999")),
+    *(("int8", None, {"recipe.matrix": change}) for change in ("adamw/bf99", "x", "lion/bf16-kahan/int8",
+                                                              "adamw/bf16-kahan/int4")),
+    ("int8", {"matrix/exp_avg_sq.scale": with_scale(3e38), "matrix/exp_avg_sq": with_element(127, (3, slice(None)))}, None),
+    *(("f32", None, {"seed": text}) for text in ("x", "1.5", "", str(2**64))),
+    *(("f32", None, {"skipped_steps": text}) for text in ("x", "-1", "1.5", str(2**63))),
+    *(("f32", None, {"gradient_norm": text}) for text in ("x", "nan", "inf", "-0x1p0", "0x1p99999")),
+    *(("f32", None, {"group.0.steps": text}) for text in ("x", "-1", str(2**63))),
+    *(("f32", None, {"group.0.lr": text}) for text in ("x", "nan", "-1")),
+    ("f32", None, {"group.0.beta1": "1.5"}), ("f32", None, {"generator": "dice"}), ("f32", None, {"format": "other"}),
+    ("f32", None, {"rule": "lion"})])
+@pytest.mark.parametrize("warm", [0, 2])
+def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
+    path = tmp_path / "o.safetensors"
+    _, writer = trained(kind)
+    writer.save_safetensors(path)
+    good = path.read_bytes()
+    rewritten(path, tensors, metadata)
+    params, opt = trained(kind, warm, seed=4)
+    before = everything(opt, params)
+    of_parameter = tensors or any(".matrix" in key for key in metadata)
+    with pytest.raises(ValueError, match="matrix" if of_parameter else None):
+        opt.load_safetensors(path)
+    assert everything(opt, params) == before and opt.generator is None
+    run(opt, params, warm, warm + 1)
+    path.write_bytes(good)
+    opt.load_safetensors(path)
+    run(opt, params, 2, 3)
+
+
+def test_loading_a_file_is_no_foreign_write(tmp_path):
+    """The weights first, into an optimizer in use: the residuals that the file brings are theirs."""
+    import warnings
+    params, writer = trained("int8", 3)
+    writer.save_safetensors(tmp_path / "o")
+    fresh, opt = trained("int8", 2, seed=4)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        for p, q in zip(fresh.values(), params.values()):
+            p.copy_(q)
+        opt.load_safetensors(tmp_path / "o")
+        for o, ps in ((writer, params), (opt, fresh)):
+            run(o, ps, 3, 5)
+    assert [bits(p) for p in fresh.values()] == [bits(p) for p in params.values()]
+
+
+# ---- Where files are written --------------------------------------------------------------------------------------------
+
+
+def mode(path):
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def test_the_mode_of_a_file(tmp_path, umask):
+    """A new one has what the umask leaves, an old one keeps its own; 0600 was that of the temporary file."""
+    _, opt = trained("f32")
+    path = tmp_path / "o"
+    opt.save_safetensors(path)
+    assert mode(path) == 0o640
+    for wanted in (0o604, 0o600, 0o664):
+        os.chmod(path, wanted)
+        opt.save_safetensors(path)
+        assert mode(path) == wanted
+    assert os.listdir(tmp_path) == ["o"]
+    opt.load_safetensors(path)
+
+
+def test_a_symbolic_link_is_followed(tmp_path):
+    """Also one whose target does not exist yet, and a chain of them; the link stays."""
+    _, opt = trained("f32")
+    (tmp_path / "real").mkdir()
+    target, link, second = tmp_path / "real" / "o", tmp_path / "link", tmp_path / "second"
+    link.symlink_to(os.path.join("real", "o"))
+    second.symlink_to("link")
+    for path in (link, second):
+        opt.save_safetensors(path)
+        assert path.is_symlink() and target.is_file() and not target.is_symlink()
+        os.chmod(target, 0o606)
+        opt.save_safetensors(str(path))
+        assert mode(target) == 0o606 and sorted(os.listdir(tmp_path / "real")) == ["o"]
+        opt.load_safetensors(path)
+        target.unlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "real", "second"]
+
+
+def test_what_is_no_regular_file_is_written_in_place(tmp_path):
+    _, opt = trained("f32")
+    opt.save_safetensors(os.devnull)
+    assert not stat.S_ISREG(os.stat(os.devnull).st_mode)
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    opt.save_safetensors(pipe)
+    reader.join()
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+    (tmp_path / "o").write_bytes(found[0])
+    before = everything(opt)
+    opt.load_safetensors(tmp_path / "o")
+    assert everything(opt) == before
+    with pytest.raises(OSError):
+        opt.save_safetensors(tmp_path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    _, opt = trained("f32")
+    path = tmp_path / "o"
+    opt.save_safetensors(path)
+    before = path.read_bytes()
+    for name in ("fsync", "replace", "chmod"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *a, **k: (_ for _ in ()).throw(OSError("no")))
+            with pytest.raises(OSError):
+                opt.save_safetensors(path)
+        assert path.read_bytes() == before and os.listdir(tmp_path) == ["o"]
+
+
+def test_library_bounds_are_those_of_the_tests():
+    """The scalars of every rule are checked by the library, with its own bounds."""
+    for rule in _abi.rules.values():
+        for scalar in rule.scalars:
+            assert scalar in ("update_rms", "weight_norm", "update_norm", "trust_ratio", "accumulated_decay", "weight_sum", "lr_max")
