@@ -1,4 +1,5 @@
-/* One step over all tensors: statistics, sums, decision, update. Each is one batch of independent tasks. */
+/* One step over all tensors: statistics, sums, decision, update. Each is one batch of independent tasks. Over 500 lines because all,
+ * one tensor, halves and micro-steps are the same steps over a span, with a public face each. */
 #include "step.h"
 
 #include <math.h>
