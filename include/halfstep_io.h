@@ -167,6 +167,9 @@ typedef struct halfstep_save_options {
     uint64_t step;           /* names the directory: checkpoint-<step> */
     uint32_t no_sync;        /* 1: skip every fsync. Survives a kill of the process, not a loss of power */
     uint32_t no_links;       /* 1: no links in DIR */
+    uint64_t newest;         /* with prune_if: the halfstep_checkpoint_info.sequence that the caller saved or loaded last, 0: none */
+    uint32_t prune_if;       /* 1: remove older checkpoints only if the newest one there, at the commit, is number `newest`;
+                                otherwise all stay, with a note: somebody else has saved there */
 } halfstep_save_options;
 
 /* Starts a save into dir, which is created if it does not exist (its parent must). options may be NULL. */

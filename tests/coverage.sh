@@ -10,6 +10,7 @@ bash scripts/build.sh "$folder" "$jobs" -DCMAKE_BUILD_TYPE=None -DHALFSTEP_TESTS
     -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic"
 find "$folder" -name '*.gcda' -delete
 # What builds or installs a tree of its own would count nothing here.
+export HSTEP_FAULT_UNTIL_EXIT=1
 failed=0
 (cd "$folder" && ctest -j"$jobs" --timeout 3000 -E '^(build_|python_|install|by_hand|mingw|new_rows|size|structure)' >ctest.log 2>&1) ||
     failed=1

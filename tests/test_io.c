@@ -1039,6 +1039,25 @@ static void check_kept(const char *path, long k, const char *what)
     CHECK(open_generation_number(path, NULL) == k, "%s: %s is no longer whole: %s", what, path, message);
 }
 
+/* prune_if: what another program has saved there since is not removed, whoever saved before. */
+static void test_prune_if(void)
+{
+    halfstep_save_options none = {0}, first = {.prune_if = 1}, second = {.prune_if = 1, .newest = 1};
+    const char *dir = at("prune_if"), *says = "another program has saved there: no checkpoint is removed";
+    save_beside(dir, 1, first, NULL, "an empty folder");
+    save_beside(dir, 2, second, NULL, "only ours");
+    CHECK(count_entries(dir, "checkpoint-") == 1, "our own was not pruned");
+    save_beside(dir, 3, second, says, "another since");
+    check_kept(at("prune_if/checkpoint-2"), 2, "another since");
+    save_beside(dir, 4, first, says, "another before");
+    CHECK(count_entries(dir, "checkpoint-") == 3, "something was pruned");
+    unlink(at("prune_if/manifest.json"));
+    save_beside(dir, 5, first, says, "without a pointer");
+    CHECK(count_entries(dir, "checkpoint-") == 4, "something was pruned");
+    save_beside(dir, 6, none, NULL, "not asked for");
+    CHECK(count_entries(dir, "checkpoint-") == 1, "not pruned");
+}
+
 static void test_foreign_in_generation(void)
 {
     halfstep_save_options none = {0};
@@ -1680,6 +1699,7 @@ int main(int argc, char **argv)
     TEST("checksum") test_checksum();
     TEST("checkpoint: layout and pruning") test_checkpoint_basics();
     TEST("checkpoint: files, values, readers") test_checkpoint_files();
+    TEST("checkpoint: prune_if: what another program has saved since stays") test_prune_if();
     TEST("checkpoint: a generation that holds something foreign stays, whole") test_foreign_in_generation();
     TEST("checkpoint: a leftover that holds something foreign stays, whole") test_foreign_in_leftovers();
     TEST("checkpoint: foreign files, links and folders under names of ours") test_foreign_names();

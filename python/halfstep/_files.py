@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 
 from . import _abi, _layout
+from ._engine import rows_of
 
 FORMAT = "halfstep optimizer 1"
 
@@ -130,7 +131,14 @@ def _pairs(convert):
     return read
 
 
-def _state(optimizer, file, path, metadata, name, streams):
+def _shaped(tensor, p):
+    """A tensor of the file for parameter p: programs in C may know its rows only."""
+    if tensor.shape != p.shape and tuple(tensor.shape) == rows_of(tuple(p.shape)):
+        return tensor.reshape(p.shape)
+    return tensor
+
+
+def _state(file, path, metadata, name, p, streams):
     """The state of one parameter, or None if the file has none."""
     numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path)
     if numbers is None:
@@ -151,8 +159,17 @@ def _state(optimizer, file, path, metadata, name, streams):
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
-        state[stream] = file.get_tensor(key)
+        state[stream] = _shaped(file.get_tensor(key), p)
     return state
+
+
+def _weight(file, path, name, p, key):
+    """The weight that a single file of the C library holds beside the states."""
+    weight = _shaped(file.get_tensor(key), p)
+    if weight.dtype != p.dtype or weight.shape != p.shape:
+        raise ValueError(f"halfstep: {key!r} of {path} is {weight.dtype} of shape {tuple(weight.shape)}, parameter {name!r} "
+                         f"{p.dtype} of shape {tuple(p.shape)}")
+    return weight
 
 
 def load(optimizer, path):
@@ -165,10 +182,13 @@ def load(optimizer, path):
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if rule != optimizer.rule:
             raise ValueError(f"halfstep: {path} is of {rule}, this optimizer of {optimizer.rule}")
-        streams = defaultdict(list)
+        streams, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
             name, _, stream = key.rpartition("/")
-            streams[name].append((stream, key))
+            if stream == "weight":
+                weight_keys[name] = key
+            else:
+                streams[name].append((stream, key))
         places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         found = {"state": {}, "param_groups": [{**group, "params": [places[p] for p in group["params"]]}
                                                for group in optimizer.param_groups]}
@@ -178,7 +198,9 @@ def load(optimizer, path):
             for i, p in enumerate(group["params"]):
                 name = optimizer._name_of(g, i)
                 source = metadata.get(f"group_of.{name}", source)
-                state = _state(optimizer, file, path, metadata, name, streams[name])
+                if name in weight_keys:
+                    weights.append((p, _weight(file, path, name, p, weight_keys[name])))
+                state = _state(file, path, metadata, name, p, streams[name])
                 if state is not None:
                     found["state"][places[p]] = state
                 elif p in optimizer.state or streams[name]:
@@ -193,6 +215,9 @@ def load(optimizer, path):
             raise ValueError(f"halfstep: {path} draws random bits from {generator!r}, which this library does not have")
     optimizer.load_state_dict(found)
     optimizer.generator = generator
+    with torch.no_grad():
+        for p, weight in weights:
+            p.copy_(weight)
 
 
 def _take_hypers(optimizer, saved, metadata, source, path):

@@ -896,7 +896,8 @@ class Optimizer(torch.optim.Optimizer):
         _files.save(self, path)
 
     def load_safetensors(self, path):
-        """Reads what save_safetensors() wrote, matched by parameter names."""
+        """Reads what save_safetensors() wrote, or halfstep_write_optimizer() in C, matched by parameter names. Weights that the
+        file holds beside the states go into the parameters."""
         _files.load(self, path)
 
     def __getstate__(self):

@@ -866,7 +866,8 @@ static void tidy(halfstep_checkpoint_save *save, const char *name)
     free_generations(list, count);
 }
 
-static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error)
+/* The number of the newest generation there, 0 if there is none. */
+static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
 {
     manifest pointer;
     hstep_error ignored = {0};
@@ -883,7 +884,6 @@ static int find_sequence(const char *dir, uint64_t *sequence, hstep_error *error
     free_generations(list, count);
     if (*sequence >= INT64_MAX)
         return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: its sequence numbers are used up", dir);
-    ++*sequence;
     return code;
 }
 
@@ -903,7 +903,13 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char *name = NULL, *path = NULL;
     int renamed = 0;
-    int code = find_sequence(save->dir, &save->manifest.sequence, error);
+    uint64_t newest = 0;
+    int code = find_newest(save->dir, &newest, error);
+    save->manifest.sequence = newest + 1;
+    if (save->options.prune_if && newest != save->options.newest) {
+        save->options.keep = UINT32_MAX;
+        add_note(&save->notes, "another program has saved there: no checkpoint is removed");
+    }
     if (!code) code = seal_generation(save, error);
     if (!code) code = name_generation(save, &name, &path, error);
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, error);

@@ -5,8 +5,12 @@
  *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm()
  *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor, result,
  *                                       paths. "struck" is in it in place of the result where the call was made to fail
+ *   HSTEP_FAULT_UNTIL_EXIT=1            nothing fails any more once exit() is called: gcov's counters are written then
  * Otherwise: linked into a program with the linker's --wrap of every name in calls.def, and free. Only what is linked with it
- * is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. */
+ * is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. The program says what
+ * to do, or with HSTEP_FAULTS_ENVIRONMENT the environment as above.
+ *
+ * Over 500 lines because each call is written once for both ways. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -89,6 +93,7 @@ enum { INTERRUPTIONS = 3 };
 static struct {
     atomic_int armed;
     int call, kind, error, from_on, who; /* call, kind: -1 for any */
+    int until_exit;
     uint64_t at;
     _Atomic uint64_t seen, struck;
 } plan;
@@ -101,6 +106,7 @@ static _Atomic uint64_t counts[INJECT_CALLS];
 /* ---- Who calls ------------------------------------------------------------------------------------------------------- */
 
 #ifdef HSTEP_FAULTS_PRELOAD
+#define HSTEP_FAULTS_ENVIRONMENT 1
 static _Thread_local int inside;
 
 /* In the program only oneDNN is written in C++, and walking the stack for each `new` would take most of the time. */
@@ -168,6 +174,25 @@ static uint64_t chain_of(void *address)
     return hash;
 }
 
+#ifdef HSTEP_FAULTS_ENVIRONMENT
+/* What the injector itself calls goes through it only where it stands before the whole C library. */
+static int step_inside(void)
+{
+#ifdef HSTEP_FAULTS_PRELOAD
+    if (inside) return 1;
+    inside = 1;
+#endif
+    return 0;
+}
+
+static void step_outside(void)
+{
+#ifdef HSTEP_FAULTS_PRELOAD
+    inside = 0;
+#endif
+}
+#endif
+
 /* ---- Judging a call -------------------------------------------------------------------------------------------------- */
 
 enum { MAX_PLACES = 4096 };
@@ -198,6 +223,8 @@ struct call {
     int error;
 };
 
+static void disarm(void) { atomic_store(&plan.armed, 0); }
+
 static int planned(enum inject_call call, enum who who)
 {
     if (!atomic_load_explicit(&plan.armed, memory_order_acquire)) return 0;
@@ -206,7 +233,8 @@ static int planned(enum inject_call call, enum who who)
     uint64_t number = 1 + atomic_fetch_add(&plan.seen, 1);
     if (number < plan.at || (number > plan.at && !plan.from_on)) return 0;
     if (plan.error == EINTR && number >= plan.at + INTERRUPTIONS) return 0;
-    atomic_fetch_add(&plan.struck, 1);
+    /* From here and not from the start, since the last to be registered is called first. */
+    if (!atomic_fetch_add(&plan.struck, 1) && plan.until_exit) atexit(disarm);
     if (plan.error == KILL) kill(getpid(), SIGKILL);
     return plan.error;
 }
@@ -235,10 +263,9 @@ static struct call strike(enum inject_call call, void *from)
 static void said(const struct call *call, const char *path, const char *second, int fd, long result)
 {
     if (log_fd < 0) return;
-#ifdef HSTEP_FAULTS_PRELOAD
+#ifdef HSTEP_FAULTS_ENVIRONMENT
     static _Atomic uint64_t log_number;
-    if (inside) return;
-    inside = 1;
+    if (step_inside()) return;
     char line[1400], outcome[24];
     int before = errno;
     snprintf(outcome, sizeof outcome, call->error ? "struck" : "%ld", result);
@@ -247,7 +274,7 @@ static void said(const struct call *call, const char *path, const char *second, 
                          (unsigned long long)call->chain, fd, outcome, path ? path : "", second ? second : "");
     if (bytes > 0 && (size_t)bytes < sizeof line) syscall(SYS_write, log_fd, line, (size_t)bytes);
     errno = before;
-    inside = 0;
+    step_outside();
 #else
     (void)call, (void)path, (void)second, (void)fd, (void)result;
 #endif
@@ -647,13 +674,15 @@ int open64(const char *path, int flags, ...) __attribute__((alias("open")));
 ssize_t pread64(int fd, void *data, size_t bytes, off_t offset) __attribute__((alias("pread")));
 FILE *fopen64(const char *path, const char *mode) __attribute__((alias("fopen")));
 int ftruncate64(int fd, off_t bytes) __attribute__((alias("ftruncate")));
+#endif
 
+#ifdef HSTEP_FAULTS_ENVIRONMENT
 __attribute__((constructor)) static void begin(void)
 {
     void *frames[2];
-    inside = 1;
+    step_inside();
     backtrace(frames, 2); /* loads the unwinder, which allocates */
-    inside = 0;
+    step_outside();
     const char *path = getenv("HSTEP_FAULT_LOG"), *fault = getenv("HSTEP_FAULT");
     if (path) {
         int fd = (int)syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
@@ -665,6 +694,7 @@ __attribute__((constructor)) static void begin(void)
         syscall(SYS_write, 2, text, sizeof text - 1);
         _exit(99);
     }
+    plan.until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
     /* What this process starts is left alone. */
     unsetenv("HSTEP_FAULT");
     unsetenv("HSTEP_FAULT_LOG");

@@ -7,6 +7,9 @@ A scenario is one command in a folder that is made anew for every run. It runs o
 fault with the library tests/libfaults.so before the C library (see inject.c for FAULT). Every call from a new place fails, with
 every error, once and from there on; the short sweep takes one or two calls of each function and each calling library.
 
+In a build with AddressSanitizer the program is build/tests/halfstep_faulty, which has the injector inside: only our own calls fail
+then, and a leak or a report of a sanitizer is as wrong as a crash.
+
 No fault may crash the program or make it hang. Status 0: the results, and all that was written, are those without a fault.
 Status 1: one sentence on stderr, and a checkpoint from which the run goes on with the right bits, or none and the same
 command works. Killed (ERROR is KILL): the latter."""
@@ -25,9 +28,11 @@ import time
 
 SOURCE = os.environ.get("HALFSTEP_SOURCE") or os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BUILD = os.environ.get("HALFSTEP_BUILD") or os.path.join(SOURCE, "build")
-PROGRAM = os.path.join(BUILD, "halfstep")
+SANITIZED = os.path.join(BUILD, "tests", "halfstep_faulty")
+WRAPPED = os.path.exists(SANITIZED)
+PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
 LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
-TIMEOUT = 20
+TIMEOUT = 120 if WRAPPED else 20
 
 SMALL = ["--width", "16", "--depth", "1", "--heads", "2", "--context", "8", "--batch", "2", "--val-every", "2",
          "--eval-batches", "1", "--sample-bytes", "4", "--quiet"]
@@ -43,7 +48,10 @@ def run(folder, command, fault=None, log=None, threads=1):
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HALFSTEP_THREADS": str(threads), "LC_ALL": "C"}
     for name in "HSTEP_FAULT", "HSTEP_FAULT_LOG":
         environment.pop(name, None)
-    if fault or log:
+    if WRAPPED:
+        environment["ASAN_OPTIONS"] = "exitcode=99:allocator_may_return_null=1"
+        environment["UBSAN_OPTIONS"] = "halt_on_error=1:exitcode=99"
+    elif fault or log:
         environment["LD_PRELOAD"] = LIBRARY
     if fault:
         environment["HSTEP_FAULT"] = fault

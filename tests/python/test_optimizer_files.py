@@ -58,10 +58,13 @@ class InC:
         self.must(self.lib.halfstep_read_optimizer(str(path).encode(), self.handle, None, byref(self.options), text, 512),
                   text.value)
 
-    def write(self, path):
+    def write(self, path, weights=False, shapes=True):
+        """With weights, the whole training in one file; without shapes, as a program that knows no more than rows."""
         text = ctypes.create_string_buffer(512)
-        self.must(self.lib.halfstep_write_optimizer(str(path).encode(), self.handle, None, byref(self.options), text, 512),
-                  text.value)
+        held = (c_void_p * len(self.params))(*(p.data_ptr() or 64 for p in self.params.values()))
+        options = FileOptions(struct_size=ctypes.sizeof(FileOptions), shapes=self.options.shapes if shapes else None)
+        self.must(self.lib.halfstep_write_optimizer(str(path).encode(), self.handle, held if weights else None, byref(options), text,
+                                                    512), text.value)
 
     def run(self, first, last):
         for step in range(first, last):
@@ -99,6 +102,43 @@ def test_from_python_to_c_and_back(rule, recipe, tmp_path):
     run(opt, params, 5, 7)
     run(other, back, 5, 7)
     same(params, back)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_file_with_weights_and_without_shapes(recipe, tmp_path):
+    dtype, options = RECIPES[recipe]
+    params = parameters(dtype)
+    assert any(p.dim() > 2 for p in params.values())
+    opt = class_of("adamw")(list(params.items()), lr=0.01, **options)
+    run(opt, params, 0, 2)
+    opt.save_safetensors(tmp_path / "python.safetensors")
+    in_c = InC(opt._full_recipe(0, 0), params)
+    in_c.read(tmp_path / "python.safetensors")
+    in_c.write(tmp_path / "c.safetensors", weights=True, shapes=False)
+    run(opt, params, 2, 4)
+
+    back = parameters(dtype)
+    other = class_of("adamw")(list(back.items()), lr=0.5, **options)
+    run(other, back, 5, 6)
+    other.load_safetensors(tmp_path / "c.safetensors")
+    run(other, back, 2, 4)
+    same(params, back)
+
+
+def test_weights_of_another_shape_change_nothing(tmp_path):
+    params = parameters()
+    opt = class_of("adamw")(list(params.items()), lr=0.01)
+    in_c = InC(opt._full_recipe(0, 0), params)
+    in_c.run(0, 1)
+    in_c.write(tmp_path / "c.safetensors", weights=True)
+    name, p = next((name, p) for name, p in params.items() if p.dim() == 2)
+    other = torch.nn.Parameter(p.detach().t().clone())
+    params[name] = other
+    before = other.detach().clone()
+    opt = class_of("adamw")(list(params.items()), lr=0.01)
+    with pytest.raises(ValueError, match=f"{name}/weight"):
+        opt.load_safetensors(tmp_path / "c.safetensors")
+    assert torch.equal(other, before) and not opt.state
 
 
 def test_a_parameter_that_python_has_not_stepped(tmp_path):

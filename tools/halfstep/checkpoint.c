@@ -102,14 +102,13 @@ static int save_files(halfstep_checkpoint_save *save, const struct holding *hold
     return code;
 }
 
-int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, const char *recipe,
+int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding, const char *recipe,
                     const char *trainer, const struct run_history *history, char *error, size_t error_bytes)
 {
-    halfstep_save_options options = {.struct_size = sizeof options, .keep = keep, .step = step};
     halfstep_checkpoint_save *save = NULL;
     struct declaring past = {NULL, error, error_bytes};
     error[0] = 0;
-    int code = halfstep_begin_checkpoint(&save, directory, &options, error, error_bytes);
+    int code = halfstep_begin_checkpoint(&save, directory, options, error, error_bytes);
     if (code == 0) code = halfstep_create_safetensors_writer(&past.writer);
     if (code == 0) code = save_files(save, holding, trainer, recipe, &past, history, error, error_bytes);
     halfstep_destroy_safetensors_writer(past.writer);

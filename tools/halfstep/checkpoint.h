@@ -39,7 +39,7 @@ const char *gradient_format_of(const char *dtype);
 uint64_t holding_hash(const struct holding *holding);
 
 /* trainer is the text of trainer.json. After success error is empty, or a line that begins with "note: ". */
-int checkpoint_save(const char *directory, uint32_t keep, uint64_t step, const struct holding *holding, const char *recipe,
+int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding, const char *recipe,
                     const char *trainer, const struct run_history *history, char *error, size_t error_bytes);
 /* The files of a checkpoint, by number; NULL past the last. A save replaces what has these names in the directory. */
 const char *checkpoint_file_name(int index);

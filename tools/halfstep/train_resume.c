@@ -304,7 +304,8 @@ int run_open_log(struct run *run)
 /* ---- Saving ------------------------------------------------------------------------------------------------------------- */
 
 /* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its own to
- * remove. The lock keeps other runs away, but not other programs, and not on every file system. */
+ * remove. The lock keeps other runs away, but not other programs, and not on every file system. What comes between this look
+ * and the save is seen by the commit (prune_if). */
 static void look_for_others(struct run *run)
 {
     halfstep_checkpoint *there;
@@ -315,7 +316,8 @@ static void look_for_others(struct run *run)
     if (code == HALFSTEP_OK) {
         halfstep_get_checkpoint_info(there, &info);
         int known = info.sequence == run->sequence && info.step == (uint64_t)run->saved_step;
-        others = !known && !(run->unread && info.step == run->unread_step);
+        others = !known && !(run->unread && info.step == run->unread_step && info.sequence == run->sequence + 1);
+        if (!others) run->sequence = info.sequence;
         halfstep_close_checkpoint(there);
     } else {
         others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
@@ -342,7 +344,10 @@ static int read_back(struct run *run, const char *trainer)
     int status = 0;
     if (!text) status = run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
     else if (strcmp(text, trainer) != 0) status = run_fail(run, "%s: another program has saved there at the same time", directory);
-    else run->sequence = info.sequence;
+    else {
+        run->shares |= info.sequence != run->sequence + 1;
+        run->sequence = info.sequence;
+    }
     free(text);
     halfstep_close_checkpoint(saved);
     return status;
@@ -356,9 +361,11 @@ int run_save(struct run *run)
     int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
     if (!status) {
         look_for_others(run);
-        uint32_t keep = run->shares ? UINT32_MAX : (uint32_t)c->keep;
-        status = checkpoint_save(c->checkpoint, keep, (uint64_t)run->step, &run->holding, c->recipe, trainer.data,
-                                 &run->result->history, note, sizeof note) != 0;
+        halfstep_save_options options = {.struct_size = sizeof options, .step = (uint64_t)run->step, .keep = (uint32_t)c->keep,
+                                         .prune_if = !run->shares, .newest = run->sequence};
+        if (run->shares) options.keep = UINT32_MAX;
+        status = checkpoint_save(c->checkpoint, &options, &run->holding, c->recipe, trainer.data, &run->result->history, note,
+                                 sizeof note) != 0;
         if (status) run_fail(run, "%s", note);
         else if (note[0]) run_tell(run, note);
     }
