@@ -142,7 +142,28 @@ assert [r["recipe"] for r in rows] == [c["recipe"] for c in cases], rows
 PY
 expect 2 'unknown rule' bench --recipes adamx
 expect 2 'at least 4096' bench --params 1
+"$halfstep" bench --recipes sgd/bf16-sr,lion/f32 --params 4096 --tensors 1 --rounds 1 --threads 1 >bench.txt
+grep -q lion/f32 bench.txt || fail "bench as text: $(cat bench.txt)"
+expect 2 'exclude each other' bench --grid --recipes lion/f32
 ok "bench"
+
+"$halfstep" verify --threads 1 --write hashes.txt >out
+cmp hashes.txt "$source_dir/tests/golden/hashes.txt" || fail "verify --write"
+"$halfstep" verify --json >verify.json
+valid verify.json "verify --json"
+expect 2 'one of' verify --isa sse9
+expect 1 'nowhere/hashes.txt' verify --write nowhere/hashes.txt
+ok "verify"
+
+"$halfstep" random --generator mixer --seed 3 --count 10 >ten
+"$halfstep" random --generator mixer --seed 3 --first 2 --count 8 >eight
+"$halfstep" random --generator mixer --seed 4 --count 10 >other
+[ "$(wc -c <ten)" = 40 ] && cmp <(tail -c 32 ten) eight || fail "random: --first does not go on where --count has ended"
+! cmp -s ten other || fail "random: two seeds, one stream"
+[ "$("$halfstep" random --generator philox7 | head -c 65536 | sort -u | wc -c)" -gt 0 ] || fail "random: without end"
+expect 2 '--generator' random
+expect 2 'one of' random --generator dice
+ok "random"
 
 lm --steps 8 --json >run.json 2>progress
 valid run.json "train lm --json"

@@ -5,7 +5,7 @@
  *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm()
  *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor, result,
  *                                       paths. "struck" is in it in place of the result where the call was made to fail
- *   HSTEP_FAULT_UNTIL_EXIT=1            nothing fails any more once exit() is called: gcov's counters are written then
+ *   HSTEP_FAULT_UNTIL_EXIT=1            nothing is seen any more once exit() is called: gcov's counters are written then
  * Otherwise: linked into a program with the linker's --wrap of every name in calls.def, and free. Only what is linked with it
  * is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. The program says what
  * to do, or with HSTEP_FAULTS_ENVIRONMENT the environment as above.
@@ -93,7 +93,6 @@ enum { INTERRUPTIONS = 3 };
 static struct {
     atomic_int armed;
     int call, kind, error, from_on, who; /* call, kind: -1 for any */
-    int until_exit;
     uint64_t at;
     _Atomic uint64_t seen, struck;
 } plan;
@@ -223,8 +222,6 @@ struct call {
     int error;
 };
 
-static void disarm(void) { atomic_store(&plan.armed, 0); }
-
 static int planned(enum inject_call call, enum who who)
 {
     if (!atomic_load_explicit(&plan.armed, memory_order_acquire)) return 0;
@@ -233,11 +230,16 @@ static int planned(enum inject_call call, enum who who)
     uint64_t number = 1 + atomic_fetch_add(&plan.seen, 1);
     if (number < plan.at || (number > plan.at && !plan.from_on)) return 0;
     if (plan.error == EINTR && number >= plan.at + INTERRUPTIONS) return 0;
-    /* From here and not from the start, since the last to be registered is called first. */
-    if (!atomic_fetch_add(&plan.struck, 1) && plan.until_exit) atexit(disarm);
+    atomic_fetch_add(&plan.struck, 1);
     if (plan.error == KILL) kill(getpid(), SIGKILL);
     return plan.error;
 }
+
+#ifdef HSTEP_FAULTS_ENVIRONMENT
+static atomic_int until_exit;
+
+static void rest(void) { inject_hold(1); }
+#endif
 
 static struct call strike(enum inject_call call, void *from)
 {
@@ -247,6 +249,10 @@ static struct call strike(enum inject_call call, void *from)
     if (inside || (log_fd < 0 && !atomic_load(&recording) && !atomic_load(&plan.armed))) return made;
     made.who = caller_of(from);
     inside = 1;
+#endif
+#ifdef HSTEP_FAULTS_ENVIRONMENT
+    /* From here and not from the start, since the last to be registered is called first. */
+    if (made.who == WHO_ours && atomic_exchange(&until_exit, 0)) atexit(rest);
 #endif
     int before = errno;
     int noted = atomic_load(&recording) && (recording_who == WHO_any || recording_who == (int)made.who);
@@ -262,7 +268,7 @@ static struct call strike(enum inject_call call, void *from)
 
 static void said(const struct call *call, const char *path, const char *second, int fd, long result)
 {
-    if (log_fd < 0) return;
+    if (log_fd < 0 || atomic_load_explicit(&held, memory_order_relaxed)) return;
 #ifdef HSTEP_FAULTS_ENVIRONMENT
     static _Atomic uint64_t log_number;
     if (step_inside()) return;
@@ -694,7 +700,7 @@ __attribute__((constructor)) static void begin(void)
         syscall(SYS_write, 2, text, sizeof text - 1);
         _exit(99);
     }
-    plan.until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
+    until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
     /* What this process starts is left alone. */
     unsetenv("HSTEP_FAULT");
     unsetenv("HSTEP_FAULT_LOG");
