@@ -1,0 +1,405 @@
+/* What no caller should pass: every pointer of every public function as NULL, numbers beyond every end, and shapes, parts and
+ * ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing had been asked. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <math.h>
+#include <stdint.h>
+
+#include "ref/fixture.h"
+#include "test.h"
+
+#define EXPECT(call, code) expect((call), (code), #call, __LINE__)
+static void expect(int result, int code, const char *call, int line)
+{
+    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
+          halfstep_strerror(code));
+}
+#define REFUSED(call) EXPECT(call, HALFSTEP_ERROR_ARGUMENT)
+/* With what the sentence has to name. */
+#define EXPECT_NAMED(o, call, code, word)                                                                                     \
+    do {                                                                                                                      \
+        EXPECT(call, code);                                                                                                   \
+        CHECK(strstr(halfstep_error_detail(o), (word)), "'%s' lacks '%s'", halfstep_error_detail(o), (word));                 \
+    } while (0)
+
+static halfstep_tensor tensor(const char *name, int32_t ndim, int64_t rows, int64_t row_length)
+{
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor), .name = name, .ndim = ndim, .rows = rows,
+                             .row_length = row_length, .gradient = "f32"};
+}
+
+/* The first rows of a matrix. */
+static halfstep_tensor part_of(const char *name, int64_t rows, int64_t row_length, int64_t n_rows)
+{
+    halfstep_tensor t = tensor(name, 2, rows, row_length);
+    t.n_rows = n_rows;
+    t.n_columns = row_length;
+    return t;
+}
+
+/* A handle with one group and, where t is given, one tensor with memory. */
+static halfstep_optimizer *make(const char *recipe, const halfstep_tensor *t)
+{
+    halfstep_optimizer *o;
+    int32_t index;
+    MUST(halfstep_create(NULL, &o));
+    MUST(halfstep_add_group(o, recipe, &index));
+    if (t) {
+        MUST(halfstep_add_tensor(o, t, &index));
+        MUST(halfstep_allocate_states(o));
+    }
+    return o;
+}
+
+static void test_null_handle(void)
+{
+    float w[64] = {0}, g[64] = {0}, number;
+    void *weights[1] = {w};
+    const void *gradients[1] = {g};
+    int64_t statistics[512] = {0};
+    int32_t index;
+    uint64_t count;
+    double value;
+    char text[64];
+    halfstep_tensor t = tensor("w", 2, 1, 64);
+    halfstep_slot_info slot = {.struct_size = sizeof slot};
+    halfstep_counters counters = {.struct_size = sizeof counters};
+    TEST("no function takes NULL for a handle") {
+        REFUSED(halfstep_set_threads(NULL, 1));
+        halfstep_destroy(NULL);
+        CHECK(halfstep_error_detail(NULL)[0] == 0, "a sentence of no handle");
+        REFUSED(halfstep_add_group(NULL, "adamw", &index));
+        CHECK(halfstep_group_count(NULL) == 0 && halfstep_tensor_count(NULL) == 0, "counts of no handle");
+        REFUSED(halfstep_get_group_recipe(NULL, 0, text, sizeof text));
+        REFUSED(halfstep_set_hyper(NULL, 0, "lr", 1));
+        REFUSED(halfstep_get_hyper(NULL, 0, "lr", &value));
+        REFUSED(halfstep_set_choice(NULL, 0, "decay", "l2"));
+        CHECK(!halfstep_get_choice(NULL, 0, "decay"), "a choice of no handle");
+        REFUSED(halfstep_current_lr(NULL, 0, &value));
+        REFUSED(halfstep_add_tensor(NULL, &t, &index));
+        REFUSED(halfstep_get_tensor(NULL, 0, &t));
+        CHECK(halfstep_tensor_find(NULL, "w") < 0, "a tensor of no handle");
+        REFUSED(halfstep_get_slot_info(NULL, 0, 0, &slot));
+        REFUSED(halfstep_state_bytes(NULL, &count));
+        REFUSED(halfstep_bind_states(NULL, w, 64));
+        REFUSED(halfstep_allocate_states(NULL));
+        REFUSED(halfstep_bind_slot(NULL, 0, 2, w, NULL));
+        REFUSED(halfstep_read_slot(NULL, 0, 2, NULL, 0, 1, w));
+        REFUSED(halfstep_write_slot(NULL, 0, 2, NULL, 0, 1, w));
+        REFUSED(halfstep_read_average(NULL, 0, w, 0, 1, g));
+        REFUSED(halfstep_step(NULL, weights, gradients));
+        CHECK(halfstep_statistics_count(NULL) == 0 && halfstep_norms_offset(NULL) == 0 &&
+                  halfstep_tensor_statistics_count(NULL, 0) == 0, "statistics of no handle");
+        REFUSED(halfstep_step_begin(NULL, gradients, statistics));
+        REFUSED(halfstep_step_norms(NULL, weights, gradients, statistics));
+        REFUSED(halfstep_step_finish(NULL, weights, gradients, statistics));
+        REFUSED(halfstep_step_tensor(NULL, 0, w, g));
+        REFUSED(halfstep_end_round(NULL));
+        REFUSED(halfstep_step_tensor_begin(NULL, 0, g, statistics));
+        REFUSED(halfstep_step_tensor_norms(NULL, 0, w, g, statistics));
+        REFUSED(halfstep_step_tensor_finish(NULL, 0, w, g, statistics));
+        REFUSED(halfstep_end_round_begin(NULL, statistics));
+        REFUSED(halfstep_end_round_finish(NULL, statistics));
+        REFUSED(halfstep_accumulate(NULL, 0, w, "f32", g, "f32", 1));
+        REFUSED(halfstep_accumulate_states(NULL, gradients));
+        REFUSED(halfstep_accumulate_states_tensor(NULL, 0, g));
+        REFUSED(halfstep_accumulate_states_begin(NULL, gradients, statistics));
+        REFUSED(halfstep_accumulate_states_finish(NULL, gradients, statistics));
+        REFUSED(halfstep_accumulate_states_tensor_begin(NULL, 0, g, statistics));
+        REFUSED(halfstep_accumulate_states_tensor_finish(NULL, 0, g, statistics));
+        CHECK(halfstep_skipped_steps(NULL) == 0 && !halfstep_nonfinite_tensor(NULL)[0] && halfstep_gradient_norm(NULL) == 0.0,
+              "numbers of no handle");
+        REFUSED(halfstep_saturated(NULL, 0, w, &count));
+        REFUSED(halfstep_set_gradient_norm(NULL, 1));
+        REFUSED(halfstep_get_counters(NULL, 0, &counters));
+        REFUSED(halfstep_set_counters(NULL, 0, &counters));
+        REFUSED(halfstep_bind_step(NULL, 0, &number));
+        REFUSED(halfstep_get_scalar(NULL, 0, "trust_ratio", &value));
+        REFUSED(halfstep_set_scalar(NULL, 0, "trust_ratio", 1));
+        REFUSED(halfstep_get_group_steps(NULL, 0, &count));
+        REFUSED(halfstep_set_group_steps(NULL, 0, 1));
+        CHECK(halfstep_get_seed(NULL) == 0, "a seed of no handle");
+        REFUSED(halfstep_set_seed(NULL, 1));
+        REFUSED(halfstep_set_skipped_steps(NULL, 1));
+        REFUSED(halfstep_memory(NULL, &count, &count, &count, &count, &index));
+    }
+}
+
+static void test_null_pointers(void)
+{
+    float w[64] = {0}, g[64] = {0}, one = 1.0f;
+    void *weights[1] = {w};
+    const void *gradients[1] = {g};
+    int64_t statistics[512] = {0};
+    int32_t index;
+    uint64_t count;
+    double value;
+    char text[64];
+    uint32_t words[1];
+    uint16_t half;
+    TEST("no function takes NULL for anything else that it needs") {
+        halfstep_tensor t = tensor("w", 2, 1, 64);
+        halfstep_optimizer *o = make("lamb/bf16-sr", &t);
+        REFUSED(halfstep_create(NULL, NULL));
+        REFUSED(halfstep_get_rule_info(0, NULL));
+        REFUSED(halfstep_get_format_info(0, NULL));
+        REFUSED(halfstep_get_hyper_info(0, 0, NULL));
+        CHECK(halfstep_rule_find(NULL) < 0 && halfstep_format_find(NULL) < 0 && !halfstep_choice_value(NULL, 0), "found nothing");
+        REFUSED(halfstep_recipe_full(NULL, text, sizeof text));
+        REFUSED(halfstep_recipe_full("adamw", NULL, 64));
+        REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
+        EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), HALFSTEP_OK);
+        EXPECT(halfstep_set_isa(NULL), HALFSTEP_OK); /* the best one */
+        halfstep_cpu_features(NULL, 3);
+        halfstep_cpu_features(text, 0);
+        REFUSED(halfstep_add_group(o, NULL, &index));
+        REFUSED(halfstep_add_group(o, "adamw", NULL));
+        REFUSED(halfstep_get_group_recipe(o, 0, NULL, 64));
+        REFUSED(halfstep_set_hyper(o, 0, NULL, 1));
+        REFUSED(halfstep_get_hyper(o, 0, NULL, &value));
+        REFUSED(halfstep_get_hyper(o, 0, "lr", NULL));
+        REFUSED(halfstep_set_choice(o, 0, NULL, "l2"));
+        REFUSED(halfstep_set_choice(o, 0, "decay", NULL));
+        CHECK(!halfstep_get_choice(o, 0, NULL), "a choice without a name");
+        REFUSED(halfstep_current_lr(o, 0, NULL));
+        REFUSED(halfstep_add_tensor(o, NULL, &index));
+        REFUSED(halfstep_add_tensor(o, &t, NULL));
+        REFUSED(halfstep_get_tensor(o, 0, NULL));
+        CHECK(halfstep_tensor_find(o, NULL) < 0 && halfstep_name_id(NULL) == 0, "a tensor without a name");
+        REFUSED(halfstep_get_slot_info(o, 0, 0, NULL));
+        REFUSED(halfstep_state_bytes(o, NULL));
+        REFUSED(halfstep_bind_slot(o, 0, 2, NULL, NULL));
+        REFUSED(halfstep_read_slot(o, 0, 2, NULL, 0, 1, NULL));
+        REFUSED(halfstep_write_slot(o, 0, 2, NULL, 0, 1, NULL));
+        REFUSED(halfstep_read_average(o, 0, NULL, 0, 1, w));
+        REFUSED(halfstep_read_average(o, 0, w, 0, 1, NULL));
+        REFUSED(halfstep_step(o, NULL, gradients));
+        REFUSED(halfstep_step(o, weights, NULL));
+        REFUSED(halfstep_step_begin(o, NULL, statistics));
+        REFUSED(halfstep_step_begin(o, gradients, NULL));
+        REFUSED(halfstep_step_norms(o, NULL, gradients, statistics));
+        REFUSED(halfstep_step_norms(o, weights, NULL, statistics));
+        REFUSED(halfstep_step_norms(o, weights, gradients, NULL));
+        REFUSED(halfstep_step_finish(o, NULL, gradients, statistics));
+        REFUSED(halfstep_step_finish(o, weights, gradients, NULL));
+        REFUSED(halfstep_step_tensor(o, 0, NULL, g));
+        REFUSED(halfstep_step_tensor_begin(o, 0, g, NULL));
+        REFUSED(halfstep_step_tensor_norms(o, 0, w, g, NULL));
+        REFUSED(halfstep_step_tensor_finish(o, 0, w, g, NULL));
+        REFUSED(halfstep_end_round_begin(o, NULL));
+        REFUSED(halfstep_end_round_finish(o, NULL));
+        REFUSED(halfstep_accumulate(o, 0, NULL, "f32", g, "f32", 1));
+        REFUSED(halfstep_accumulate(o, 0, w, NULL, g, "f32", 1));
+        REFUSED(halfstep_accumulate(o, 0, w, "f32", NULL, "f32", 1));
+        REFUSED(halfstep_accumulate(o, 0, w, "f32", g, NULL, 1));
+        REFUSED(halfstep_accumulate_states(o, NULL));
+        REFUSED(halfstep_accumulate_states_begin(o, gradients, NULL));
+        REFUSED(halfstep_accumulate_states_finish(o, gradients, NULL));
+        REFUSED(halfstep_accumulate_states_tensor_begin(o, 0, g, NULL));
+        REFUSED(halfstep_accumulate_states_tensor_finish(o, 0, g, NULL));
+        REFUSED(halfstep_saturated(o, 0, NULL, &count));
+        REFUSED(halfstep_saturated(o, 0, w, NULL));
+        REFUSED(halfstep_get_counters(o, 0, NULL));
+        REFUSED(halfstep_set_counters(o, 0, NULL));
+        EXPECT(halfstep_bind_step(o, 0, NULL), HALFSTEP_OK); /* which ends it */
+        REFUSED(halfstep_get_scalar(o, 0, NULL, &value));
+        REFUSED(halfstep_get_scalar(o, 0, "trust_ratio", NULL));
+        REFUSED(halfstep_set_scalar(o, 0, NULL, 1));
+        REFUSED(halfstep_get_group_steps(o, 0, NULL));
+        EXPECT(halfstep_memory(o, NULL, NULL, NULL, NULL, NULL), HALFSTEP_OK);
+        REFUSED(halfstep_schedule_factor(NULL, 0, 0, 1, 0, 0, 1, &value));
+        REFUSED(halfstep_schedule_factor("constant", 0, 0, 1, 0, 0, 1, NULL));
+        REFUSED(halfstep_random_words(NULL, 0, 1, 0, 0, 0, words, 1));
+        REFUSED(halfstep_random_words("mixer", 0, 1, 0, 0, 0, NULL, 1));
+        EXPECT(halfstep_random_words("mixer", 0, 1, 0, 0, 0, NULL, 0), HALFSTEP_OK);
+        EXPECT(halfstep_random_words("dice", 0, 1, 0, 0, 0, words, 1), HALFSTEP_ERROR_NAME);
+        REFUSED(halfstep_bf16_stochastic(NULL, &half, 1, words));
+        REFUSED(halfstep_bf16_stochastic(&one, NULL, 1, words));
+        REFUSED(halfstep_bf16_stochastic(&one, &half, 1, NULL));
+        EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), HALFSTEP_OK);
+        /* None of it has moved anything. */
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_get_counters(o, 0, &c));
+        CHECK(c.state_steps == 0 && c.writes == 0 && halfstep_skipped_steps(o) == 0, "a refused call has counted");
+        MUST(halfstep_step(o, weights, gradients));
+        halfstep_destroy(o);
+    }
+}
+
+static void test_numbers(void)
+{
+    TEST("groups, tensors, rows and names that are not there") {
+        halfstep_tensor t = tensor("w", 2, 1, 64);
+        halfstep_optimizer *o = make("adamw", &t);
+        float w[64] = {0};
+        double value;
+        char text[64];
+        uint64_t count;
+        int64_t statistics[512];
+        halfstep_rule_info rule = {.struct_size = sizeof rule};
+        halfstep_format_info format = {.struct_size = sizeof format};
+        halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        static const int32_t wrong[] = {-2, 1, 1000, INT32_MAX, INT32_MIN};
+        for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+            int32_t n = wrong[i];
+            REFUSED(halfstep_get_group_recipe(o, n, text, sizeof text));
+            REFUSED(halfstep_set_hyper(o, n, "lr", 1));
+            REFUSED(halfstep_get_hyper(o, n, "lr", &value));
+            REFUSED(halfstep_set_choice(o, n, "decay", "l2"));
+            CHECK(!halfstep_get_choice(o, n, "decay"), "a choice of group %d", n);
+            REFUSED(halfstep_current_lr(o, n, &value));
+            REFUSED(halfstep_get_group_steps(o, n, &count));
+            REFUSED(halfstep_set_group_steps(o, n, 1));
+            REFUSED(halfstep_get_tensor(o, n, &t));
+            REFUSED(halfstep_step_tensor_begin(o, n, w, statistics));
+            REFUSED(halfstep_saturated(o, n, w, &count));
+            REFUSED(halfstep_bind_step(o, n, w));
+            REFUSED(halfstep_get_scalar(o, n, "trust_ratio", &value));
+            REFUSED(halfstep_accumulate(o, n, w, "f32", w, "f32", 1));
+            REFUSED(halfstep_read_average(o, n, w, 0, 1, w));
+            CHECK(halfstep_tensor_statistics_count(o, n) == 0, "statistics of tensor %d", n);
+            CHECK(!halfstep_isa_name(n == 1 ? 99 : n) && !halfstep_isa_available(n == 1 ? 99 : n), "instruction set %d", n);
+            if (n == 1) continue;
+            REFUSED(halfstep_get_rule_info(n, &rule));
+            REFUSED(halfstep_get_format_info(n, &format));
+            REFUSED(halfstep_get_hyper_info(0, n == -2 ? 1000 : n, &hyper));
+            CHECK(!halfstep_choice_value("decay", n), "value %d of a choice", n);
+        }
+        EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentun", 1), HALFSTEP_ERROR_NAME, "momentun");
+        EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), HALFSTEP_ERROR_RANGE, "clip_norm");
+        EXPECT_NAMED(o, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "never"), HALFSTEP_ERROR_NAME, "never");
+        EXPECT(halfstep_get_scalar(o, 0, "trust_ratio", &value), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_set_scalar(o, 0, "trust_ratio", 1), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_set_isa("sse9"), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, -1, 1, NULL, NULL, NULL), HALFSTEP_ERROR_SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), HALFSTEP_ERROR_SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), HALFSTEP_ERROR_NAME);
+        static const double not_norms[] = {-1.0, INFINITY, NAN};
+        for (int i = 0; i < 3; i++) EXPECT(halfstep_set_gradient_norm(o, not_norms[i]), HALFSTEP_ERROR_RANGE);
+        static const double not_scales[] = {INFINITY, NAN, -1e31};
+        for (int i = 0; i < 3; i++) EXPECT(halfstep_accumulate(o, 0, w, "f32", w, "f32", not_scales[i]), HALFSTEP_ERROR_RANGE);
+        EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f33", w, "f32", 1), HALFSTEP_ERROR_NAME, "f33");
+        EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "f34", 1), HALFSTEP_ERROR_NAME, "f34");
+        halfstep_destroy(o);
+    }
+    TEST("schedules out of range") {
+        double value;
+        EXPECT(halfstep_schedule_factor("cosine", 0, -1, 1, 0, 0, 1, &value), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_schedule_factor("cosine", 0, 0, NAN, 0, 0, 1, &value), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_schedule_factor("spiral", 0, 0, 1, 0, 0, 1, &value), HALFSTEP_ERROR_NAME);
+    }
+}
+
+static void test_shapes(void)
+{
+    int32_t index;
+    TEST("tensors that contradict themselves, or one another") {
+        halfstep_optimizer *o = make("adamw", NULL);
+        halfstep_tensor t = tensor("", 2, 1, 1);
+        REFUSED(halfstep_add_tensor(o, &t, &index));
+        t = tensor(NULL, 2, 1, 1);
+        REFUSED(halfstep_add_tensor(o, &t, &index));
+        t = tensor("vector", 1, 5, 7);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "vector");
+        t = part_of("part", 4, 8, 2);
+        t.first_column = 9;
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "part");
+        t = tensor("a", 2, 1, 8);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        t = tensor("b", 2, 1, 8);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        MUST(halfstep_allocate_states(o));
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_get_counters(o, 0, &c));
+        EXPECT_NAMED(o, halfstep_set_counters(o, 1, &c), HALFSTEP_ERROR_DUPLICATE, "'a'");
+        halfstep_destroy(o);
+    }
+    TEST("a rule that steps matrices takes no parts of them") {
+        halfstep_optimizer *o = make("muon", NULL);
+        halfstep_tensor t = part_of("matrix", 64, 64, 32);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "matrix");
+        halfstep_destroy(o);
+    }
+    TEST("blocks of the flattened tensor are written and held whole") {
+        float rows[64 * 100] = {0};
+        halfstep_tensor t = tensor("flat", 2, 64, 100);
+        halfstep_optimizer *o = make("adamw/f32/dyn8", &t);
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, rows), HALFSTEP_ERROR_RANGE, "flat");
+        EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 64, rows), HALFSTEP_OK);
+        halfstep_destroy(o);
+        o = make("adamw/f32/dyn8", NULL);
+        t = part_of("flat", 64, 100, 3);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "flat");
+        halfstep_destroy(o);
+    }
+    TEST("a state with one scale is written at once, and its sums are those of all") {
+        float rows[8 * 600] = {0};
+        halfstep_tensor t = tensor("scaled", 2, 8, 600);
+        halfstep_optimizer *o = make("adamw/f32/fp8-lamb16", &t);
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE, "scaled");
+        EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 8, rows), HALFSTEP_OK);
+        halfstep_destroy(o);
+        t = part_of("scaled", 8, 600, 4);
+        o = make("adamw/f32/fp8-lamb16", &t);
+        const void *gradients[1] = {rows};
+        EXPECT_NAMED(o, halfstep_accumulate_states(o, gradients), HALFSTEP_ERROR_UNSUPPORTED, "scaled");
+        halfstep_destroy(o);
+    }
+    TEST("a gradient is missing where that is an error") {
+        float w[8] = {0};
+        halfstep_tensor t = tensor("lonely", 2, 1, 8);
+        halfstep_optimizer *o = make("sgd", &t);
+        void *weights[1] = {w};
+        const void *gradients[1] = {NULL};
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "missing", "error"));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT, "lonely");
+        halfstep_destroy(o);
+    }
+}
+
+static char *read_text(const char *name)
+{
+    const char *folder = getenv("HALFSTEP_SOURCE");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder ? folder : ".", name);
+    FILE *file = fopen(path, "rb");
+    char *text = calloc(1, 1 << 20);
+    if (!file || !text || !fread(text, 1, (1 << 20) - 1, file)) {
+        printf("cannot read %s (set HALFSTEP_SOURCE to the source tree)\n", path);
+        exit(1);
+    }
+    fclose(file);
+    return text;
+}
+
+static void test_complete(void)
+{
+    TEST("every public function that takes a pointer is in this file") {
+        char *header = read_text("include/halfstep.h"), *own = read_text("tests/test_arguments.c");
+        int functions = 0;
+        for (const char *at = header; (at = strstr(at, "\nHALFSTEP_API ")) != NULL;) {
+            const char *open = strchr(++at, '('), *name = open, *close = strchr(open, ')');
+            while (name[-1] == '_' || (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= '0' && name[-1] <= '9')) name--;
+            functions++;
+            char call[80];
+            snprintf(call, sizeof call, "%.*s(", (int)(open - name), name);
+            if (memchr(open, '*', (size_t)(close - open))) CHECK(strstr(own, call), "%s is not called", call);
+        }
+        CHECK(functions > 80, "the header shows %d functions only", functions);
+        free(header);
+        free(own);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_init(argc, argv);
+    test_null_handle();
+    test_null_pointers();
+    test_numbers();
+    test_shapes();
+    test_complete();
+    return test_done();
+}
