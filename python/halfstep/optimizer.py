@@ -58,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
     clip            in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's own
     scan            "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its tensor is
                     left alone; "known-finite": nobody looks
-    generator       "mixer" or "philox7", the source of random bits; None: the library's default
+    generator       "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
     seed            of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs it; where
                     torch.distributed is initialized it is 0 on all ranks
     threads         0: torch.get_num_threads() at each step
