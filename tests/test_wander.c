@@ -328,6 +328,40 @@ static void test_wander(void)
     }
 }
 
+/* ---- States that feed on themselves ------------------------------------------------------------------------------------- */
+
+/* A word is uniform, but not given a stored value that remembers earlier words of its lattice. */
+static void test_feedback(void)
+{
+    TEST("a BF16 second moment that decays to half keeps its mean, and scatters less than with independent words") {
+        const double beta = (double)0.999f, start = 255 * 0x1p-7;
+        const int decays = 692;
+        double scatter[2];
+        for (int which = 0; which < 2; which++) {
+            struct one t;
+            one_open(&t, "adamw/f32/bf16-sr", 2, 64, 1024, "f32");
+            MUST(halfstep_set_choice(t.o, HALFSTEP_ALL_GROUPS, "generator", which ? "mixer" : "lattice"));
+            one_hyper(&t, "beta2", 0.999);
+            one_start(&t);
+            one_fill(&t, HALFSTEP_SLOT_STATE + 1, (float)start);
+            for (int k = 0; k < decays; k++) MUST(one_step(&t));
+            double v = start * pow(beta, decays), mean = 0, square = 0;
+            one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
+            for (int64_t i = 0; i < t.n; i++) {
+                double ratio = (double)t.room[i] / v;
+                mean += ratio / (double)t.n;
+                square += ratio * ratio / (double)t.n;
+            }
+            scatter[which] = sqrt(square - mean * mean);
+            CHECK(fabs(mean - 1) < 0.005, "%s: %.4f of the exact value", which ? "mixer" : "lattice", mean);
+            printf("     %s: mean %.4f of the exact value, relative scatter %.4f\n", which ? "mixer" : "lattice", mean,
+                   scatter[which]);
+            one_close(&t);
+        }
+        CHECK(scatter[0] < 0.6 * scatter[1], "scatter %.4f, independent %.4f", scatter[0], scatter[1]);
+    }
+}
+
 int main(int argc, char **argv)
 {
     char *end = NULL;
@@ -338,5 +372,6 @@ int main(int argc, char **argv)
     test_elements();
     test_counts();
     test_wander();
+    test_feedback();
     return test_done();
 }
