@@ -35,7 +35,7 @@ golden: build
 	@HALFSTEP_ISA=scalar $(BUILD)/halfstep verify --write tests/golden/hashes.txt
 
 # Long statistics of the random bits, for docs/random.md: hours on one core.
-GENERATORS ?= philox7 mixer
+GENERATORS ?= philox7 mixer lattice
 stats:
 	@bash scripts/setup.sh stats
 	@for generator in $(GENERATORS); do OUT=$(BUILD)/random sh tests/random_stats.sh $$generator || exit 1; done

@@ -256,7 +256,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              refused whole; "per-tensor": tensors are judged one by one, the others are stepped and the call returns
  *              HALFSTEP_NONFINITE all the same; "known-finite": the caller vouches
  *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, "per-tensor": each tensor's own
- *   generator  "philox7" or "mixer": the source of random bits (docs/random.md)
+ *   generator  "lattice", "mixer" or "philox7": the source of random bits (docs/random.md)
  *   missing    "skip": a step leaves tensors alone whose gradient is NULL; "error": it refuses to be made
  * In a step the effective gradient g counts as non-finite if |g| >= 2^62 too: its square would leave fp32. */
 HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice, const char *value);
@@ -445,7 +445,8 @@ typedef struct halfstep_counters {
     uint64_t id;
     uint64_t state_steps;  /* updates of its states (bias correction) */
     uint64_t full_steps;   /* updates of its weight */
-    uint64_t writes;       /* passes that may have drawn random bits: updates and stochastic accumulations */
+    uint64_t writes;       /* passes that may have drawn random bits: updates of its states and stochastic accumulations, so
+                              that writes - state_steps counts the latter */
 } halfstep_counters;
 
 HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
@@ -478,8 +479,9 @@ HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *
  * Errors: NAME, RANGE. */
 HALFSTEP_API int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                                           double final_fraction, double decay_start, double power, double *factor);
-/* Raw words of a generator ("philox7", "mixer"): n 32-bit words from pair `first` of the stream (seed, id, write, slot). For
- * statistical testers. */
+/* Raw words of a generator ("lattice", "mixer", "philox7"): n 32-bit words from pair `first` of the stream (seed, id, write,
+ * slot). "lattice" gives those of element formats; write then counts the writes of the slot itself (below 2^63) and words of
+ * one element are related within 256 of them. Errors: NAME. For statistical testers. */
 HALFSTEP_API int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
                                        uint64_t first, uint32_t *out, size_t n);
 /* Round n floats to BF16 with the library's stochastic rule and the given words (one word serves elements 2k and 2k+1). */

@@ -98,7 +98,11 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", t->name);
-    a.stream = hstep_key_stream(o->seed, t->id, t->writes, HALFSTEP_SLOT_GRADIENT);
+    /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
+    int generator = hstep_generator_id(o->generator);
+    a.stream = hstep_key_write(generator, o->seed, t->id,
+                               generator == HSTEP_GENERATOR_LATTICE ? t->writes - t->state_steps : t->writes,
+                               HALFSTEP_SLOT_GRADIENT);
     if ((error = run_accumulation(&a))) return error;
     if (hstep_formats[a.format].stochastic) t->writes++;
     return HALFSTEP_OK;

@@ -815,7 +815,7 @@ int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uin
     if (!generator || (n && !out)) return HALFSTEP_ERROR_ARGUMENT;
     int row = hstep_choice_find("generator", generator);
     if (row < 0) return HALFSTEP_ERROR_NAME;
-    struct hstep_key key = hstep_key_stream(seed, id, write, (uint32_t)slot);
+    struct hstep_key key = hstep_key_write(hstep_generator_id(row), seed, id, write, (uint32_t)slot);
     hstep_random_words(hstep_generator_id(row), &key, first, n, out);
     return HALFSTEP_OK;
 }

@@ -506,6 +506,16 @@ V_OP vi mixer_next(vi *x, vi k1)
     return vi_xor(y, vi_shr(y, 16));
 }
 
+/* hstep_lattice_word() of VL mixer words. */
+V_OP vi lattice_of(vi h, vi factor, vi offset) { return vi_add16(vi_mul16(h, factor), offset); }
+
+static void random_LATTICE(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+{
+    struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
+    vi x = mixer_start(&key, first), k1 = vi_set(key.k[1]), factor = vi_set(key.factor), offset = vi_set(key.offset);
+    for (int64_t i = 0; i < n; i += VL) vi_store(words + i, lattice_of(mixer_next(&x, k1), factor, offset));
+}
+
 static void random_MIXER(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
 {
     struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
@@ -562,7 +572,8 @@ struct fused_room {
 /* One slot on its way through a fused loop. */
 struct fused_slot {
     char *code, *extra;
-    vi x, k1, largest; /* of its random words; of the group's magnitudes */
+    vi x, k1, factor, offset; /* of its random words */
+    vi largest;               /* of the group's magnitudes */
     struct fused_room *room;
 };
 
@@ -571,9 +582,14 @@ V_OP struct fused_slot fused_start(const struct hstep_fused *a, int slot, struct
     struct fused_slot s = {.code = a->code[slot], .extra = a->extra[slot], .room = room};
     s.x = mixer_start(&a->key[slot], a->index / 2);
     s.k1 = vi_set(a->key[slot].k[1]);
+    s.factor = vi_set(a->key[slot].factor);
+    s.offset = vi_set(a->key[slot].offset);
     s.largest = vi_set(0);
     return s;
 }
+
+/* Words of an element format. Block codes take the mixer's as they are, and do not pay for factor and offset. */
+V_OP vi fused_words(struct fused_slot *s) { return lattice_of(mixer_next(&s->x, s->k1), s->factor, s->offset); }
 
 /* Format and role are constants at every call, and calls are written out instead of looped over: a loop that the compiler
  * leaves rolled would turn the switches on formats into real ones. Element i is the r-th of its tile. */
@@ -607,7 +623,7 @@ V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, 
         s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;
         vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);
     } else {
-        store_any(format, s->code, s->extra, i, e, o, mixer_next(&s->x, s->k1), 1);
+        store_any(format, s->code, s->extra, i, e, o, fused_words(s), 1);
     }
 }
 
@@ -694,7 +710,7 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
                     v_storeu(w.code + 4 * i, v_sub(we, v_add(de, v_set(0.0f))));
                     v_storeu(w.code + 4 * (i + VL), v_sub(wo, v_add(d_o, v_set(0.0f))));
                 } else {
-                    apply_any(weight, w.code, w.extra, i, we, wo, de, d_o, mixer_next(&w.x, w.k1));
+                    apply_any(weight, w.code, w.extra, i, we, wo, de, d_o, fused_words(&w));
                 }
                 fused_store(&p, s0, 0, plain, i, r, se[0], so[0]);
                 fused_store(&q, s1, 1, plain, i, r, se[1], so[1]);

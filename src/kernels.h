@@ -77,7 +77,8 @@ struct hstep_kernels {
     /* Scratch to elements in order, and back, for reading and writing slots. */
     void (*to_plain)(const float *x, float *plain, int64_t n);
     void (*from_plain)(const float *plain, float *x, int64_t n);
-    /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer; by generator row. */
+    /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the lattice; by
+     * generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
     const struct hstep_fused_row *fused;
     int fused_rows;

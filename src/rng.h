@@ -18,6 +18,7 @@
 /* X(CONSTANT, pinned id, "name", "one line for people"). Ids are stored in files and never reused; the first row is the
  * default, by the tests that docs/random.md reports. */
 #define HSTEP_GENERATORS(X)                                                             \
+    X(LATTICE, 3, "lattice", "the mixer's words on lattices over time: rounding errors cancel")  \
     X(MIXER, 2, "mixer", "keyed two-multiply mixer, a Philox key per 65,536 elements")  \
     X(PHILOX7, 1, "philox7", "Philox4x32 with 7 rounds (Salmon et al. 2011)")
 
@@ -93,7 +94,8 @@ HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const
     out[3] = d;
 }
 
-struct hstep_key { uint32_t k[4]; };
+/* factor and offset are of 16 bits, each twice: what "lattice" makes of both halves of a mixer word. 1 and 0 leave it. */
+struct hstep_key { uint32_t k[4], factor, offset; };
 
 /* The key of one slot of one tensor in one write pass. write < 2^56, slot < 256. */
 HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
@@ -107,7 +109,42 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
     ctr[2] = (uint32_t)write;
     ctr[3] = (uint32_t)(write >> 32) << 8 | (slot & 255u);
     hstep_philox4x32(result.k, ctr, key, 10);
+    result.factor = 0x00010001u;
+    result.offset = 0;
     return result;
+}
+
+/* "lattice": the mixer's half h of an element stays for 256 writes of its slot and becomes
+ *
+ *   u = h + 2^8 t (2h + 1) = h (1 + 2^9 t) + 2^8 t  mod 2^16,  t = write mod 256
+ *
+ * so that the high byte walks through all its 256 values in odd steps of the element's own. The factor is odd: for every t
+ * h -> u is a bijection, and u as uniform as h. write: of the slot itself, below 2^63. Bit 55 of what keys the stream tells
+ * it from those of independent words, whose pass number never gets there. */
+#define HSTEP_LATTICE_SHIFT 8
+#define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
+
+HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+{
+    struct hstep_key result =
+        hstep_key_stream(seed, tensor_id, write >> HSTEP_LATTICE_SHIFT | HSTEP_LATTICE_DOMAIN, slot);
+    uint32_t t = (uint32_t)write & ((1u << HSTEP_LATTICE_SHIFT) - 1);
+    result.factor = ((1u + (t << (17 - HSTEP_LATTICE_SHIFT))) & 65535u) * 0x00010001u;
+    result.offset = (t << (16 - HSTEP_LATTICE_SHIFT)) * 0x00010001u;
+    return result;
+}
+
+HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_t h)
+{
+    uint32_t factor = stream->factor & 65535u, offset = stream->offset & 65535u;
+    return (((h >> 16) * factor + offset) & 65535u) << 16 | (((h & 65535u) * factor + offset) & 65535u);
+}
+
+/* The key under which a generator gives write number `write` of a slot its words. */
+HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+{
+    return generator == HSTEP_GENERATOR_LATTICE ? hstep_key_lattice(seed, tensor_id, write, slot)
+                                                : hstep_key_stream(seed, tensor_id, write, slot);
 }
 
 /* "philox7": the four words of pairs 4 * block .. 4 * block + 3. */
@@ -134,6 +171,8 @@ HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *stream, 
     ctr[2] = stream->k[2];
     ctr[3] = stream->k[3];
     hstep_philox4x32(result.k, ctr, stream->k, 10);
+    result.factor = stream->factor;
+    result.offset = stream->offset;
     return result;
 }
 
@@ -156,7 +195,8 @@ HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint
     return x;
 }
 
-/* n words from pair first_pair of a stream. Returns 0, or -1 for a generator that does not exist. */
+/* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent words for
+ * one of hstep_key_stream(). Returns 0, or -1 for a generator that does not exist. */
 HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
                                     uint32_t *out)
 {
@@ -170,13 +210,14 @@ HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *strea
         }
         return 0;
     }
-    if (generator == HSTEP_GENERATOR_MIXER) {
-        struct hstep_key key = {{0, 0, 0, 0}};
+    if (generator == HSTEP_GENERATOR_MIXER || generator == HSTEP_GENERATOR_LATTICE) {
+        struct hstep_key key = *stream;
         for (j = 0; j < n; j++) {
             uint64_t p = first_pair + j;
             uint32_t i = (uint32_t)p & (HSTEP_SEGMENT_WORDS - 1);
             if (j == 0 || i == 0) key = hstep_key_segment(stream, p >> HSTEP_SEGMENT_SHIFT);
             out[j] = hstep_mixer_word(&key, i);
+            if (generator == HSTEP_GENERATOR_LATTICE) out[j] = hstep_lattice_word(&key, out[j]);
         }
         return 0;
     }

@@ -115,8 +115,21 @@ int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, in
     }
     u->still = base == 0.0;
     u->fused = hstep_use_fused && t->fused && l2 == 0.0 && u->centralize == 0.0 && !u->still && !micro &&
-               (!u->stochastic || hstep_generator_id(o->generator) == HSTEP_GENERATOR_MIXER);
+               (!u->stochastic || hstep_generator_id(o->generator) != HSTEP_GENERATOR_PHILOX7);
     return HALFSTEP_OK;
+}
+
+/* ---- Words ---- */
+
+/* Lattices are for what is stored finely. A rounding that is uniform by itself is not so given the stored value, which
+ * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that feed on
+ * themselves. They keep independent words. */
+static struct hstep_key slot_stream(const halfstep_optimizer *o, const struct hstep_tensor *t, int s)
+{
+    if (hstep_generator_id(o->generator) != HSTEP_GENERATOR_LATTICE || hstep_formats[t->slot[s].format].block)
+        return hstep_key_stream(o->seed, t->id, t->writes, (uint32_t)s);
+    int weight = s == HALFSTEP_SLOT_WEIGHT || state_role(o, t, s) == HALFSTEP_ROLE_WEIGHT;
+    return hstep_key_lattice(o->seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
 }
 
 /* ---- Places ---- */
@@ -163,7 +176,7 @@ struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
         w.format[s] = t->slot[s].format;
         w.code[s] = t->slot[s].code;
         w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
-        if (u->stochastic >> s & 1) w.stream[s] = hstep_key_stream(o->seed, t->id, t->writes, (uint32_t)s);
+        if (u->stochastic >> s & 1) w.stream[s] = slot_stream(o, t, s);
         /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
         if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
             (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||

@@ -1,6 +1,7 @@
 /* Endless raw random words on stdout, for statistical testers: random_stream GENERATOR KIND [SEED]
  *   elements  pairs 0, 1, 2, ... of one stream
- *   writes    one pair of one tensor, write 0, 1, 2, ...
+ *   writes    one pair of one tensor, write 0, 1, 2, ...; of "lattice", whose words are meant to be related within 256
+ *             writes, 100, 357, 614, ...
  *   tensors   one pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default
  *   slots     8 slots of one tensor, taken in turns, pair by pair */
 #include <stdio.h>
@@ -25,26 +26,31 @@ int main(int argc, char **argv)
     int generator = argc > 2 ? hstep_generator_find(argv[1]) : 0, kind = 0;
     while (kind < 4 && (argc < 3 || strcmp(argv[2], kinds[kind]) != 0)) kind++;
     if (generator == 0 || kind == 4) {
-        fprintf(stderr, "usage: random_stream philox7|mixer elements|writes|tensors|slots [SEED]\n");
+        fprintf(stderr, "usage: random_stream GENERATOR elements|writes|tensors|slots [SEED]\ngenerators:");
+        for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++)
+            fprintf(stderr, " %s", hstep_generator_name(hstep_generator_id(row)));
+        fprintf(stderr, "\n");
         return 2;
     }
+    int lattice = generator == HSTEP_GENERATOR_LATTICE;
+    uint64_t apart = lattice ? 257 : 1, start = lattice ? 100 : 0;
     uint64_t seed = argc > 3 ? strtoull(argv[3], NULL, 0) : 1, id = hstep_hash_name("layers.0.weight");
     for (uint64_t n = 0;; n += CHUNK) {
-        struct hstep_key key = hstep_key_stream(seed, id, 0, 0);
+        struct hstep_key key = hstep_key_write(generator, seed, id, start, 0);
         if (kind == 0) {
             hstep_random_words(generator, &key, n, CHUNK, words);
         } else if (kind == 1) {
             for (int j = 0; j < CHUNK; j++)
-                words[j] = at(generator, hstep_key_stream(seed, id, n + (uint64_t)j, 0), 12345);
+                words[j] = at(generator, hstep_key_write(generator, seed, id, start + apart * (n + (uint64_t)j), 0), 12345);
         } else if (kind == 2) {
             for (int j = 0; j < CHUNK; j++) {
                 char name[64];
                 snprintf(name, sizeof name, "layers.%llu.weight", (unsigned long long)(n + (uint64_t)j));
-                words[j] = at(generator, hstep_key_stream(seed, hstep_hash_name(name), 0, 0), 12345);
+                words[j] = at(generator, hstep_key_write(generator, seed, hstep_hash_name(name), start, 0), 12345);
             }
         } else {
             for (uint32_t slot = 0; slot < SLOTS; slot++) {
-                key = hstep_key_stream(seed, id, 0, slot);
+                key = hstep_key_write(generator, seed, id, start, slot);
                 hstep_random_words(generator, &key, n / SLOTS, CHUNK / SLOTS, slot_words);
                 for (uint32_t j = 0; j < CHUNK / SLOTS; j++) words[j * SLOTS + slot] = slot_words[j];
             }

@@ -3,7 +3,8 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "rng.h"
+#include "dispatch.h"
+#include "kernels.h"
 #include "test.h"
 
 /* docs/random.md quotes a run with larger ones. */
@@ -20,6 +21,9 @@ enum { WORDS = 1 << WORDS_SHIFT };
 enum { ELEMENTS, WRITES, TENSORS, SLOTS, KINDS };
 static const char *const kind_name[KINDS] = {"elements", "writes", "tensors", "slots"};
 
+/* Writes of a lattice are meant to be related within 256 of them: independent ones are of different 256. */
+static uint64_t nth_write(int generator, uint64_t n) { return generator == HSTEP_GENERATOR_LATTICE ? 257 * n + 100 : n; }
+
 static uint32_t word_at(int generator, struct hstep_key key, uint64_t pair)
 {
     uint32_t word;
@@ -30,24 +34,25 @@ static uint32_t word_at(int generator, struct hstep_key key, uint64_t pair)
 static void fill(int generator, int kind, uint64_t seed, uint32_t *out)
 {
     uint64_t id = hstep_hash_name("layers.0.weight");
-    struct hstep_key key = hstep_key_stream(seed, id, 0, 0);
+    struct hstep_key key = hstep_key_write(generator, seed, id, nth_write(generator, 0), 0);
     char name[48];
     switch (kind) {
     case ELEMENTS:
         hstep_random_words(generator, &key, 0, WORDS, out);
         break;
     case WRITES:
-        for (int j = 0; j < WORDS; j++) out[j] = word_at(generator, hstep_key_stream(seed, id, (uint64_t)j, 1), 777);
+        for (int j = 0; j < WORDS; j++)
+            out[j] = word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, (uint64_t)j), 1), 777);
         break;
     case TENSORS:
         for (int j = 0; j < WORDS; j++) {
             snprintf(name, sizeof name, "layers.%d.mlp.weight", j);
-            out[j] = word_at(generator, hstep_key_stream(seed, hstep_hash_name(name), 3, 1), 777);
+            out[j] = word_at(generator, hstep_key_write(generator, seed, hstep_hash_name(name), nth_write(generator, 3), 1), 777);
         }
         break;
     default:
         for (int j = 0; j < WORDS; j++)
-            out[j] = word_at(generator, hstep_key_stream(seed, id, 5, (uint32_t)j % 8), (uint64_t)j / 8);
+            out[j] = word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, 5), (uint32_t)j % 8), (uint64_t)j / 8);
         break;
     }
 }
@@ -78,7 +83,8 @@ static void test_definition(void)
         }
     }
     TEST("generators: names and pinned ids") {
-        CHECK(hstep_generator_find("philox7") == 1 && hstep_generator_find("mixer") == 2, "an id has changed");
+        CHECK(hstep_generator_find("philox7") == 1 && hstep_generator_find("mixer") == 2 &&
+                  hstep_generator_find("lattice") == 3, "an id has changed");
         CHECK(hstep_generator_find("Philox7") == 0 && hstep_generator_find("") == 0, "a wrong name is found");
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
             int id = hstep_generator_id(row);
@@ -86,7 +92,7 @@ static void test_definition(void)
             CHECK(hstep_generator_title(id) && hstep_generator_title(id)[0], "row %d has no title", row);
         }
         uint32_t word;
-        struct hstep_key key = {{0, 0, 0, 0}};
+        struct hstep_key key = {{0, 0, 0, 0}, 1, 0};
         CHECK(hstep_generator_id(HSTEP_GENERATOR_COUNT) == 0 && !hstep_generator_name(0), "a row outside the table");
         CHECK(hstep_random_words(0, &key, 0, 1, &word) == -1, "words of no generator");
     }
@@ -96,10 +102,13 @@ static void test_definition(void)
             {0x03430178, 0x40E64372, 0x4F20E757, 0x538C4D29,
              0x92AC4D14, 0x9E06C8C7, 0x2D6141EB, 0x86A6AEC3},
             {0x48225031, 0x87D43CBD, 0xB397101E, 0xBE1F247F,
-             0x5EEEB6E7, 0xE6167050, 0x3A6CB248, 0x8245101D}};
+             0x5EEEB6E7, 0xE6167050, 0x3A6CB248, 0x8245101D},
+            {0xE10220FF, 0xB9B9D87F, 0x8FBA1A60, 0x12735F94,
+             0x4DFF9966, 0x5C9E8E0D, 0xC72570AF, 0x27DDC536}};
         static const uint64_t pairs[8] = {0, 1, 2, 3, 32767, 32768, 0x123456789, UINT64_MAX >> 1};
-        struct hstep_key key = hstep_key_stream(0x0123456789ABCDEFu, hstep_hash_name("model.embed"), 0x89ABCDEF012345u, 200);
-        for (int generator = 1; generator <= 2; generator++) {
+        for (int generator = 1; generator <= 3; generator++) {
+            struct hstep_key key = hstep_key_write(generator, 0x0123456789ABCDEFu, hstep_hash_name("model.embed"),
+                                                   0x89ABCDEF012345u, 200);
             for (int k = 0; k < 8; k++) {
                 uint32_t word = word_at(generator, key, pairs[k]);
                 CHECK(word == known[generator - 1][k], "%s pair %llu: 0x%08X", hstep_generator_name(generator),
@@ -110,9 +119,9 @@ static void test_definition(void)
         CHECK(hstep_hash_name("") == 0xF52A15E9A9B5E89Bu, "hash of the empty name 0x%016llX", (unsigned long long)hstep_hash_name(""));
     }
     TEST("generators: any part of a stream equals the whole") {
-        struct hstep_key key = hstep_key_stream(5, 6, 7, 8);
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
             int generator = hstep_generator_id(row);
+            struct hstep_key key = hstep_key_write(generator, 5, 6, 7, 8);
             uint64_t base = (uint64_t)1 << 33;
             static uint32_t part[40000];
             hstep_random_words(generator, &key, base, WORDS, words);
@@ -124,6 +133,22 @@ static void test_definition(void)
             }
         }
     }
+    TEST("generators: the kernels of every instruction set give the same words") {
+        for (int isa = 0; isa < hstep_isa_count(); isa++) {
+            const struct hstep_kernels *kernels = hstep_isa_kernels(isa);
+            for (int row = 0; kernels && row < HSTEP_GENERATOR_COUNT; row++)
+                for (uint64_t k = 0; k < 600; k++) {
+                    static _Alignas(64) uint32_t got[HSTEP_TILE_WORDS], wanted[HSTEP_TILE_WORDS];
+                    int generator = hstep_generator_id(row), n = 16 * (1 + (int)k % 8);
+                    uint64_t first = k << 35 | (k * 592 % (HSTEP_SEGMENT_WORDS - HSTEP_TILE_WORDS));
+                    struct hstep_key key = hstep_key_write(generator, k, 6, k, 8);
+                    kernels->random[row](&key, first, got, n);
+                    hstep_random_words(generator, &key, first, (size_t)n, wanted);
+                    CHECK(memcmp(got, wanted, (size_t)n * sizeof *got) == 0, "%s: %s, write %d", hstep_isa_name(isa),
+                          hstep_generator_name(generator), (int)k);
+                }
+        }
+    }
     TEST("streams: no two alike") {
         enum { STREAMS = 1 << 15 };
         static uint64_t start[STREAMS];
@@ -133,7 +158,7 @@ static void test_definition(void)
                 for (uint64_t id = 1; id <= 16; id++)
                     for (uint64_t write = 0; write < 32; write++)
                         for (uint32_t slot = 0; slot < 16; slot++) {
-                            struct hstep_key key = hstep_key_stream(seed, id, write, slot);
+                            struct hstep_key key = hstep_key_write(generator, seed, id, write, slot);
                             uint32_t two[2];
                             hstep_random_words(generator, &key, 0, 2, two);
                             start[n++] = (uint64_t)two[0] << 32 | two[1];
@@ -283,25 +308,27 @@ static void test_segment_lags(void)
     CHECK(fabs(spread) < LIMIT, "mixer: correlations within a segment scatter by %.2f standard errors too much", spread);
 }
 
-/* Flipping any input bit flips each output bit half of the time. */
+/* Flipping any input bit flips each output bit half of the time; of the write counter of a lattice, any bit from 8 on. */
 static void test_avalanche(int generator)
 {
     enum { TRIALS = 512 };
+    int shift = generator == HSTEP_GENERATOR_LATTICE ? HSTEP_LATTICE_SHIFT : 0;
     for (int bit = 0; bit < 64 + 64 + 56 + 8; bit++) {
+        if (bit - 128 + shift == 63) continue; /* counts end below */
         int flips[32] = {0}, total = 0;
         for (int j = 0; j < TRIALS; j++) {
-            uint64_t seed = (uint64_t)j * 3, id = (uint64_t)j * 7 + 1, write = (uint64_t)j * 5;
+            uint64_t seed = (uint64_t)j * 3, id = (uint64_t)j * 7 + 1, write = (uint64_t)j * 5 << shift;
             uint32_t slot = (uint32_t)j % 200, pair = (uint32_t)j * 97;
-            uint32_t before = word_at(generator, hstep_key_stream(seed, id, write, slot), pair);
+            uint32_t before = word_at(generator, hstep_key_write(generator, seed, id, write, slot), pair);
             if (bit < 64)
                 seed ^= (uint64_t)1 << bit;
             else if (bit < 128)
                 id ^= (uint64_t)1 << (bit - 64);
             else if (bit < 184)
-                write ^= (uint64_t)1 << (bit - 128);
+                write ^= (uint64_t)1 << (bit - 128 + shift);
             else
                 slot ^= 1u << (bit - 184);
-            uint32_t change = before ^ word_at(generator, hstep_key_stream(seed, id, write, slot), pair);
+            uint32_t change = before ^ word_at(generator, hstep_key_write(generator, seed, id, write, slot), pair);
             for (int k = 0; k < 32; k++) {
                 flips[k] += change >> k & 1;
                 total += change >> k & 1;

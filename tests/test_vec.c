@@ -421,6 +421,7 @@ static void test_definitions(const struct vec_unit *scalar)
         {"v_from_int", 0x01000001, 0, 0x4b800000},      {"v_from_int", 0x01000003, 0, 0x4b800002},
         {"v_from_int", 0xffffffff, 0, 0xbf800000},      {"vi_mulhi", 0xffffffff, 0xffffffff, 0xfffffffe},
         {"vi_mulhi", 0x80000000, 0x00000006, 3},        {"vi_mul", 0xffffffff, 0xffffffff, 1},
+        {"vi_mul16", 0xffff8003, 0xffff0007, 0x00018015}, {"vi_add16", 0xffff8003, 0x0002fffe, 0x00018001},
         {"vi_gt", 0x00000000, 0xffffffff, 1},           {"vi_gt", 0x80000000, 0x7fffffff, 0},
         {"vi_max", 0x80000000, 0x7fffffff, 0x7fffffff}, {"vi_min", 0xffffffff, 0x00000000, 0xffffffff},
         {"vi_andnot", 0x0ff0ff00, 0xffffffff, 0xf00f00ff},

@@ -45,6 +45,8 @@
     X(vi_sub, EXACT, vi_sub(ia, ib))                                                \
     X(vi_mul, EXACT, vi_mul(ia, ib))                                                \
     X(vi_mulhi, EXACT, vi_mulhi(ia, ib))                                            \
+    X(vi_mul16, EXACT, vi_mul16(ia, ib))                                            \
+    X(vi_add16, EXACT, vi_add16(ia, ib))                                            \
     X(vi_and, EXACT, vi_and(ia, ib))                                                \
     X(vi_or, EXACT, vi_or(ia, ib))                                                  \
     X(vi_xor, EXACT, vi_xor(ia, ib))                                                \

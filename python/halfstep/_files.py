@@ -21,7 +21,7 @@ def _tensors(optimizer):
     rule = _abi.rules[optimizer.rule]
     first = optimizer.param_groups[0]
     metadata = {"format": FORMAT, "rule": optimizer.rule, "seed": str(optimizer.seed),
-                "generator": optimizer.generator or _abi.choices("generator")[0],
+                "generator": optimizer.generator,
                 "skipped_steps": str(first.get("skipped_steps", 0)),
                 "gradient_norm": float(first.get("last_norm", 0.0)).hex()}
     tensors = {}

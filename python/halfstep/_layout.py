@@ -23,6 +23,8 @@ from . import _abi
 
 WHOLE = ("id", "recipe", "state_steps", "full_steps", "writes")
 COUNTERS = WHOLE[2:]
+#: where nothing is said of it: the default of the versions that did not say
+OLD_GENERATOR = "mixer"
 #: of a group: counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: codes and scales of a state, residuals and error codes

@@ -14,7 +14,7 @@ from . import _abi, _convert, _layout
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
-OURS = ("weights", "states", "decay", "reference_lr", "seed", "centralize", *_layout.TOLD)
+OURS = ("weights", "states", "decay", "reference_lr", "seed", "generator", "centralize", *_layout.TOLD)
 #: rules whose optimizers in torch save no count of steps
 _UNCOUNTED = ("sgd", "muon")
 
@@ -75,6 +75,8 @@ def load(optimizer, state_dict, torch_load):
         for place, (group, own) in enumerate(zip(given["param_groups"], before)):
             group = dict(group)
             _check_names(group, place)
+            if "seed" in group:
+                group.setdefault("generator", _layout.OLD_GENERATOR)
             # Missing values, and formats, are the constructor's.
             for key, value in own.items():
                 if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):

@@ -5,7 +5,7 @@ from ctypes import byref
 
 import torch
 
-from . import _abi
+from . import _abi, _layout
 from ._abi import check, lib
 from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_device, check_gradient, check_parameter, create_handle,
                       seed_of)
@@ -120,6 +120,7 @@ class GradientAccumulator:
         self._hooks = [None] * len(members)
         self._threads = torch.get_num_threads()
         self._handle = create_handle(self._threads, seed)
+        self._generator = _abi.choices("generator")[0]
         # Nothing is ever stepped here: a rule without states gives each tensor its place, counter and random stream.
         group = add_group(self._handle, "sgd/f32", {}, {})
         self._indices = [add_tensor(self._handle, group, name, 0, tuple(p.shape), "f32") for name, p in members]
@@ -266,6 +267,12 @@ class GradientAccumulator:
             found.append(int(counters.writes))
         return found
 
+    def _set_generator(self, name):
+        if name not in _abi.choices("generator"):
+            raise ValueError(f"halfstep: these sums were saved with the generator {name!r}, which this library does not have")
+        check(lib.halfstep_set_choice(self._handle, _abi.ALL_GROUPS, b"generator", name.encode()), self._handle)
+        self._generator = name
+
     def _set_writes(self, writes):
         counters = _abi.Counters(struct_size=ctypes.sizeof(_abi.Counters))
         for index, n in zip(self._indices, writes):
@@ -274,11 +281,11 @@ class GradientAccumulator:
 
     def state_dict(self):
         """What has to be saved for a resumed run to draw the same random bits, with the sums if there are any."""
-        return {"format": self.format, "seed": self.seed, "writes": dict(zip(self._names, self._writes())),
+        return {"format": self.format, "seed": self.seed, "generator": self._generator, "writes": dict(zip(self._names, self._writes())),
                 "buffers": {name: b for name, b in zip(self._names, self._buffers) if b is not None}}
 
     def load_state_dict(self, state_dict):
-        """Takes seed, counters and sums from `state_dict`; parameters that it does not know keep theirs."""
+        """Takes seed, generator, counters and sums from `state_dict`; parameters that it does not know keep theirs."""
         if state_dict["format"] != self.format:
             raise ValueError(f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was made for "
                              f"{self.format!r}")
@@ -293,6 +300,7 @@ class GradientAccumulator:
             else:
                 buffers[i] = None
         seed = int(state_dict["seed"])
+        self._set_generator(state_dict.get("generator", _layout.OLD_GENERATOR))
         check(lib.halfstep_set_seed(self._handle, seed & (2**64 - 1)), self._handle)
         self.seed = seed
         self._set_writes([state_dict["writes"].get(name, old) for name, old in zip(self._names, self._writes())])
@@ -301,12 +309,14 @@ class GradientAccumulator:
     def __getstate__(self):
         alive = [(name, ref(), n, b) for name, ref, n, b in zip(self._names, self._params, self._writes(), self._buffers)]
         return {"members": [m for m in alive if m[1] is not None], "format": self.format, "seed": self.seed,
+                "generator": self._generator,
                 "missing": self.missing, "dtype": self.dtype, "attached": self.attached}
 
     def __setstate__(self, state):
         members = state["members"]
         named = [(name, p) for name, p, _, _ in members]
         self._setup(named, state["format"], state["seed"], state["missing"], state["dtype"])
+        self._set_generator(state.get("generator", _layout.OLD_GENERATOR))
         self._set_writes([n for _, _, n, _ in members])
         self._buffers = [b for _, _, _, b in members]
         if state["attached"]:

@@ -58,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
     clip            in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's own
     scan            "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its tensor is
                     left alone; "known-finite": nobody looks
-    generator       "mixer" or "philox7", the source of random bits; None: the library's default
+    generator       "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
     seed            of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs it; where
                     torch.distributed is initialized it is 0 on all ranks
     threads         0: torch.get_num_threads() at each step
@@ -72,7 +72,7 @@ class Optimizer(torch.optim.Optimizer):
     rule = None
 
     # What pickles that lack them go on with.
-    clip_norm, clip, scan, generator, threads = 0.0, None, None, None, 0
+    clip_norm, clip, scan, threads = 0.0, None, None, 0
     compile = optimizer_accumulation = gradient_release = False
     # In a compiled step: by weight, and of the witness under None, whether the operator got a copy (see _watch.py).
     _compiled_copies = None
@@ -91,7 +91,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release_handles, self._released = [], set()
         # Names that were given with parameters, also by place, and ids of older files for parameters without states.
         self._names, self._roster, self._ids = {}, [], {}
-        self.clip_norm, self.clip, self.scan, self.generator = clip_norm, clip, scan, generator
+        self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
         self.threads = threads
         self.compile = compile
         if compile:
@@ -101,7 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         self.optimizer_accumulation = optimizer_accumulation
         self.gradient_release = False
         defaults = {**defaults, "weights": weights, "states": states, "decay": decay, "reference_lr": reference_lr,
-                    "seed": seed_of(seed), "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
+                    "seed": seed_of(seed), "generator": _abi.choices("generator")[0] if generator is None else generator,
+                    "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
         self._check_options(defaults)
         super().__init__(params, defaults)
         if fused:
@@ -176,8 +177,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
         if isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 0 <= self.threads <= 1024:
             raise ValueError(f"halfstep: threads={self.threads!r} is not a number from 0 to 1024")
-        for choice in ("clip", "scan", "generator"):
-            value = getattr(self, choice)
+        for choice, value in (("clip", self.clip), ("scan", self.scan), ("generator", group.get("generator"))):
             if value is not None and value not in _abi.choices(choice):
                 raise ValueError(f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}")
 
@@ -218,8 +218,9 @@ class Optimizer(torch.optim.Optimizer):
             group.pop(key, None)
         first = self.param_groups[0]
         group.update(group_steps=0, skipped_steps=first.get("skipped_steps", 0), last_norm=first.get("last_norm", 0.0))
-        if group.get("seed") is None:
-            group["seed"] = self.defaults["seed"]
+        for key in ("seed", "generator"):
+            if group.get(key) is None:
+                group[key] = self.defaults[key]
         if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
             group["reference_lr"] = float(group["lr"])
         self._drop_engine()
@@ -230,6 +231,16 @@ class Optimizer(torch.optim.Optimizer):
     def seed(self):
         """Of the random bits; kept in `param_groups`."""
         return self.param_groups[0].get("seed", 0)
+
+    @property
+    def generator(self):
+        """Of the random bits, by name; kept in `param_groups`, so that what is loaded goes on with its bits."""
+        return self.param_groups[0]["generator"]
+
+    @generator.setter
+    def generator(self, name):
+        for group in self.param_groups:
+            group["generator"] = name
 
     def _threads_now(self):
         return self.threads or torch.get_num_threads()
@@ -879,7 +890,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes back what state_dict() gave, bit for bit; also the states of torch's own optimizers of the same rule.
 
-        Hyper-parameters, seed, identities and counters come from the dictionary; the formats are those of this optimizer, and
+        Hyper-parameters, seed, generator, identities and counters come from the dictionary; the formats are those of this optimizer, and
         where they differ states are converted, with one warning. Group keys that are missing keep this optimizer's values.
         """
         _state.load(self, state_dict, super().load_state_dict)
@@ -922,6 +933,8 @@ class Optimizer(torch.optim.Optimizer):
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         if "state" in state:
             state["state"] = _state.unwrap(state["state"])
+        if "defaults" in state:  # older pickles kept it beside the groups, None for what was the default then
+            state["defaults"] = {"generator": state.pop("generator", None) or _layout.OLD_GENERATOR, **state["defaults"]}
         super().__setstate__(state)
         for group in self.param_groups:
             names = group.pop("param_names", None)

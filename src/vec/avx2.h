@@ -69,6 +69,8 @@ V_OP vi vi_mulhi(vi a, vi b)
     vi odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
     return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
 }
+V_OP vi vi_mul16(vi a, vi b) { return _mm256_mullo_epi16(a, b); }
+V_OP vi vi_add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
 V_OP vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 V_OP vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }

@@ -74,6 +74,8 @@ V_OP vi vi_mulhi(vi a, vi b)
     vi odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
     return _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
 }
+V_OP vi vi_mul16(vi a, vi b) { return _mm512_mullo_epi16(a, b); }
+V_OP vi vi_add16(vi a, vi b) { return _mm512_add_epi16(a, b); }
 V_OP vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 V_OP vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }

@@ -67,6 +67,14 @@ V_OP vi vi_mulhi(vi a, vi b)
     uint64x2_t low = vmull_u32(vget_low_u32(a), vget_low_u32(b)), high = vmull_high_u32(a, b);
     return vuzp2q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high));
 }
+V_OP vi vi_mul16(vi a, vi b)
+{
+    return vreinterpretq_u32_u16(vmulq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+V_OP vi vi_add16(vi a, vi b)
+{
+    return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
 V_OP vi vi_and(vi a, vi b) { return vandq_u32(a, b); }
 V_OP vi vi_or(vi a, vi b) { return vorrq_u32(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return veorq_u32(a, b); }

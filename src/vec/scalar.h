@@ -51,6 +51,8 @@ V_OP vi vi_add(vi a, vi b) { return a + b; }
 V_OP vi vi_sub(vi a, vi b) { return a - b; }
 V_OP vi vi_mul(vi a, vi b) { return a * b; }
 V_OP vi vi_mulhi(vi a, vi b) { return (vi)(((uint64_t)a * b) >> 32); }
+V_OP vi vi_mul16(vi a, vi b) { return ((a >> 16) * (b >> 16)) << 16 | ((a & 65535u) * (b & 65535u) & 65535u); }
+V_OP vi vi_add16(vi a, vi b) { return ((a & 0xffff0000u) + (b & 0xffff0000u)) | ((a + b) & 65535u); }
 V_OP vi vi_and(vi a, vi b) { return a & b; }
 V_OP vi vi_or(vi a, vi b) { return a | b; }
 V_OP vi vi_xor(vi a, vi b) { return a ^ b; }

@@ -161,7 +161,8 @@ def test_movement_at_decay_9999(weights):
     if weights == "bf16":
         assert moved < 0.01 * exact
     else:
-        assert moved / exact == pytest.approx(1.0, abs=0.01)
+        # A lattice meets an average that is pulled with the pull of half its 256 writes before: (1 - decay) * 128 too much.
+        assert moved / exact == pytest.approx(1.0, abs=0.02 if weights.endswith("-sr") else 0.01)
 
 
 @pytest.mark.parametrize("weights", ["f16-sr", "bf16-kahan"])

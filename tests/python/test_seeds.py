@@ -239,3 +239,33 @@ def test_under_an_initialized_process_group_the_seed_is_fixed(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     assert halfstep.AdamW([p]).seed != FIXED
+
+
+def test_a_loaded_state_goes_on_with_its_generator():
+    """As with the seed: what the bits depend on comes from what is loaded."""
+    def fresh(**options):
+        p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        return p, halfstep.AdamW([("p", p)], lr=0.01, states="bf16-sr", seed=1, **options)
+
+    def goes_on(p, opt):
+        for step in range(3):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            opt.step()
+        return p.detach().view(torch.int16).tolist()
+
+    ends = {}
+    for generator in halfstep._abi.choices("generator"):
+        p, opt = fresh(generator=generator)
+        goes_on(p, opt)
+        saved, weight, before = copy.deepcopy(opt.state_dict()), p.detach().clone(), fresh()
+        assert opt.generator == saved["param_groups"][0]["generator"] == generator
+        for q, other in (before, copy.deepcopy(before)):
+            with torch.no_grad():
+                q.copy_(weight)
+            other.load_state_dict(saved)
+            assert other.generator == generator
+            ends.setdefault(generator, goes_on(q, other))
+        assert goes_on(p, opt) == ends[generator]
+    assert len({str(end) for end in ends.values()}) == len(ends)
+    with pytest.raises(ValueError, match="dice"):
+        fresh()[1].load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "generator": "dice"}]})

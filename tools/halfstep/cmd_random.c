@@ -25,7 +25,7 @@ static const struct option rows[] = {
     {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, OPTION_REQUIRED, generator_name, "source of the words"},
     {"seed", OPTION_SEED, AT(seed), "N", "0", 0, 0, 0, NULL, "seed of the optimizer"},
     {"id", OPTION_SEED, AT(id), "N", "1", 0, 0, 0, NULL, "id of the tensor"},
-    {"write", OPTION_NUMBER, AT(write), "N", "0", 0, 0x1p53, 0, NULL, "write counter of the tensor"},
+    {"write", OPTION_NUMBER, AT(write), "N", "0", 0, 0x1p53, 0, NULL, "write counter of the tensor (lattice: of the slot)"},
     {"slot", OPTION_NUMBER, AT(slot), "N", "0", 0, 255, 0, NULL, "0 weight, 1 gradient, 2 and up states"},
     {"first", OPTION_NUMBER, AT(first), "N", "0", 0, 0x1p53, 0, NULL, "first word (each serves a pair of elements)"},
     {"count", OPTION_NUMBER, AT(count), "N", "0", 0, 0x1p53, 0, NULL, "how many words; 0: until the reader has enough"},

@@ -33,6 +33,8 @@ class _Lists:
         self.handle = _engine.create_handle(torch.get_num_threads(), 0)
         self.groups: Dict[str, int] = {}
         try:
+            # Steps are given anew at every call, often as a number that only settles the rule, and lattices go by them.
+            check(lib.halfstep_set_choice(self.handle, _abi.ALL_GROUPS, b"generator", b"mixer"), self.handle)
             for i, (identity, shape, weight, states, gradient) in enumerate(members):
                 recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
                 if recipe not in self.groups:
