@@ -116,10 +116,10 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
 
 /* "lattice": the mixer's half h of an element stays for 256 writes of its slot and becomes
  *
- *   u = h + 2^8 t (2h + 1) = h (1 + 2^9 t) + 2^8 t  mod 2^16,  t = write mod 256
+ *   u = h + 2^8 t (8h + 3) = h (1 + 2^11 t) + 3 2^8 t  mod 2^16,  t = write mod 256
  *
- * so that the high byte walks through all its 256 values in odd steps of the element's own. The factor is odd: for every t
- * h -> u is a bijection, and u as uniform as h. write: of the slot itself, below 2^63. Bit 55 of what keys the stream tells
+ * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1, which
+ * would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot itself, below 2^63. Bit 55 of what keys the stream tells
  * it from those of independent words, whose pass number never gets there. */
 #define HSTEP_LATTICE_SHIFT 8
 #define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
@@ -129,8 +129,8 @@ HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_i
     struct hstep_key result =
         hstep_key_stream(seed, tensor_id, write >> HSTEP_LATTICE_SHIFT | HSTEP_LATTICE_DOMAIN, slot);
     uint32_t t = (uint32_t)write & ((1u << HSTEP_LATTICE_SHIFT) - 1);
-    result.factor = ((1u + (t << (17 - HSTEP_LATTICE_SHIFT))) & 65535u) * 0x00010001u;
-    result.offset = (t << (16 - HSTEP_LATTICE_SHIFT)) * 0x00010001u;
+    result.factor = ((1u + (t << 11)) & 65535u) * 0x00010001u;
+    result.offset = (3u * t << 8 & 65535u) * 0x00010001u;
     return result;
 }
 
