@@ -32,7 +32,7 @@ SANITIZED = os.path.join(BUILD, "tests", "halfstep_faulty")
 WRAPPED = os.path.exists(SANITIZED)
 PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
 LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
-TIMEOUT = 120 if WRAPPED else 20
+TIMEOUT = 240 if WRAPPED else 120
 
 SMALL = ["--width", "16", "--depth", "1", "--heads", "2", "--context", "8", "--batch", "2", "--val-every", "2",
          "--eval-batches", "1", "--sample-bytes", "4", "--quiet"]
