@@ -7,7 +7,7 @@ set -eu
 folder=$1 jobs=$2
 cd "$(dirname "$0")/.."
 bash scripts/build.sh "$folder" "$jobs" -DCMAKE_BUILD_TYPE=None -DHALFSTEP_TESTS=ON -DHALFSTEP_SHORT_TESTS=ON \
-    -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic"
+    -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic -DHSTEP_COVERAGE=1"
 find "$folder" -name '*.gcda' -delete
 # What builds or installs a tree of its own would count nothing here.
 export HSTEP_FAULT_UNTIL_EXIT=1

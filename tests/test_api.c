@@ -935,7 +935,7 @@ static void test_threads(void)
             run_steps(&r, 15, 30);
             int bad = 0;
             for (int i = 0; i < RUN_TENSORS; i++) bad |= run_differs(&reference, i, &r, i) >= 0;
-            _exit(bad);
+            test_leave(bad);
         }
         run_steps(&r, 15, 30);
         int status = -1;
@@ -975,7 +975,7 @@ static void test_memory(void)
             bad |= halfstep_add_tensor(o, &t, &index) != HALFSTEP_OK;
 #endif
             halfstep_destroy(o);
-            _exit(bad);
+            test_leave(bad);
         }
         int status = -1;
         CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,

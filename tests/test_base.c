@@ -444,7 +444,7 @@ static void *stepping_thread(void *arg)
 static int child_runs(void)
 {
     pid_t child = fork();
-    if (child == 0) _exit(run_and_count(4, 1000) == 0 && run_and_count(2, 10) == 0 ? 0 : 1);
+    if (child == 0) test_leave(run_and_count(4, 1000) == 0 && run_and_count(2, 10) == 0 ? 0 : 1);
     int status = -1;
     waitpid(child, &status, 0);
     return WIFEXITED(status) && WEXITSTATUS(status) == 0;
@@ -469,7 +469,7 @@ static int runs_with_few_threads(void)
     if (child == 0) {
         struct rlimit limit = {256u << 20, 256u << 20};
         setrlimit(RLIMIT_AS, &limit);
-        _exit(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0 : 1);
+        test_leave(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0 : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);

@@ -856,7 +856,7 @@ static void test_choice(void)
             if (!child) {
                 setenv("HALFSTEP_ISA", values[i], 1);
                 const char *warning = halfstep_isa_warning();
-                _exit(i ? warning != NULL : !warning || !strstr(warning, "HALFSTEP_ISA") || !halfstep_isa());
+                test_leave(i ? warning != NULL : !warning || !strstr(warning, "HALFSTEP_ISA") || !halfstep_isa());
             }
             int status = -1;
             waitpid(child, &status, 0);

@@ -504,17 +504,17 @@ static void work_through(const char *program)
             printf("     %s\n     reproduce: %s %s\n", shared->violation, program, faults[i]);
         if (shared->violation[0] || alone) {
             shared->next = i + 1;
-            _exit(shared->violation[0] ? 3 : 0);
+            test_leave(shared->violation[0] ? 3 : 0);
         }
     }
 #ifdef HAVE_LSAN
     /* The blocks are counted after each fault; this sees those of the C library too, and tells who allocated them. */
     if (__lsan_do_recoverable_leak_check()) {
         printf("     a leak in this process\n");
-        _exit(3);
+        test_leave(3);
     }
 #endif
-    _exit(0);
+    test_leave(0);
 }
 
 int main(int argc, char **argv)
@@ -553,7 +553,7 @@ int main(int argc, char **argv)
         pid_t child = fork();
         if (!child) {
             *result = scenario(NULL);
-            _exit(0);
+            test_leave(0);
         }
         waitpid(child, NULL, 0);
         reference = *result;
@@ -574,10 +574,10 @@ int main(int argc, char **argv)
             close(ends[0]);
             for (size_t done = 0; done < fault_count * sizeof *faults;) {
                 ssize_t put = write(ends[1], (char *)faults + done, fault_count * sizeof *faults - done);
-                if (put <= 0) _exit(1);
+                if (put <= 0) test_leave(1);
                 done += (size_t)put;
             }
-            _exit(0);
+            test_leave(0);
         }
         close(ends[1]);
         char line[64];

@@ -65,7 +65,7 @@ static void test_environment(void)
             pid_t child = fork();
             if (!child) {
                 setenv("HALFSTEP_ISA", halfstep_isa_name(i), 1);
-                _exit(strcmp(halfstep_isa(), halfstep_isa_name(i)) != 0);
+                test_leave(strcmp(halfstep_isa(), halfstep_isa_name(i)) != 0);
             }
             int status = -1;
             CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,

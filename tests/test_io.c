@@ -1226,7 +1226,7 @@ static void test_foreign_hidden(void)
         empty_tree(dir, 1);
         if (!geteuid()) {
             chmod(scratch, 0777);
-            if (setgid(65534) || setuid(65534)) _exit(77);
+            if (setgid(65534) || setuid(65534)) test_leave(77);
         }
         for (unsigned mode = 0; mode <= 0300; mode += 0300) {
             empty_tree(dir, 1);
@@ -1243,7 +1243,7 @@ static void test_foreign_hidden(void)
         }
         empty_tree(dir, 1);
         fflush(stdout);
-        _exit(test_group_failed != 0);
+        test_leave(test_group_failed != 0);
     }
     int status = -1;
     waitpid(child, &status, 0);
@@ -1598,7 +1598,7 @@ static void test_file_size_limit(void)
         signal(SIGXFSZ, SIG_IGN);
         setrlimit(RLIMIT_FSIZE, &limit);
         int code = save_generation(dir, 13, none, NULL); /* 640 bytes of model */
-        _exit(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
+        test_leave(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);
@@ -1633,7 +1633,7 @@ static void test_racing_reader(void)
     pid_t child = fork();
     if (!child) {
         save_repeatedly(&rounds);
-        _exit(rounds == 60 ? 0 : 1);
+        test_leave(rounds == 60 ? 0 : 1);
     }
     int status = -1;
     while (waitpid(child, &status, WNOHANG) == 0) {

@@ -491,7 +491,7 @@ static int chosen(const char *value, int isa, int warning)
             unsetenv("HALFSTEP_ISA");
         int best = hstep_isa_best(), warned = hstep_isa_warning() != NULL;
         setenv("HALFSTEP_ISA", "scalar", 1); /* too late */
-        _exit(best == isa && warned == warning && hstep_isa_best() == best ? 0 : 1);
+        test_leave(best == isa && warned == warning && hstep_isa_best() == best ? 0 : 1);
     }
     int status;
     return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
