@@ -1,8 +1,8 @@
 /* 8-bit codes of a root, one BF16 scale per 32 elements of a row; 1.0625 bytes an element. Two codes, by role:
  *
  *   signed x: codes linear in sqrt |x|, -127 .. 127
- *     s = BF16 up of sqrt(max |x|) / 127      y = sqrt |x| * (1 / s), k = floor(y)
- *     code = k, or k + 1 if (y - k) (y + k) >= (2 k + 1) (1 - r / 65536), with the sign of x      decode: y = code * s, x = y |y|
+ *     s = BF16 up of sqrt(max |x|) / 127      a = max(0, |x| (65536 / s) (65536 / s) - r (65536 - r))
+ *     code = floor((round(sqrt a) + r) / 65536), with the sign of x      decode: y = code * s, x = y |y|
  *   non-negative x: a window of 256 floats on a fixed grid of sqrt(x), 0 .. 255
  *     codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves; codes 0 .. 127 those of 4 mantissa
  *     bits below it, eight octaves. With d = (pattern of sqrt x) - (pattern of s):
@@ -46,15 +46,13 @@ V_OP vi int8_scale(vf maximum, const int nonneg)
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
     if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
-    return v_div0(v_set(1.0f), v_from_bits(scale));
+    return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept of a new value until its block's scale is known: its root (of a second moment the rule has just computed it),
- * with the value's sign. */
+/* What is kept of a new value until its block's scale is known: of a second moment its root, which the rule has just computed. */
 V_OP vf int8_stash(vf x, const int nonneg)
 {
-    if (nonneg) return v_sqrt(x);
-    return v_from_bits(vi_or(v_bits(v_sqrt(v_abs(x))), vi_and(v_bits(x), vi_set(0x80000000))));
+    return nonneg ? v_sqrt(x) : x;
 }
 
 V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
@@ -65,12 +63,11 @@ V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
         vi q = vi_add(vi_and(vi_shl(random, 2), vi_set(0x3fff0)), vi_set((128u << 18) + 8));
         return vi_max(vi_sra(vi_add(fine, q), 18), vi_set(0));
     }
-    /* Between k^2 and (k + 1)^2 by the part of the way that the square has gone. */
-    vf y = v_mul(v_abs(stashed), inverse);
-    vi k = v_round(v_sub(y, v_set(0.5f)));
-    vf whole = v_from_int(k), way = v_mul(v_sub(y, whole), v_add(y, whole)), step = v_add(v_add(whole, whole), v_set(1.0f));
-    vf draw = v_mul(v_from_int(vi_sub(vi_set(65536), random)), v_set(0x1p-16f));
-    vi magnitude = vi_add(k, vi_select(v_lt(way, v_mul(step, draw)), vi_set(0), vi_set(1)));
+    /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to (k + 1)^2. */
+    vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
+    /* One product after the other: the square of the inverse may leave fp32. */
+    vf square = v_mul(v_mul(v_abs(stashed), inverse), inverse), root = v_sqrt(v_max(v_sub(square, apart), v_set(0.0f)));
+    vi magnitude = vi_sra(vi_add(v_round(root), random), 16);
     vi sign = vi_sra(v_bits(stashed), 31);
     return vi_sub(vi_xor(magnitude, sign), sign);
 }
