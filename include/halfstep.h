@@ -464,6 +464,9 @@ HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tenso
  * Errors: NAME; RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
 HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
+/* Keeps *grid equal to the scalar NAME.grid of a slot that has one, for hosts whose copies of a state are to be whole at any
+ * time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
+HALFSTEP_API int halfstep_bind_grid(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, double *grid);
 /* Steps of the group so far, which its schedule goes by. RANGE above HALFSTEP_MAX_COUNT. */
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
 HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);

@@ -700,6 +700,19 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     return HALFSTEP_OK;
 }
 
+int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, double *grid)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", t->name, (int)slot);
+    t->slot[slot].shown = grid;
+    hstep_set_grid(&t->slot[slot], t->slot[slot].grid);
+    return HALFSTEP_OK;
+}
+
 /* Its row among those of the rule, or -1. */
 static int find_scalar(const struct hstep_rule *rule, int count, const char *name)
 {
@@ -752,7 +765,7 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
         if (!hstep_is_grid(value))
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]", t->name, name, value,
                               (double)HSTEP_GRID_LEAST);
-        slot->grid = (float)value;
+        hstep_set_grid(slot, (float)value);
         return HALFSTEP_OK;
     }
     const struct hstep_scalar *scalar = &hstep_rules[number].scalar[row];

@@ -11,7 +11,8 @@
 struct hstep_slot {
     int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
     int root;   /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
-    float grid; /* of what is stored now; 1 where root is 0 */
+    float grid; /* of what is stored now; 1 where root is 0. Changed by hstep_set_grid() */
+    double *shown; /* the host's copy of grid, or NULL */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
 };
@@ -136,6 +137,13 @@ int hstep_settle(halfstep_optimizer *o);
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
+/* The grid of a slot that has one, and the host's copy. */
+static inline void hstep_set_grid(struct hstep_slot *slot, float grid)
+{
+    slot->grid = grid;
+    if (slot->shown) *slot->shown = (double)grid;
+}
+
 /* What is worked on as a whole: groups of 32 elements, or blocks where they are longer. */
 int hstep_unit_of(int format);
 /* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */

@@ -97,7 +97,7 @@ static void place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     each_stream(o, place_stream, &layout);
     hstep_run(o, zero_piece, &zeroing, (int64_t)((bytes + ZERO_PIECE - 1) / ZERO_PIECE));
     for (int i = 0; i < o->n_tensors; i++)
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) hstep_set_grid(&o->tensors[i].slot[s], 1.0f);
 }
 
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)

@@ -512,7 +512,7 @@ void hstep_count_update(struct hstep_tensor *t, const struct hstep_update *u)
             hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             memcpy(t->slot[s].extra, &u->scale[s], 4);
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
-        if (t->slot[s].root) t->slot[s].grid = u->grid[s];
+        if (t->slot[s].root) hstep_set_grid(&t->slot[s], u->grid[s]);
     if (u->micro) return;
     t->full_steps++;
     memcpy(t->scalar, u->scalar, sizeof t->scalar);

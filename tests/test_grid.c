@@ -207,6 +207,25 @@ static void test_writes(void)
         CHECK(grid[0] == grid[1] && grid[0] < 1, "grids of %.9g and %.9g", grid[0], grid[1]);
         halfstep_destroy(o);
     }
+    TEST("a host's copy of the grid is current at any time") {
+        struct one t;
+        double shown = -1;
+        open_grid(&t, "adamw", "int8", 0.999);
+        CHECK(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE, &shown) == HALFSTEP_ERROR_ARGUMENT &&
+              halfstep_bind_grid(t.o, 0, 99, &shown) == HALFSTEP_ERROR_ARGUMENT && shown == -1, "a slot without a grid was bound");
+        MUST(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE + 1, &shown));
+        CHECK(shown == 1, "bound, it is %g", shown);
+        for (int k = 0; k < 3; k++) {
+            some_steps(&t, k, 1);
+            CHECK(shown == grid_of(&t, "exp_avg_sq") && shown < 1, "after a step it is %g", shown);
+        }
+        MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
+        CHECK(shown == 0.5, "set to 0.5, it is %g", shown);
+        MUST(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE + 1, NULL));
+        some_steps(&t, 3, 1);
+        CHECK(shown == 0.5, "no longer bound, it became %g", shown);
+        one_close(&t);
+    }
     TEST("a maximum decays by nothing") {
         struct one t;
         one_open(&t, "adamw/f32/int8", 2, ROWS, COLUMNS, "f32");

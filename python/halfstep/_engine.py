@@ -414,7 +414,8 @@ class Engine:
     def _bind(self, m, state):
         bind_streams(self.handle, m.index, m.streams, state)
         m.step = state["step"]
-        m.bound = tuple((s.key, state[s.key], state[s.key].data_ptr()) for s in m.streams)
+        grids = (s.name + _layout.GRID for s in m.streams if s.grid)
+        m.bound = tuple((key, state[key], state[key].data_ptr()) for key in (*(s.key for s in m.streams), *grids))
         m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule, m.streams)}
         m.versions = {"step": version(m.step), **{key: version(tensor) for key, tensor in m.numbers.items()}}
 
@@ -426,6 +427,11 @@ class Engine:
         check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()), self.handle)
         for scalar in _layout.scalars_of(self.rule, m.streams):
             check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), m.written[scalar]), self.handle)
+        # Codes are current at any time, and mean nothing without their grid.
+        for s in m.streams:
+            if s.grid:
+                grid = state[s.name + _layout.GRID]
+                check(lib.halfstep_bind_grid(self.handle, m.index, s.slot, grid.data_ptr()), self.handle)
 
     # ---- Between steps ----
 

@@ -9,7 +9,8 @@ Sharded, flattened and merged checkpoints carry a parameter's whole state that w
     recipe                              int64: what the tensors above are, see pack_recipe()
     state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be beyond 2^24
     weight_sum ...                      float64: what the rule keeps as a number for each parameter
-    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be multiplied by; 1 where it is missing
+    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be multiplied by; 1 where it is missing;
+                                        written by the library at every update, as `step` is
 
 Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups, and codes under the names of
 states; modernize() brings such states here.
