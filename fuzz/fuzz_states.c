@@ -220,6 +220,11 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
         double value = ldexp((double)(int8_t)next_byte(&in), (int8_t)next_byte(&in));
         halfstep_set_scalar(s->optimizer, 0, rule.scalar_name[i], value);
     }
+    for (int32_t i = 0; i < rule.states; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "%s.grid", rule.state_name[i]);
+        halfstep_set_scalar(s->optimizer, 0, name, ldexp((double)next_byte(&in), -8)); /* where there is one */
+    }
     return 1;
 }
 

@@ -136,7 +136,7 @@ typedef struct halfstep_format_info {
     const char *code_dtype; /* safetensors dtype of the main stream, e.g. "BF16"; "U8" holds two 4-bit codes */
     const char *extra_dtype;/* of the extra stream (residuals, error codes, scales), or NULL */
     int32_t geometry;       /* HALFSTEP_GEOMETRY_*, for block formats */
-    int32_t reserved;
+    int32_t grid;           /* 1: second moments are stored on a grid that decays with them: halfstep_get_scalar() */
 } halfstep_format_info;
 
 typedef struct halfstep_hyper_info {
@@ -308,7 +308,7 @@ typedef struct halfstep_slot_info {
     uint64_t extra_bytes;
     int64_t blocks_per_row;    /* of the part held here, for block formats of geometry ROWS */
     int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format that the recipe asks for */
-    int32_t reserved;
+    int32_t grid;              /* 1: stored on a grid, the scalar NAME.grid of the tensor: halfstep_get_scalar() */
     void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
 } halfstep_slot_info;
 
@@ -324,8 +324,8 @@ HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memor
 /* The same with the library's memory: huge pages where large, slots staggered. */
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
 /* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
- * The bytes are taken as they are (all zero is the initial value of every format). Rebinding is allowed at any time
- * between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores nothing at all
+ * The bytes are taken as they are (all zero is the initial value of every format), on the grid that the slot has. Rebinding is
+ * allowed at any time between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores nothing at all
  * (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to infinities or NaN harm nothing but the numbers.
  * The residuals or error codes of a live weight that an average follows (ema) are bound as extra of its gradient slot, with
  * code NULL; they are read only. */
@@ -334,8 +334,8 @@ HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tenso
 /* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as fp32,
  * n_rows x n_columns of them. `data` is the caller's weight or gradient buffer for those slots and NULL for states. Writes
  * round to nearest (ties away from zero where the format is stochastic), consume no random bits, and saturate; a weight
- * with a residual or error code gets both parts. RANGE: a value that is not finite for a block format, and for a second
- * moment one that is negative or not finite; its -0 is stored as +0. */
+ * with a residual or error code gets both parts; a second moment with a grid is stored on the one that stands. RANGE: a value
+ * that is not finite for a block format, and for a second moment one that is negative or not finite; its -0 is stored as +0. */
 HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, const void *data,
                                     int64_t first_row, int64_t n_rows, float *out);
 HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
@@ -455,11 +455,19 @@ HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t te
 /* Keeps *step equal to state_steps, as a float: written now and whenever the count changes, for hosts that show a count
  * for each tensor. The library never reads it. NULL ends it; otherwise it must live as long as the handle. */
 HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
-/* What a rule keeps for a tensor as a double, by the names of its rule_info: state of the rule (adamw-delayed's
- * accumulated_decay), or what its last update was (lamb's weight_norm, update_norm and trust_ratio). Belongs in a checkpoint.
+/* What is kept for a tensor as a double, by name. Belongs in a checkpoint.
+ * Of the rule, by the names of its rule_info: state (adamw-delayed's accumulated_decay), or what the last update was (lamb's
+ * weight_norm, update_norm and trust_ratio).
+ * Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in [1/4, 1] that the stored second
+ * moment is to be multiplied by. 1 at first; each write of the state multiplies it by the state's decay rate (a maximum has
+ * none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs to the bytes of the slot: set both, or
+ * neither; bytes of checkpoints that have no such number are of 1.
  * Errors: NAME; RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
 HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
+/* Keeps *grid equal to the scalar NAME.grid of a slot that has one, for hosts whose copies of a state are to be whole at any
+ * time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
+HALFSTEP_API int halfstep_bind_grid(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, double *grid);
 /* Steps of the group so far, which its schedule goes by. RANGE above HALFSTEP_MAX_COUNT. */
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
 HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);

@@ -34,7 +34,7 @@ static void accumulate_tile(const struct accumulation *a, int64_t element, uint6
         hstep_fill_words(a->o, &a->stream, index - (uint64_t)lead, words, padded);
     else
         memset(words, 0, sizeof words);
-    kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0);
+    kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0, 1.0f);
     memcpy(a->accumulator + element * size, sum + lead * size, (size_t)(n * size));
 }
 
@@ -131,7 +131,7 @@ int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uin
         memcpy(plain, in + i, count * 4);
         memcpy(random, words + i / 2, (count + 1) / 2 * 4);
         kernels->from_plain(plain, x, HSTEP_TILE);
-        kernels->format[HSTEP_FORMAT_bf16_sr].encode[0](x, (char *)codes, NULL, random, HSTEP_TILE, 0);
+        kernels->format[HSTEP_FORMAT_bf16_sr].encode[0](x, (char *)codes, NULL, random, HSTEP_TILE, 0, 1.0f);
         memcpy(out + i, codes, count * 2);
     }
     hstep_fp_leave(fp);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "dispatch.h"
+#include "grid.h"
 #include "optimizer.h"
 #include "structs.h"
 #include "threads.h"
@@ -228,7 +229,7 @@ static int find_hyper(int rule, const char *name)
 double hstep_state_beta(const struct hstep_group *group, int state)
 {
     const char *beta = hstep_rules[group->recipe.rule].state[state].beta;
-    return beta ? group->own[find_hyper(group->recipe.rule, beta) - HSTEP_COMMON_HYPERS] : 0.0;
+    return beta ? group->own[find_hyper(group->recipe.rule, beta) - HSTEP_COMMON_HYPERS] : 1.0;
 }
 
 static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *hyper, double value)
@@ -315,13 +316,14 @@ static int choose_states(const halfstep_optimizer *o, const struct hstep_group *
     int flat = 0, longest = 0, error;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
-        *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE};
+        *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE, .grid = 1.0f};
         if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
             !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->rows, t->row_length))
             continue;
         slot->format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
         slot->fell_back = slot->format != g->recipe.state[i];
         slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
+        slot->root = slot->nonneg ? hstep_formats[slot->format].root : 0;
         size_slot(t, slot);
         const struct hstep_format *f = &hstep_formats[slot->format];
         if (!f->block || f->geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
@@ -698,15 +700,43 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     return HALFSTEP_OK;
 }
 
-/* Its row among those of the rule, or -1 with a sentence. */
-static int find_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
+int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, double *grid)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", t->name, (int)slot);
+    t->slot[slot].shown = grid;
+    hstep_set_grid(&t->slot[slot], t->slot[slot].grid);
+    return HALFSTEP_OK;
+}
+
+/* Its row among those of the rule, or -1. */
+static int find_scalar(const struct hstep_rule *rule, int count, const char *name)
+{
+    for (int i = 0; i < count; i++)
+        if (!strcmp(rule->scalar[i].name, name)) return i;
+    return -1;
+}
+
+/* The slot whose grid goes by this name, "STATE.grid", or NULL. */
+static struct hstep_slot *find_grid(struct hstep_tensor *t, const struct hstep_rule *rule, const char *name)
+{
+    for (int i = 0; i < HALFSTEP_MAX_STATES && rule->state[i].name; i++) {
+        size_t length = strlen(rule->state[i].name);
+        struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
+        if (slot->root && !strncmp(name, rule->state[i].name, length) && !strcmp(name + length, ".grid")) return slot;
+    }
+    return NULL;
+}
+
+static int fail_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
-    int rule = o->groups[t->group].recipe.rule;
-    for (int i = 0; i < hstep_rule_scalars(rule); i++)
-        if (!strcmp(hstep_rules[rule].scalar[i].name, name)) return i;
-    hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': %s keeps no '%s'", t->name, hstep_rules[rule].name, name);
-    return -1;
+    return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': %s keeps no '%s'", t->name,
+                      hstep_rules[o->groups[t->group].recipe.rule].name, name);
 }
 
 int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
@@ -714,9 +744,11 @@ int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char 
     if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
-    int row = find_scalar(o, tensor, name);
-    if (row < 0) return HALFSTEP_ERROR_NAME;
-    *value = o->tensors[tensor].scalar[row];
+    struct hstep_tensor *t = &o->tensors[tensor];
+    int number = o->groups[t->group].recipe.rule, row = find_scalar(&hstep_rules[number], hstep_rule_scalars(number), name);
+    const struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
+    if (row < 0 && !slot) return fail_scalar(o, tensor, name);
+    *value = slot ? (double)slot->grid : t->scalar[row];
     return HALFSTEP_OK;
 }
 
@@ -725,10 +757,18 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
-    int row = find_scalar(o, tensor, name);
-    if (row < 0) return HALFSTEP_ERROR_NAME;
     struct hstep_tensor *t = &o->tensors[tensor];
-    const struct hstep_scalar *scalar = &hstep_rules[o->groups[t->group].recipe.rule].scalar[row];
+    int number = o->groups[t->group].recipe.rule, row = find_scalar(&hstep_rules[number], hstep_rule_scalars(number), name);
+    struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
+    if (row < 0 && !slot) return fail_scalar(o, tensor, name);
+    if (slot) {
+        if (!hstep_is_grid(value))
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]", t->name, name, value,
+                              (double)HSTEP_GRID_LEAST);
+        hstep_set_grid(slot, (float)value);
+        return HALFSTEP_OK;
+    }
+    const struct hstep_scalar *scalar = &hstep_rules[number].scalar[row];
     if (!(value >= scalar->minimum && value <= scalar->maximum))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", t->name, name, value,
                           scalar->minimum, scalar->maximum);

@@ -28,26 +28,29 @@
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
 /* Of formats.def; block: elements that share a scale, 0 for element formats. */
-struct columns { int bits, block, scale, stochastic; };
+struct columns { int bits, block, scale, stochastic, root; };
 
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
     case HSTEP_FORMAT_##fn:                                          \
-        return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr};
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
-    case HSTEP_FORMAT_##fn:                                                               \
-        return (struct columns){bits, block, HSTEP_SCALE_##scale, sr};
+        return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr, 0};
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
+    case HSTEP_FORMAT_##fn:                                                                     \
+        return (struct columns){bits, block, HSTEP_SCALE_##scale, sr, root};
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
     default:
-        return (struct columns){0, 0, 0, 0};
+        return (struct columns){0, 0, 0, 0, 0};
     }
 }
 
 V_OP int is_block(const int format) { return columns_of(format).block != 0; }
+
+/* Whether a state lies on a grid that decays with it. */
+V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
 
 /* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
 V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
@@ -140,6 +143,13 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
     }
 }
 
+/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up, still
+ * decodes to a finite number. */
+V_OP vf onto_grid(const int format, vf stashed, vf factor)
+{
+    return v_min(v_mul(stashed, factor), v_set(columns_of(format).root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
+}
+
 /* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
 V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
@@ -170,10 +180,10 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
     HSTEP_ALIGNED uint32_t scales[16];
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
-    case HSTEP_FORMAT_##fn: {                                                             \
-        SCALES_##geometry(fn, nonneg, block, scale)                                       \
-        break;                                                                            \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
+    case HSTEP_FORMAT_##fn: {                                                              \
+        SCALES_##geometry(fn, nonneg, block, scale)                                        \
+        break;                                                                             \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
@@ -225,7 +235,7 @@ V_OP void decode_tile(const int format, const int nonneg, float *x, const char *
 }
 
 V_OP void encode_tile(const int format, const int nonneg, const float *x, char *code, char *extra, const uint32_t *words,
-                      int64_t n, const int state)
+                      int64_t n, const int state, float onto)
 {
     if (!is_block(format)) {
         for (int64_t i = 0; i < n; i += PAIR)
@@ -238,6 +248,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         vi largest = vi_set(0);
         for (int64_t i = b * HSTEP_GROUP; i < (b + 1) * HSTEP_GROUP; i += VL) {
             vf stashed = stash_any(format, v_load(x + i), nonneg);
+            if (has_grid(format, nonneg)) stashed = onto_grid(format, stashed, v_set(onto));
             v_store(stash + i, stashed);
             largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, nonneg));
         }
@@ -254,12 +265,12 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         decode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, n);                                                 \
     }                                                                                                              \
     static void encode_##fn##_##nonneg(const float *x, char *code, char *extra, const uint32_t *words, int64_t n,  \
-                                       int state)                                                                  \
+                                       int state, float onto)                                                      \
     {                                                                                                              \
         if (state)                                                                                                 \
-            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1);                                   \
+            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                             \
         else                                                                                                       \
-            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0);                                   \
+            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                             \
     }
 #define ELEMENT_FORMAT(id, name, fn, ...)                                                                         \
     TILE_FUNCTIONS(fn, 0)                                                                                         \
@@ -288,7 +299,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1));                        \
     }
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) NORM_##geometry(fn)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -411,6 +422,12 @@ static void accumulate_tile(float *g, const float *x, float scale, int64_t n)
 {
     vf s = v_set(scale);
     for (int64_t i = 0; i < n; i += VL) v_store(g + i, v_add(v_load(g + i), v_mul(v_load(x + i), s)));
+}
+
+static void scale_tile(float *x, float factor, int64_t n)
+{
+    vf f = v_set(factor);
+    for (int64_t i = 0; i < n; i += VL) v_store(x + i, v_mul(v_load(x + i), f));
 }
 
 V_OP uint32_t maximum_of(const int format, const char *code, int64_t n)
@@ -574,6 +591,7 @@ struct fused_slot {
     char *code, *extra;
     vi x, k1, factor, offset; /* of its random words */
     vi largest;               /* of the group's magnitudes */
+    vf grid, onto;            /* of a second moment */
     struct fused_room *room;
 };
 
@@ -585,6 +603,8 @@ V_OP struct fused_slot fused_start(const struct hstep_fused *a, int slot, struct
     s.factor = vi_set(a->key[slot].factor);
     s.offset = vi_set(a->key[slot].offset);
     s.largest = vi_set(0);
+    s.grid = v_set(a->grid);
+    s.onto = v_set(a->onto_grid);
     return s;
 }
 
@@ -603,6 +623,7 @@ V_OP void fused_load(const struct fused_slot *s, const int format, const int non
         *o = v_loadu(s->code + 4 * (i + VL));
     } else if (is_block(format)) {
         load_scaled(format, nonneg, s->code, v_set(s->room->scales[r / columns_of(format).block]), i, e, o);
+        if (has_grid(format, nonneg)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);
     } else {
         load_any(format, nonneg, s->code, s->extra, i, e, o);
     }
@@ -617,6 +638,10 @@ V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, 
         v_storeu(s->code + 4 * (i + VL), v_from_bits(hstep_flush(v_bits(o))));
     } else if (is_block(format)) {
         vf stashed_e = stash_any(format, e, nonneg), stashed_o = stash_any(format, o, nonneg);
+        if (has_grid(format, nonneg)) {
+            stashed_e = onto_grid(format, stashed_e, s->onto);
+            stashed_o = onto_grid(format, stashed_o, s->onto);
+        }
         v_store(s->room->stash + r, stashed_e);
         v_store(s->room->stash + r + VL, stashed_o);
         vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));
@@ -654,16 +679,14 @@ V_OP void fused_write_scales(const struct fused_slot *s, const int format, const
 }
 
 /* Codes of both states in one loop: one often waits for roots that the other does not need. */
-V_OP void fused_codes(struct fused_slot *p, struct fused_slot *q, const int s0, const int s1, const int random0, int64_t t,
-                      int64_t n)
+V_OP void fused_codes(struct fused_slot *p, struct fused_slot *q, const int s0, const int s1, int64_t t, int64_t n)
 {
     const struct columns c0 = columns_of(s0), c1 = columns_of(s1);
     const vi half = vi_set(0x80008000);
     for (int64_t i = 0; i < n; i += PAIR) {
         if (c0.block)
             encode_codes(s0, 0, p->room->stash, p->room->inverses, p->code + t * c0.bits / 8, i,
-                         random0 ? mixer_next(&p->x, p->k1) : half);
-        /* Second moments are never written to nearest where there is a choice. */
+                         c0.stochastic ? mixer_next(&p->x, p->k1) : half);
         if (c1.block)
             encode_codes(s1, 1, q->room->stash, q->room->inverses, q->code + t * c1.bits / 8, i,
                          c1.stochastic ? mixer_next(&q->x, q->k1) : half);
@@ -717,10 +740,7 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
             }
         fused_write_scales(&p, s0, 0, t, n);
         fused_write_scales(&q, s1, 1, t, n);
-        if (a->stochastic >> HALFSTEP_SLOT_STATE & 1)
-            fused_codes(&p, &q, s0, s1, 1, t, n);
-        else
-            fused_codes(&p, &q, s0, s1, 0, t, n);
+        fused_codes(&p, &q, s0, s1, t, n);
     }
 }
 
@@ -761,7 +781,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define SCALE_ROWS(fn)
 #define SCALE_FLAT(fn)
 #define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}, .tensor_scale = fn##_tensor_scale
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr)                          \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...)                         \
     [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}, \
                            SCALE_##geometry(fn)},
 #include "formats/formats.def"
@@ -792,6 +812,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .product = product_tile,
     .gradient = gradient_tile,
     .accumulate = accumulate_tile,
+    .scale = scale_tile,
     .to_plain = to_plain,
     .from_plain = from_plain,
     .random = {

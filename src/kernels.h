@@ -28,7 +28,7 @@ struct hstep_fused {
     int64_t n;
     const float *k;             /* the rule's constants */
     float gradient_scale;
-    uint32_t stochastic;        /* bit s: slot s draws random bits (block codes of slow states) */
+    float grid, onto_grid;      /* of the second state: of what is stored, and what is coded is multiplied by (grid.h) */
     const struct hstep_key *key; /* segment keys of the mixer, one per slot */
 };
 
@@ -41,7 +41,8 @@ struct hstep_fused_row {
 /* Of one storage format. NULL where it does not apply: block formats hold no weights and no gradients. */
 struct hstep_format_kernels {
     void (*decode[2])(float *x, const char *code, const char *extra, int64_t n); /* by nonneg, as is encode */
-    void (*encode[2])(const float *x, char *code, char *extra, const uint32_t *words, int64_t n, int state);
+    /* What is coded of second moments with a grid is multiplied by `onto` (grid.h); decode gives what is stored. */
+    void (*encode[2])(const float *x, char *code, char *extra, const uint32_t *words, int64_t n, int state, float onto);
     void (*apply)(const float *w, const float *d, char *code, char *extra, const uint32_t *words, int64_t n);
     /* Largest magnitude as an fp32 pattern (NaN sorts above infinity); n is any multiple of 32. */
     uint32_t (*maximum)(const char *code, int64_t n);
@@ -74,6 +75,8 @@ struct hstep_kernels {
     void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);
     /* g += scale * x */
     void (*accumulate)(float *g, const float *x, float scale, int64_t n);
+    /* x *= factor */
+    void (*scale)(float *x, float factor, int64_t n);
     /* Scratch to elements in order, and back, for reading and writing slots. */
     void (*to_plain)(const float *x, float *plain, int64_t n);
     void (*from_plain)(const float *plain, float *x, int64_t n);

@@ -10,6 +10,9 @@
 
 struct hstep_slot {
     int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
+    int root;   /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
+    float grid; /* of what is stored now; 1 where root is 0. Changed by hstep_set_grid() */
+    double *shown; /* the host's copy of grid, or NULL */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
 };
@@ -69,6 +72,7 @@ struct hstep_update {
     int own;               /* the constants come from the tensor itself: no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
     float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
+    float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -133,6 +137,13 @@ int hstep_settle(halfstep_optimizer *o);
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
+/* The grid of a slot that has one, and the host's copy. */
+static inline void hstep_set_grid(struct hstep_slot *slot, float grid)
+{
+    slot->grid = grid;
+    if (slot->shown) *slot->shown = (double)grid;
+}
+
 /* What is worked on as a whole: groups of 32 elements, or blocks where they are longer. */
 int hstep_unit_of(int format);
 /* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */
@@ -155,8 +166,9 @@ void hstep_free(void *memory);
 void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
 /* The group's lr at its next step. */
 double hstep_group_lr(const struct hstep_group *group);
-/* The decay rate of a state; and 1 where these hyper-parameters need it at all (sgd without momentum does not). */
+/* What a write leaves of a state: 1 of one that has no decay rate, such as a maximum. */
 double hstep_state_beta(const struct hstep_group *group, int state);
+/* 1 where these hyper-parameters need it at all (sgd without momentum does not). */
 int hstep_state_needed(const struct hstep_group *group, int state);
 
 #endif

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "dispatch.h"
+#include "grid.h"
 #include "optimizer.h"
 #include "structs.h"
 #include "threads.h"
@@ -35,6 +36,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     halfstep_slot_info ours = {.format = s->format, .name = slot_name(o, tensor, slot),
                                .code_bytes = s->code_bytes, .extra_bytes = s->extra_bytes,
                                .blocks_per_row = hstep_blocks_per_row(t, s->format), .fell_back = s->fell_back,
+                               .grid = s->root != 0,
                                .code = s->code, .extra = s->extra};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
@@ -94,6 +96,8 @@ static void place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     struct zeroing zeroing = {memory, bytes};
     each_stream(o, place_stream, &layout);
     hstep_run(o, zero_piece, &zeroing, (int64_t)((bytes + ZERO_PIECE - 1) / ZERO_PIECE));
+    for (int i = 0; i < o->n_tensors; i++)
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) hstep_set_grid(&o->tensors[i].slot[s], 1.0f);
 }
 
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
@@ -197,6 +201,7 @@ static void decode_piece(const halfstep_optimizer *o, const struct hstep_tensor 
     HSTEP_ALIGNED float x[HSTEP_TILE];
     move_piece(t, s, (char *)(uintptr_t)code, p, code_room, extra_room, 0);
     o->kernels->format[s->format].decode[s->nonneg](x, code_room, extra_room, padded(s->format, p->n));
+    if (s->root) o->kernels->scale(x, s->grid, padded(s->format, p->n));
     o->kernels->to_plain(x, plain, padded(s->format, p->n));
 }
 
@@ -321,6 +326,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
     /* The random number that is half of everything: stochastic formats round to nearest with it. */
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
+    const float onto = s->root ? hstep_onto_grid(s->grid, s->root) : 1.0f;
     struct piece p = {0};
     while (next_piece(t, s->format, first, end, &p)) {
         memset(plain, 0, sizeof plain);
@@ -335,7 +341,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
             o->kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
         else
             o->kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded(s->format, p.n),
-                                                            slot >= HALFSTEP_SLOT_STATE);
+                                                            slot >= HALFSTEP_SLOT_STATE, onto);
         move_piece(t, s, slot < HALFSTEP_SLOT_STATE ? data : s->code, &p, code, extra, 1);
     }
     return HALFSTEP_OK;

@@ -36,7 +36,7 @@ enum {
         "a second stream has 8 or 16 bits")                                                                             \
     ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                      \
     ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr)                                \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)                          \
     FORMAT_ROW(id, name, fn, roles)                                                                                     \
     ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")                           \
     ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                                           \
@@ -46,7 +46,9 @@ enum {
         name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                                 \
     ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")                 \
     ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                                           \
-    ROW((sr) >= 0 && (sr) < 31, name, "stochastic is an exponent of 2")
+    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")                                                           \
+    ROW((root) >= 0 && (root) <= 2, name, "the root of a grid is 0, 1 or 2")                                            \
+    ROW((root) == 0 || (geometry) != TENSOR, name, "the scale of a whole tensor knows no grid")
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -55,10 +57,10 @@ enum {
 
 const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
-    {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, #dtype, \
+    {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, 0, #dtype, \
      HSTEP_BITS_##extra ? #extra : NULL},
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr) \
-    {id, name, title, roles, bits, 0, block, HSTEP_BITS_##scale, geometry, sr, #dtype, #scale},
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
+    {id, name, title, roles, bits, 0, block, HSTEP_BITS_##scale, geometry, sr, root, #dtype, #scale},
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -441,7 +443,7 @@ int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
         .id = format->id, .name = format->name, .title = format->title,
         .roles = format->roles, .code_bits = format->code_bits, .extra_bits = format->extra_bits,
         .block = format->block, .scale_bytes = format->scale_bits / 8, .geometry = format->geometry,
-        .stochastic = format->stochastic != 0,
+        .stochastic = format->stochastic, .grid = format->root != 0,
         .code_dtype = format->code_dtype, .extra_dtype = format->extra_dtype};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

@@ -37,6 +37,7 @@ struct hstep_format {
     int id;
     const char *name, *title;
     int roles, code_bits, extra_bits, block, scale_bits, geometry, stochastic; /* block: elements per scale, or 0 */
+    int root; /* of the grid of second moments, 0 where it stands (formats.def) */
     const char *code_dtype, *extra_dtype;
 };
 

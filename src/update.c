@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "dispatch.h"
+#include "grid.h"
 #include "matrix.h"
 #include "statistics.h"
 #include "step.h"
@@ -107,11 +108,8 @@ int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, in
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
         /* Not with one scale for a tensor, which is there to show what its authors published. */
         if (f->block && f->geometry != HALFSTEP_GEOMETRY_TENSOR) u->mode |= RULE_CLAMP;
-        if (!f->stochastic || s == HALFSTEP_SLOT_GRADIENT) continue;
-        /* Nearest block codes follow a fast state well; a slow one they would never let fall, or rise. */
-        int nearest = f->block && !slot->nonneg &&
-                      1.0 - hstep_state_beta(g, s - HALFSTEP_SLOT_STATE) >= 1.0 / (double)(1 << f->stochastic);
-        if (!nearest) u->stochastic |= 1u << s;
+        if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+        if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) u->stochastic |= 1u << s;
     }
     u->still = base == 0.0;
     u->fused = hstep_use_fused && t->fused && l2 == 0.0 && u->centralize == 0.0 && !u->still && !micro &&
@@ -273,6 +271,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
                                                                        places->extra[from], n);
         else
             memset(tile->states[i], 0, (size_t)n * 4);
+        if (w->format[s] >= 0 && w->t->slot[s].root) kernels->scale(tile->states[i], w->t->slot[s].grid, n);
     }
 }
 
@@ -287,9 +286,9 @@ static void copy_slot(const struct hstep_work *w, const struct hstep_places *pla
 static void encode_state(const struct hstep_work *w, const struct hstep_places *places, int s, const float *x,
                          const uint32_t *words, int64_t n)
 {
-    float scale = w->u->scale[s];
+    float scale = w->u->scale[s], onto = w->t->slot[s].root ? hstep_onto_grid(w->u->grid[s], w->t->slot[s].root) : 1.0f;
     char *extra = hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR ? (char *)&scale : places->extra[s];
-    w->o->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1);
+    w->o->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1, onto);
 }
 
 /* n elements (whole units, at most a tile) at the given places. */
@@ -315,7 +314,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     }
     if (w->pass == HSTEP_PASS_DIRECTION) {
         kernels->matrix[rule].direction[u->mode & RULE_CLAMP](u->k, tile.gradient, tile.change, tile.state, n);
-        kernels->format[HSTEP_FORMAT_f32].encode[0](tile.change, places->code[HSTEP_SLOT_WORK], NULL, words[0], n, 0);
+        kernels->format[HSTEP_FORMAT_f32].encode[0](tile.change, places->code[HSTEP_SLOT_WORK], NULL, words[0], n, 0, 1.0f);
     } else {
         kernels->rule[rule][u->mode](u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
@@ -361,13 +360,16 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
 
 static void update_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
+    const int second = HALFSTEP_SLOT_STATE + 1;
+    const struct hstep_slot *slot = &w->t->slot[second];
+    const float onto = slot->root ? hstep_onto_grid(w->u->grid[second], slot->root) : 1.0f;
     while (n > 0) {
         struct hstep_key keys[HSTEP_SLOTS];
         struct hstep_places places;
         int64_t count = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
         if (count > n) count = n;
         struct hstep_fused f = {.index = index, .n = count, .k = w->u->k, .gradient_scale = w->u->gradient_scale,
-                                .stochastic = w->u->stochastic, .key = keys};
+                                .grid = slot->grid, .onto_grid = onto, .key = keys};
         hstep_place(w, element, &places);
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
@@ -522,6 +524,8 @@ void hstep_count_update(struct hstep_tensor *t, const struct hstep_update *u)
         if (t->slot[s].format >= 0 && t->slot[s].extra_bytes &&
             hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             memcpy(t->slot[s].extra, &u->scale[s], 4);
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+        if (t->slot[s].root) hstep_set_grid(&t->slot[s], u->grid[s]);
     if (u->micro) return;
     t->full_steps++;
     memcpy(t->scalar, u->scalar, sizeof t->scalar);

@@ -27,7 +27,9 @@ refused $formats int8 's/BF16, ROWS/BF16, COLUMNS/' COLUMNS
 refused $formats int8 's/NONNEG, 8/NONNEG, 6/' "int8: codes in blocks have 8 or 4 bits"
 refused $formats int8 's/8, I8/8, I16/' "int8: codes in blocks are stored in bytes"
 refused $formats int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
-refused $formats int8 's/ROWS,   4/ROWS, 40/' "int8: stochastic is an exponent of 2"
+refused $formats int8 's/ROWS,   1/ROWS, 2/' "int8: stochastic is 0 or 1"
+refused $formats int8 's/1, 2)/1, 3)/' "int8: the root of a grid is 0, 1 or 2"
+refused $formats fp8-lamb16 's/0, 0)/0, 1)/' "fp8-lamb16: the scale of a whole tensor knows no grid"
 refused $formats int8 's/(16,/(17,/' FORMAT_ID_17
 refused $formats fp8-lamb16 's/F32, /BF16, /' "fp8-lamb16: the scale of a whole tensor is an F32"
 refused $formats bf16-ecc8 's/I8, /I32, /' "bf16-ecc8: a second stream has 8 or 16 bits"
@@ -43,7 +45,7 @@ cp "$source_dir/src/rules/lion.h" src/rules/lion.h
 # Two formats more. -O1: only their bits matter.
 cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
 sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"|' \
-    -e '/^BLOCK_FORMAT  (16,/a BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 4)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 4)' $formats
+    -e '/^BLOCK_FORMAT  (16,/a BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)' $formats
 have= objects=
 while IFS='|' read -r isa processor flags; do
     [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue

@@ -650,6 +650,7 @@ static void copy_run(const struct run *from, struct run *to)
             MUST(halfstep_get_scalar(from->o, i, rule.scalar_name[j], &value));
             MUST(halfstep_set_scalar(to->o, i, rule.scalar_name[j], value));
         }
+        copy_grids(from->o, to->o, i);
     }
     uint64_t steps;
     MUST(halfstep_get_group_steps(from->o, 0, &steps));

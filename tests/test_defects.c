@@ -846,7 +846,8 @@ static void test_lamb16(void)
                 printf("     N = %5d, %-12s stored / true v after 50, 200, 500, 1000, 1500:", sizes[i], states[f]);
                 for (int k = 0; k < count; k++) {
                     printf(" %.3f", ratio[k]);
-                    if (f) CHECK(fabs(ratio[k] - 1) < 0.03, "%s: %.3f of v after %d steps", states[f], ratio[k], times[k]);
+                    /* Single elements scatter by a fifth or more: that of their mean comes on top. */
+                    if (f) CHECK(fabs(ratio[k] - 1) < 0.03 + 0.6 / sqrt(sizes[i]), "%s: %.3f of v after %d steps", states[f], ratio[k], times[k]);
                 }
                 printf("\n");
                 if (!f) CHECK(ratio[2] < 0.5, "the counter-check has %.2f of v after 500 steps", ratio[2]);
@@ -1126,6 +1127,7 @@ static void copy_counts(struct one *to, struct one *from, int32_t rule)
         MUST(halfstep_get_scalar(from->o, 0, info.scalar_name[i], &value));
         MUST(halfstep_set_scalar(to->o, 0, info.scalar_name[i], value));
     }
+    copy_grids(from->o, to->o, 0);
 }
 
 /* Whether a run that is stored raw and taken up elsewhere gives the bits of one that goes on. through_bf16: the states pass

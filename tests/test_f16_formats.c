@@ -39,7 +39,7 @@ static void encode(const struct hstep_kernels *k, int format, const float *in, s
     memcpy(plain, in, sizeof plain);
     memcpy(random, words, sizeof random);
     k->from_plain(plain, x, HSTEP_TILE);
-    k->format[format].encode[0](x, (char *)s->code, (char *)s->extra, random, HSTEP_TILE, state);
+    k->format[format].encode[0](x, (char *)s->code, (char *)s->extra, random, HSTEP_TILE, state, 1.0f);
 }
 
 static void decode(const struct hstep_kernels *k, int format, const struct stored *s, float *out)

@@ -193,7 +193,7 @@ done:
 /* All that a checkpoint has to keep beside weights and states. */
 struct position {
     halfstep_counters counters[TENSORS];
-    double scalars[TENSORS][4], norm;
+    double scalars[TENSORS][4], grids[TENSORS], norm;
     uint64_t group_steps[TENSORS];
 };
 
@@ -217,6 +217,7 @@ static void get_position(const struct model *model, struct position *position)
         halfstep_get_group_steps(model->optimizer, i, &position->group_steps[i]);
         for (int k = 0; k < 4 && (name = scalar_name(i, k)); k++)
             halfstep_get_scalar(model->optimizer, i, name, &position->scalars[i][k]);
+        halfstep_get_scalar(model->optimizer, i, "exp_avg_sq.grid", &position->grids[i]);
     }
     position->norm = halfstep_gradient_norm(model->optimizer);
 }
@@ -229,6 +230,8 @@ static int set_position(struct model *model, const struct position *position)
         TRY(detail(model), halfstep_set_group_steps(model->optimizer, i, position->group_steps[i]));
         for (int k = 0; k < 4 && (name = scalar_name(i, k)); k++)
             TRY(detail(model), halfstep_set_scalar(model->optimizer, i, name, position->scalars[i][k]));
+        if (position->grids[i] != 0.0)
+            TRY(detail(model), halfstep_set_scalar(model->optimizer, i, "exp_avg_sq.grid", position->grids[i]));
     }
     TRY(detail(model), halfstep_set_gradient_norm(model->optimizer, position->norm));
     return 1;

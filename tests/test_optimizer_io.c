@@ -290,6 +290,10 @@ static uint64_t fingerprint(const run *r, int settings)
             if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0) continue;
             if (info.code) hash = mix_bytes(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix_bytes(hash, info.extra, info.extra_bytes);
+            char name[64];
+            double grid;
+            snprintf(name, sizeof name, "%s.grid", info.name);
+            if (!halfstep_get_scalar(r->o, i, name, &grid)) hash = mix_bytes(hash, &grid, sizeof grid);
         }
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         for (int32_t row = 0; !halfstep_get_rule_info(row, &rule); row++)
@@ -742,6 +746,16 @@ static void test_scalars(void)
         {META("scalars.conv", "accumulated_decay 1e300"), HALFSTEP_ERROR_RANGE, "accumulated_decay"},
         {META("scalars.linear", "weight_norm 1 update_norm 1"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
         {META("scalars.linear", "trust_ratio 0x1p-1 weight_norm 1 update_norm 2.5"), 0, ""},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 exp_avg_sq.grid 0x1p-1 update_norm 2.5"), 0, ""},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 0.2"), HALFSTEP_ERROR_RANGE,
+         "exp_avg_sq.grid"},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid nan"), HALFSTEP_ERROR_FORMAT,
+         "scalars.linear"},
+        {META("scalars.linear", "exp_avg_sq.grid 0.5"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg.grids 1"), HALFSTEP_ERROR_FORMAT,
+         "scalars.linear"},
+        {META("scalars.linear", "exp_avg_sq.grid 1 trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 1"),
+         HALFSTEP_ERROR_FORMAT, "scalars.linear"},
     };
     run original, other;
     double value;

@@ -295,9 +295,9 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     one_close(&t);
 }
 
-/* Blocks of one magnitude with elements far below it, written to nearest: roots of signed values are at most half of their
- * block's step off, those of second moments 2^-6 of themselves down to a 14th of the largest, then 2^-5, down to the smallest
- * code, 2^-11 of the largest; none of them becomes zero. Below 2^-126 a square has a last place of its own. */
+/* Blocks of one magnitude with elements far below it, written to nearest: roots of signed values are at most the root of half
+ * of their block's step off, those of second moments 2^-6 of themselves down to a 14th of the largest or 2^-65, then 2^-5, down to the smallest
+ * code, 2^-11 of the largest or 2^-73; none of them becomes zero. Below 2^-126 a square has a last place of its own. */
 static void judge_block(struct source *s, int nonneg, int exponent, double *worst)
 {
     enum { N = 4 * 32 };
@@ -315,7 +315,7 @@ static void judge_block(struct source *s, int nonneg, int exponent, double *wors
     for (int b = 0; b < N; b += 32) {
         double most = 0;
         for (int i = b; i < b + 32; i++) most = fmax(most, fabs((double)in[i]));
-        double step = sqrt(most) / 127 * (1 + 0x1p-7), smallest = fmax(sqrt(most) * 0x1p-11, 0x1p-75);
+        double step = sqrt(most) / 127 * (1 + 0x1p-7), smallest = fmax(sqrt(most) * 0x1p-11, 0x1p-73);
         for (int i = b; i < b + 32; i++) {
             double root = copysign(sqrt(fabs((double)in[i])), (double)in[i]);
             double back = copysign(sqrt(fabs((double)out[i])), (double)out[i]);
@@ -323,7 +323,7 @@ static void judge_block(struct source *s, int nonneg, int exponent, double *wors
                 CHECK(out[i] == 0, "a block below 2^-126 decodes to %a", out[i]);
                 continue;
             }
-            double allowed = !nonneg ? step / 2 : root * (root > sqrt(most) / 14 ? 0x1p-6 : 0x1p-5);
+            double allowed = !nonneg ? step * sqrt(0.5) : root * (root > fmax(sqrt(most) / 14, 0x1p-65) ? 0x1p-6 : 0x1p-5);
             if (nonneg) allowed = fmax(allowed, root < smallest ? smallest : 0) + 0x1p-150 / fmax(root, 0x1p-75);
             double error = fabs(back - root) / allowed;
             *worst = fmax(*worst, error);

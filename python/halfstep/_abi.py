@@ -69,7 +69,7 @@ class FormatInfo(_Sized):
     _fields_ = [("struct_size", c_uint32), ("id", c_int32), ("name", c_char_p), ("title", c_char_p), ("roles", c_int32),
                 ("code_bits", c_int32), ("extra_bits", c_int32), ("block", c_int32), ("scale_bytes", c_int32),
                 ("stochastic", c_int32), ("code_dtype", c_char_p), ("extra_dtype", c_char_p), ("geometry", c_int32),
-                ("reserved", c_int32)]
+                ("grid", c_int32)]
 
 
 class HyperInfo(_Sized):
@@ -93,7 +93,7 @@ class Tensor(_Sized):
 
 class SlotInfo(_Sized):
     _fields_ = [("struct_size", c_uint32), ("format", c_int32), ("name", c_char_p), ("code_bytes", c_uint64),
-                ("extra_bytes", c_uint64), ("blocks_per_row", c_int64), ("fell_back", c_int32), ("reserved", c_int32),
+                ("extra_bytes", c_uint64), ("blocks_per_row", c_int64), ("fell_back", c_int32), ("grid", c_int32),
                 ("code", c_void_p), ("extra", c_void_p)]
 
 
@@ -189,6 +189,7 @@ signatures = {
     "halfstep_bind_step": (c_int, (_handle, c_int32, c_void_p)),
     "halfstep_get_scalar": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
     "halfstep_set_scalar": (c_int, (_handle, c_int32, c_char_p, c_double)),
+    "halfstep_bind_grid": (c_int, (_handle, c_int32, c_int32, c_void_p)),
     "halfstep_get_group_steps": (c_int, (_handle, c_int32, _bytes)),
     "halfstep_set_group_steps": (c_int, (_handle, c_int32, c_uint64)),
     "halfstep_get_seed": (c_uint64, (_handle,)),

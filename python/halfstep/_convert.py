@@ -16,7 +16,7 @@ class Codec:
 
     def __init__(self, recipe, hypers, shape, name, identity=0):
         from . import _engine  # which needs this module in turn
-        self.engine, self.recipe, self.hypers = _engine, recipe, tuple(hypers.items())
+        self.engine, self.recipe, self.hypers, self.name = _engine, recipe, tuple(hypers.items()), name
         self.rule = _abi.rules[recipe.partition("/")[0]]
         self.handle = _engine.create_handle(1, 0)
         try:
@@ -34,6 +34,13 @@ class Codec:
 
     def bind(self, tensors):
         self.engine.bind_streams(self.handle, self.index, self.streams, tensors)
+
+    def take_scalars(self, state):
+        """The numbers that a state has; ValueError where no update leaves such."""
+        for key in _layout.scalars_of(self.rule, self.streams):
+            value = _layout.take_number(state, key, self.name)
+            if value is not None:
+                check(lib.halfstep_set_scalar(self.handle, self.index, key.encode(), value), self.handle)
 
     def read(self, slot, data=None):
         return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data)
@@ -104,6 +111,7 @@ def convert(optimizer, m, state, old):
             # States that this optimizer's hyper-parameters need and the file's did not start at zero.
             tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype)) for s in missing)
             source.bind(tensors)
+            source.take_scalars(state)
             there = {s.name for s in source.streams} - {s.name for s in missing}
             for i, name in enumerate(names):
                 if name in there:
@@ -114,12 +122,13 @@ def convert(optimizer, m, state, old):
             source.close()
     target = Codec(m.recipe, hypers, m.shape, m.name)
     try:
-        # The same tensor, so the same streams.
+        # The same tensor, so the same streams, on the grid that a new handle has.
         made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(m.p) for s in m.streams}
         target.bind(made)
         for i, name in enumerate(names):
             if name in values and any(s.name == name for s in m.streams):
                 target.write(2 + i, values[name])
+        made.update((s.name + _layout.GRID, _layout.number(1.0, s.name + _layout.GRID)) for s in m.streams if s.grid)
         if weight is not None and "weight.extra" in made:
             held = m.p.detach().clone(memory_format=torch.contiguous_format)
             target.write(0, weight, held.data_ptr())

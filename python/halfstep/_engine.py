@@ -150,12 +150,14 @@ def add_tensor(handle, group, name, identity, shape, gradient):
 
 class Stream:
     """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle. `name` is that of the
-    state, or "weight"; `extra`: the second tensor of a slot, scales or residuals."""
+    state, or "weight"; `extra`: the second tensor of a slot, scales or residuals; `grid`: codes on a grid, which is a number of
+    its own."""
 
-    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role")
+    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid")
 
-    def __init__(self, slot, extra, name, part, dtype, shape, role):
+    def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False):
         self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = slot, extra, name, part, dtype, shape, role
+        self.grid = grid
 
     @property
     def key(self):
@@ -196,7 +198,8 @@ def streams_of(handle, index, rule, shape):
                 code_shape = (rows, code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
-            found.append(Stream(slot, False, name, "" if code.is_floating_point else ".codes", code, code_shape, role))
+            found.append(Stream(slot, False, name, "" if code.is_floating_point else ".codes", code, code_shape, role,
+                                bool(info.grid)))
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -388,10 +391,10 @@ class Engine:
         if old != m.recipe:
             made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
         initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
-        for key in _layout.numbers_of(self.rule):
+        for key in _layout.numbers_of(self.rule, m.streams):
             if key not in made and not _layout.is_number(state.get(key), key):
                 value = _layout.take_number(state, key, m.name)
-                made[key] = _layout.number(initial.get(key, 0.0) if value is None else value, key)
+                made[key] = _layout.number(initial.get(key, _layout.initial(key)) if value is None else value, key)
         if has and old in (m.recipe, None) and all(s.key in state and s.fits(state[s.key]) for s in m.streams):
             return made, obsolete, weight
         if has and old != m.recipe:
@@ -411,8 +414,9 @@ class Engine:
     def _bind(self, m, state):
         bind_streams(self.handle, m.index, m.streams, state)
         m.step = state["step"]
-        m.bound = tuple((s.key, state[s.key], state[s.key].data_ptr()) for s in m.streams)
-        m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule)}
+        grids = (s.name + _layout.GRID for s in m.streams if s.grid)
+        m.bound = tuple((key, state[key], state[key].data_ptr()) for key in (*(s.key for s in m.streams), *grids))
+        m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule, m.streams)}
         m.versions = {"step": version(m.step), **{key: version(tensor) for key, tensor in m.numbers.items()}}
 
     def _restore_counters(self, m, state):
@@ -421,8 +425,13 @@ class Engine:
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
         check(lib.halfstep_set_counters(self.handle, m.index, byref(_abi.Counters.new(**counts))), self.handle)
         check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()), self.handle)
-        for scalar in self.rule.scalars:
+        for scalar in _layout.scalars_of(self.rule, m.streams):
             check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), m.written[scalar]), self.handle)
+        # Codes are current at any time, and mean nothing without their grid.
+        for s in m.streams:
+            if s.grid:
+                grid = state[s.name + _layout.GRID]
+                check(lib.halfstep_bind_grid(self.handle, m.index, s.slot, grid.data_ptr()), self.handle)
 
     # ---- Between steps ----
 
@@ -447,7 +456,7 @@ class Engine:
                 if steps is not None and not _layout.same_count(now["state_steps"], steps) and 0 <= steps < 2 ** 63:
                     alone = False  # somebody's count; what else they wrote stands beside it
                     now["state_steps"] = now["full_steps"] = steps
-            for scalar in self.rule.scalars:
+            for scalar in _layout.scalars_of(self.rule, m.streams):
                 check(lib.halfstep_get_scalar(self.handle, m.index, scalar.encode(), byref(value)), self.handle)
                 now[scalar] = value.value
             for key, tensor in m.numbers.items():

@@ -44,7 +44,8 @@ def _tensors(optimizer):
             counts = {key: _layout.take_number(held, key, name) for key in _layout.COUNTERS}
             counts["id"] = _layout.take_number(held, "id", name) % 2**64
             metadata[f"counters.{name}"] = " ".join(f"{key} {value}" for key, value in counts.items())
-            scalars = [f"{key} {_layout.take_number(held, key, name).hex()}" for key in rule.scalars if key in held]
+            scalars = [f"{key} {_layout.take_number(held, key, name).hex()}" for key in _layout.scalars_of(rule)
+                       if key in held]
             if scalars:
                 metadata[f"scalars.{name}"] = " ".join(scalars)
             for key, value in held.items():

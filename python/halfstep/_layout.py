@@ -9,6 +9,8 @@ Sharded, flattened and merged checkpoints carry a parameter's whole state that w
     recipe                              int64: what the tensors above are, see pack_recipe()
     state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be beyond 2^24
     weight_sum ...                      float64: what the rule keeps as a number for each parameter
+    exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be multiplied by; 1 where it is missing;
+                                        written by the library at every update, as `step` is
 
 Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups, and codes under the names of
 states; modernize() brings such states here.
@@ -29,6 +31,8 @@ OLD_GENERATOR = "mixer"
 TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
+#: after the name of a second moment
+GRID = ".grid"
 
 _rules = {rule.id: rule.name for rule in _abi.rules.values()}
 _formats = {f.id: f.name for f in _abi.formats.values()}
@@ -64,15 +68,27 @@ def unpack_recipe(number):
         return None
 
 
-def numbers_of(rule):
-    """The keys of a rule's small tensors beside `step`."""
-    return (*WHOLE, *rule.scalars)
+def scalars_of(rule, streams=None):
+    """The names of the numbers that a rule keeps for a parameter with these streams, grids included; for None, for any."""
+    if streams is None:
+        return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == _abi.ROLE_NONNEG))
+    return (*rule.scalars, *(s.name + GRID for s in streams if s.grid))
+
+
+def numbers_of(rule, streams=None):
+    """The keys of the small tensors beside `step`, likewise."""
+    return (*WHOLE, *scalars_of(rule, streams))
+
+
+def initial(key):
+    """What such a number is at first, and where a state of an older version lacks it."""
+    return 1.0 if key.endswith(GRID) else 0.0
 
 
 def keys_of(rule):
     """Every key that what is stored for a rule's elements may have."""
     names = [s.name for s in rule.states]
-    return {"weight.extra", *names, *(name + part for name in names for part in PARTS)}
+    return {"weight.extra", *names, *(name + part for name in names for part in (*PARTS, GRID))}
 
 
 def number(value, key):

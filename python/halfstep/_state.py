@@ -180,10 +180,7 @@ def _check_state(optimizer, known, name, p, state, hypers):
         # As far as the library judges: counts, and numbers that no update leaves.
         counters = {key: steps if value is None else value for key, value in counts.items()}
         c_check(lib.halfstep_set_counters(codec.handle, codec.index, byref(_abi.Counters.new(**counters))), codec.handle)
-        for scalar in rule.scalars:
-            value = _layout.take_number(state, scalar, name)
-            if value is not None:
-                c_check(lib.halfstep_set_scalar(codec.handle, codec.index, scalar.encode(), value), codec.handle)
+        codec.take_scalars(state)
         roles = {s.name: s.role for s in rule.states}
         if plain:
             for s in codec.streams:
@@ -246,7 +243,7 @@ def count_empty(optimizer, group_index, position, p):
     state = optimizer.state[p]
     packed = _layout.pack_recipe(recipe)
     if "step" not in state or "recipe" not in state or int(state["recipe"]) != packed:
-        numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[optimizer.rule])}
+        numbers = {key: state.get(key) for key in _layout.numbers_of(_abi.rules[optimizer.rule], ())}
         state.setdefault("step", 0)
         state.update(_convert.empty(recipe, optimizer._hypers(optimizer.param_groups[group_index]), p))
         state.update((key, _layout.number(0, key) if value is None else value) for key, value in numbers.items())

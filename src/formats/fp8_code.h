@@ -12,12 +12,13 @@ struct hstep_fp8 { int mantissa, bias; float smallest, largest; }; /* smallest n
 #define HSTEP_E5M2 ((const struct hstep_fp8){2, 15, 0x1p-14f, 57344.0f})
 
 /* Magnitudes of 0 <= t <= largest. r: 16 random bits, or 2^15 for nearest (ties away from zero). The sum t + smallest has a
- * fixed exponent, so its mantissa counts in equal steps; the octave that it adds is taken off again. */
+ * fixed exponent, so its mantissa counts in equal steps; the octave that it adds is taken off again. What is within seven units
+ * of the last place of fp32 beside a code is that code, with any r. */
 V_OP vi hstep_fp8_code(vf t, vi random, const struct hstep_fp8 f)
 {
     const int shift = 23 - f.mantissa;
     vi fixed = vi_sub(v_bits(v_add(t, v_set(f.smallest))), vi_set(1u << 23));
-    vi rounded = vi_add(vi_max(v_bits(t), fixed), vi_shl(random, shift - 16));
+    vi rounded = vi_add(vi_max(v_bits(t), fixed), vi_add(vi_shl(random, shift - 16), vi_set(1u << (shift - 17))));
     return vi_sub(vi_shr(rounded, shift), vi_set((uint32_t)(127 - f.bias) << f.mantissa));
 }
 
@@ -49,11 +50,21 @@ V_OP vf hstep_fp8_signed_value(vi code, vf scale, const struct hstep_fp8 f)
 
 /* ---- Blocks scaled by their maximum: fp8 and fp8-e5m2 ----
  *
- * s = max / largest, one unit in the last place up, so that |x| * fl(1 / s) rounds to `largest` at most; never subnormal. */
+ * Of signed states s = max / largest, one unit in the last place up, so that |x| * fl(1 / s) rounds to `largest` at most; never
+ * subnormal. */
 V_OP vi hstep_fp8_scale(vf maximum, const struct hstep_fp8 f)
 {
     vi up = vi_add(v_bits(v_div(maximum, v_set(f.largest))), vi_set(1));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(up, vi_set(0x00800000)));
+}
+
+/* Of second moments, a power of two: their grid of floats stays where it is, whatever the largest does (int8.h). The largest
+ * number has 1.75 for its mantissa, and up to seven units more count as that. */
+V_OP vi hstep_fp8_octave(vf maximum, const struct hstep_fp8 f)
+{
+    vi top = vi_and(vi_add(v_bits(maximum), vi_set(0x1ffff8)), vi_set(0xff800000));
+    vi scale = vi_sub(top, vi_sub(v_bits(v_set(f.largest)), vi_set(0x3fe00000)));
+    return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(scale, vi_set(0x00800000)));
 }
 
 V_OP vf hstep_fp8_inverse(vi scale) { return v_div0(v_set(1.0f), v_from_bits(scale)); }

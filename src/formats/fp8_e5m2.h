@@ -10,8 +10,7 @@
 
 V_OP vi fp8_e5m2_scale(vf maximum, const int nonneg)
 {
-    (void)nonneg;
-    return hstep_fp8_scale(maximum, HSTEP_E5M2);
+    return nonneg ? hstep_fp8_octave(maximum, HSTEP_E5M2) : hstep_fp8_scale(maximum, HSTEP_E5M2);
 }
 
 V_OP vf fp8_e5m2_inverse(vi scale, const int nonneg)

@@ -7,20 +7,21 @@
  *   non-negative x: a window of 16 floats on a fixed grid of sqrt(x), 0 .. 15
  *     codes 6 .. 15 are the floats of 2 mantissa bits from the edge s up, two and a half octaves; codes 0 .. 5 those of one
  *     mantissa bit below it, three octaves. With d = (pattern of sqrt x) - (pattern of s):
- *     code = max(0, 6 + (d < 0 ? floor((d + 64 r) / 2^22) : floor((d + 32 r) / 2^21)))
+ *     code = max(0, 6 + floor(((d < 0 ? floor(d / 2) : d) + 32 r + 16) / 2^21))
  *     decode: y = float of pattern s + 2^21 k, or s + 2^22 k for k = code - 6 < 0; x = y y
- *     s: pattern of sqrt(max x), up to a multiple of 2^22 if it is more than half of one above it, else down, - 4 * 2^22
+ *     s: pattern of sqrt(max x) - 15, up to a multiple of 2^22 if it is more than half of one above it, else down, - 4 * 2^22
  *
  * "BF16 up" rounds up, so a block that is read and written keeps its scale. r is this element's 16 random bits, or 2^15 for
  * nearest. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no second moment decodes below the
- * square of the smallest code, 1/27 to 1/40 of the block's largest root: too large, which only shortens a step.
+ * square of the smallest code, 1/27 to 1/40 of the block's largest root: too large, which only shortens a step. Here x is what
+ * is stored of a second moment: it is divided by the state's grid, which decays with it (grid.h, int8.h).
  *
  * Why these (lab/int4_trials.c, docs/results.md): against exact Adam's, updates were 0.32 off in rms with real gradients,
- * 0.36 with linear codes of the root and 0.51 with dynamic maps. Second moments on a fixed grid stay representable when the
+ * 0.36 with linear codes of the root and 0.51 with dynamic maps. Second moments on a grid of floats stay representable when the
  * scale moves, so that only what a step adds is rounded (int8.h); their window must not reach far below what 4 bits of m
- * resolve. First moments have a scale that follows their maximum, and are rounded stochastically too unless they are faster
- * than beta 0.875: to nearest, most of a gradient's tenth part is lost at first (+0.016 nat after 100 steps, now 0.00). The
- * cubic changes codes within 0.0022 s of the middle between two values and spares a division.
+ * resolve. First moments have a scale that follows their maximum, and are rounded stochastically too: to nearest, most of a
+ * gradient's tenth part is lost at first (+0.016 nat after 100 steps, now 0.00). The cubic changes codes within 0.0022 s of the
+ * middle between two values and spares a division.
  * Worst case: signed |error of x| <= 0.1272 s to nearest, s/25 near zero, < s/4 stochastic; non-negative below 1/4 of y above
  * the edge, 1/2 below it, half that to nearest, from the smallest code up. */
 #ifndef HSTEP_INT4_H
@@ -32,11 +33,11 @@ static const float int4_signed[16] = {
     -7 / 7.0f,   -7 / 7.0f,  -6 / 8.0f,  -5 / 9.0f, -4 / 10.0f, -3 / 11.0f, -2 / 12.0f, -1 / 13.0f,
 };
 
-/* The window ends above 2^-75, whose square is still above zero; the largest BF16 number is as far up as a scale goes. */
+/* The window ends at 2^-73, a quarter of whose square is still above zero; the largest BF16 number is as far up as a scale goes. */
 V_OP vi int4_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
-        vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 21) - 1 - (4u << 22))), vi_set(0xffc00000));
+        vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 21) - 16 - (4u << 22))), vi_set(0xffc00000));
         return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(57u << 23)));
     }
     vi up = vi_and(vi_add(v_bits(maximum), vi_set(0xffff)), vi_set(0xffff0000));
@@ -55,9 +56,9 @@ V_OP vf int4_stash(vf x, const int nonneg) { return nonneg ? v_sqrt(x) : x; }
 V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
 {
     if (nonneg) {
-        /* A coarse step is floor((floor(d / 2) + 32 r) / 2^21), and d / 2 > d below zero. */
+        /* A coarse step is floor((floor(d / 2) + 32 r + 16) / 2^21), and d / 2 > d below zero. */
         vi d = vi_sub(v_bits(stashed), v_bits(inverse)), fine = vi_max(d, vi_sra(d, 1));
-        return vi_max(vi_sra(vi_add(fine, vi_add(vi_shl(random, 5), vi_set(6u << 21))), 21), vi_set(0));
+        return vi_max(vi_sra(vi_add(fine, vi_add(vi_shl(random, 5), vi_set((6u << 21) + 16))), 21), vi_set(0));
     }
     vi sign = vi_and(v_bits(stashed), vi_set(0x80000000));
     vf a = v_mul(v_abs(stashed), inverse);

@@ -28,10 +28,18 @@ typedef struct group_record {
     uint64_t steps[BOTH];
 } group_record;
 
+/* What halfstep_get_scalar() has of a tensor: the numbers of its rule, then the grids of its second moments. */
+typedef struct scalar_record {
+    char name[64];
+    int is_grid;
+    double value[BOTH];
+} scalar_record;
+
 typedef struct tensor_record {
     halfstep_tensor info;
     halfstep_counters counters[BOTH];
-    double scalar[BOTH][4];
+    scalar_record scalar[4 + HALFSTEP_MAX_STATES];
+    int32_t scalars;
     int fresh;                  /* the file knows it, but says that it has made no step */
 } tensor_record;
 
@@ -121,6 +129,15 @@ static int describe_groups(record *r, hstep_error *error)
     return code;
 }
 
+static int describe_scalar(record *r, int32_t index, const char *name, int is_grid)
+{
+    tensor_record *t = &r->tensors[index];
+    scalar_record *s = &t->scalar[t->scalars++];
+    snprintf(s->name, sizeof s->name, "%s%s", name, is_grid ? ".grid" : "");
+    s->is_grid = is_grid;
+    return halfstep_get_scalar(r->optimizer, index, s->name, &s->value[NOW]);
+}
+
 static int describe_tensor(record *r, int32_t index, hstep_error *error)
 {
     tensor_record *t = &r->tensors[index];
@@ -129,8 +146,12 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     int code = halfstep_get_tensor(r->optimizer, index, &t->info);
     if (!code) code = halfstep_get_counters(r->optimizer, index, &t->counters[NOW]);
     const halfstep_rule_info *rule = code ? NULL : &r->groups[t->info.group].rule;
-    for (int32_t i = 0; !code && i < rule->scalars; i++)
-        code = halfstep_get_scalar(r->optimizer, index, rule->scalar_name[i], &t->scalar[NOW][i]);
+    for (int32_t i = 0; !code && i < rule->scalars; i++) code = describe_scalar(r, index, rule->scalar_name[i], 0);
+    for (int32_t i = 0; !code && i < rule->states; i++) {
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        code = halfstep_get_slot_info(r->optimizer, index, HALFSTEP_SLOT_STATE + i, &slot);
+        if (!code && slot.grid) code = describe_scalar(r, index, slot.name, 1);
+    }
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
     if (!whole && t->info.rows && t->info.row_length)
@@ -289,13 +310,13 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         code = declare(d, hstep_format("counters.%s", t->info.name), text);
         if (!code) code = declare(d, hstep_format("recipe.%s", t->info.name), g->recipe);
         if (!code) code = declare_uint64(d, hstep_format("group_of.%s", t->info.name), (uint64_t)t->info.group);
-        if (code || !g->rule.scalars) continue;
+        if (code || !t->scalars) continue;
         hstep_buffer scalars = {0};
-        for (int32_t k = 0; k < g->rule.scalars; k++) {
+        for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
-            hstep_write_double(number, t->scalar[NOW][k], 1);
+            hstep_write_double(number, t->scalar[k].value[NOW], 1);
             hstep_append_text(&scalars, k ? " " : "");
-            hstep_append_text(&scalars, g->rule.scalar_name[k]);
+            hstep_append_text(&scalars, t->scalar[k].name);
             hstep_append_text(&scalars, " ");
             hstep_append_text(&scalars, number);
         }
@@ -462,16 +483,31 @@ static int read_counters(const loading *l, tensor_record *t)
     return HALFSTEP_OK;
 }
 
+/* The grid of a state that switches leave out here: what the file has of that state is refused by its own name. */
+static int take_other_grid(const char **text, const halfstep_rule_info *rule)
+{
+    for (int32_t i = 0; i < rule->states; i++) {
+        char name[sizeof ((scalar_record *)0)->name];
+        snprintf(name, sizeof name, "%s.grid", rule->state_name[i]);
+        if (take_word(text, name)) return 1;
+    }
+    return 0;
+}
+
 /* Whether all of the text was taken: each name at most once, each number finite. */
-static int parse_scalars(const char *text, const halfstep_rule_info *rule, double *scalar, unsigned *found)
+static int parse_scalars(const char *text, const halfstep_rule_info *rule, tensor_record *t, unsigned *found)
 {
     *found = 0;
     while (*text) {
         int32_t i = 0;
-        while (i < rule->scalars && !take_word(&text, rule->scalar_name[i])) i++;
-        if (i == rule->scalars || *found & 1u << i || !hstep_read_double(&text, &scalar[i])) return 0;
-        if (!(scalar[i] - scalar[i] == 0.0)) return 0;
-        *found |= 1u << i;
+        double value;
+        while (i < t->scalars && !take_word(&text, t->scalar[i].name)) i++;
+        if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
+        if (!hstep_read_double(&text, &value) || !(value - value == 0.0)) return 0;
+        if (i < t->scalars) {
+            t->scalar[i].value[THEN] = value;
+            *found |= 1u << i;
+        }
         if (*text == ' ' && text[1]) text++;
         else if (*text) return 0;
     }
@@ -480,14 +516,18 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, doubl
 
 static int read_scalars(const loading *l, tensor_record *t)
 {
-    const halfstep_rule_info *rule = &l->record->groups[t->info.group].rule;
     const char *text = find_value(l, "scalars.", t->info.name);
-    unsigned found, all = (1u << rule->scalars) - 1;
-    if (!rule->scalars || t->fresh) return HALFSTEP_OK;
+    unsigned found, needed = 0;
+    /* A file without grids comes from before there were any: what it has stored is as it is. */
+    for (int32_t i = 0; i < t->scalars; i++) {
+        t->scalar[i].value[THEN] = t->scalar[i].is_grid;
+        needed |= (unsigned)!t->scalar[i].is_grid << i;
+    }
+    if (!t->scalars || t->fresh) return HALFSTEP_OK;
     /* Python keeps none for a parameter without elements, or that has not been stepped. */
-    if (!text && (!t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
-    return text && parse_scalars(text, rule, t->scalar[THEN], &found) && found == all
-               ? HALFSTEP_OK : fail_value(l, "scalars.", t->info.name);
+    if (!text && (!needed || !t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed ? HALFSTEP_OK
+                                                                                : fail_value(l, "scalars.", t->info.name);
 }
 
 /* The recipe of a tensor in the file, and which group it was in. */
@@ -849,9 +889,9 @@ static int set_numbers(const record *r, int which)
     for (int32_t g = 0; g < r->group_count && !code; g++)
         code = halfstep_set_group_steps(r->optimizer, g, r->groups[g].steps[which]);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
-        const halfstep_rule_info *rule = &r->groups[r->tensors[i].info.group].rule;
-        for (int32_t k = 0; k < rule->scalars && !code; k++)
-            code = halfstep_set_scalar(r->optimizer, i, rule->scalar_name[k], r->tensors[i].scalar[which][k]);
+        const tensor_record *t = &r->tensors[i];
+        for (int32_t k = 0; k < t->scalars && !code; k++)
+            code = halfstep_set_scalar(r->optimizer, i, t->scalar[k].name, t->scalar[k].value[which]);
     }
     return code;
 }

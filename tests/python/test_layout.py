@@ -1,5 +1,6 @@
 """What a state holds and how it travels: flattened, merged, in place, over ranks; and states of older versions."""
 import copy
+import functools
 import gzip
 import io
 import os
@@ -60,7 +61,8 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
         state = opt.state[p]
         assert all(isinstance(v, torch.Tensor) for v in state.values())
         small = set(state) - set(streams(opt, p))
-        assert small == {"step", "id", "recipe", "state_steps", "full_steps", "writes", *_abi.rules[rule].scalars}
+        grids = {s.name + ".grid" for s in _abi.rules[rule].states if s.role == _abi.ROLE_NONNEG and s.name + ".codes" in state}
+        assert small == {"step", "id", "recipe", "state_steps", "full_steps", "writes", *_abi.rules[rule].scalars, *grids}
         assert all(state[key].dim() == 0 for key in small)
         assert _layout.unpack_recipe(int(state["recipe"])) == opt.recipe(p)
         for key, value in streams(opt, p).items():
@@ -539,9 +541,22 @@ def old_optimizer(name, **changed):
     return params, class_of(case["rule"])(items, lr=0.5, **{**case["options"], **changed})
 
 
+@functools.lru_cache(None)
+def gone_on(name):
+    """Where two more steps from the state dict lead today: roundings are those of today's library, so near to where the older
+    one went, and the same bits whichever way the state has come."""
+    params, opt = old_optimizer(name)
+    opt.load_state_dict(copy.deepcopy(OLD[name]["state_dict"]))
+    run(opt, params, 3, 5)
+    for p, before, after in zip(params.values(), OLD[name]["before"], OLD[name]["after"]):
+        way, apart = (after.float() - before.float()).abs(), (p.detach().float() - after.float()).abs()
+        assert apart.numel() == 0 or apart.mean() <= 0.2 * way.mean()
+    return [bits(p) for p in params.values()]
+
+
 def goes_on(name, params, opt):
     run(opt, params, 3, 5)
-    return [bits(p) for p in params.values()] == [bits(p) for p in OLD[name]["after"]]
+    return [bits(p) for p in params.values()] == gone_on(name)
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -578,7 +593,8 @@ def test_files_of_old_versions_are_those_of_today(name, tmp_path):
     opt.load_safetensors(tmp_path / "old")
     opt.save_safetensors(tmp_path / "new")
     with safe_open(tmp_path / "old", "pt") as old, safe_open(tmp_path / "new", "pt") as new:
-        assert old.metadata() == new.metadata() and sorted(old.keys()) == sorted(new.keys())
+        now = {k: v.partition("exp_avg_sq.grid 0x1.0")[0] for k, v in new.metadata().items()}
+        assert old.metadata() == {k: v for k, v in now.items() if v} and sorted(old.keys()) == sorted(new.keys())
         assert all(bits(old.get_tensor(k)) == bits(new.get_tensor(k)) for k in old.keys())
     assert goes_on(name, params, opt)
 

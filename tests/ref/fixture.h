@@ -136,6 +136,20 @@ static inline void one_read(struct one *t, int slot, float *values)
     MUST(halfstep_read_slot(t->o, 0, slot, data, 0, t->rows, values));
 }
 
+/* The grids of second moments, which belong to the bytes of a state as its scales do. */
+static inline void copy_grids(const halfstep_optimizer *from, halfstep_optimizer *to, int32_t tensor)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    for (int32_t s = HALFSTEP_SLOT_STATE; s < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; s++) {
+        char name[64];
+        double value;
+        if (halfstep_get_slot_info(from, tensor, s, &info) || !info.grid) continue;
+        snprintf(name, sizeof name, "%s.grid", info.name);
+        MUST(halfstep_get_scalar(from, tensor, name, &value));
+        MUST(halfstep_set_scalar(to, tensor, name, value));
+    }
+}
+
 /* Every element of a slot the same. */
 static inline void one_fill(struct one *t, int slot, float value)
 {

@@ -561,6 +561,22 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
     return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits / 8, 1, hash) : 0;
 }
 
+/* Of all parts alike. */
+static int hash_scalar(struct run *r, int t, const char *name, uint64_t *hash)
+{
+    uint32_t first = 0, bits;
+    for (int p = 0; p < r->parts; p++) {
+        double value;
+        if (check(r, p, halfstep_get_scalar(r->optimizer[p], t, name, &value), name)) return -1;
+        float rounded = (float)value; /* column cuts may change the last bit of a norm */
+        memcpy(&bits, &rounded, sizeof bits);
+        if (!p) first = bits;
+        if (bits != first) return complain(r, "part %d has another %s than part 0", p, name);
+    }
+    *hash = hash_word(*hash, first);
+    return 0;
+}
+
 static int hash_all(struct run *r, uint64_t *result)
 {
     uint64_t hash = HASH_START;
@@ -579,14 +595,13 @@ static int hash_all(struct run *r, uint64_t *result)
             if (p && memcmp(&c, &other, sizeof c)) return complain(r, "part %d counts otherwise than part 0", p);
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
-        for (int i = 0; i < rule.scalars; i++) {
-            uint32_t bits;
-            float rounded; /* column cuts may change the last bit of a norm */
-            double value;
-            if (check(r, 0, halfstep_get_scalar(r->optimizer[0], t, rule.scalar_name[i], &value), rule.scalar_name[i])) return -1;
-            rounded = (float)value;
-            memcpy(&bits, &rounded, sizeof bits);
-            hash = hash_word(hash, bits);
+        for (int i = 0; i < rule.scalars; i++)
+            if (hash_scalar(r, t, rule.scalar_name[i], &hash)) return -1;
+        for (int s = 0; s < rule.states; s++) {
+            halfstep_slot_info slot = {.struct_size = sizeof slot};
+            if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot")) return -1;
+            snprintf(name, sizeof name, "%s.grid", slot.name);
+            if (slot.grid && hash_scalar(r, t, name, &hash)) return -1;
         }
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;
