@@ -295,8 +295,8 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     one_close(&t);
 }
 
-/* Blocks of one magnitude with elements far below it, written to nearest: signed values are at most 2^-5 of themselves off down to
- * a 12th of the largest, then 2^-3, down to the smallest code, 2^-19.4 of the largest. Roots of second moments 2^-6 of themselves
+/* Blocks of one magnitude with elements far below it, written to nearest: signed values are at most 2^-6 of themselves off down to
+ * 0.33 of the largest, 2^-5 to 0.165 and then 2^-3, down to the smallest code, 2^-14.4 of the largest. Roots of second moments 2^-6 of themselves
  * down to a 14th of the largest or 2^-65, then 2^-5, down to the smallest code, 2^-11 of the largest or 2^-73; none of them becomes
  * zero. Below 2^-126 a square has a last place of its own. */
 static void judge_block(struct source *s, int nonneg, int exponent, double *worst)
@@ -318,14 +318,14 @@ static void judge_block(struct source *s, int nonneg, int exponent, double *wors
         for (int i = b; i < b + 32; i++) most = fmax(most, fabs((double)in[i]));
         /* What codes are of. */
         double top = nonneg ? sqrt(most) : most;
-        double fine = nonneg ? fmax(top / 14, 0x1p-65) : top / 12, smallest = nonneg ? fmax(top * 0x1p-11, 0x1p-73) : top * pow(2, -19.4);
+        double fine = nonneg ? fmax(top / 14, 0x1p-65) : top * 0.33, smallest = nonneg ? fmax(top * 0x1p-11, 0x1p-73) : top * pow(2, -14.4);
         for (int i = b; i < b + 32; i++) {
             double value = nonneg ? sqrt((double)in[i]) : (double)in[i], back = nonneg ? sqrt((double)out[i]) : (double)out[i];
             if (most < (nonneg ? 0x1p-126 : 0x1p-100)) {
                 CHECK(out[i] == 0, "a block below 2^-126, or 2^-100, decodes to %a", out[i]);
                 continue;
             }
-            double size = fabs(value), allowed = size * (nonneg ? 0x1p-6 : 0x1p-5) * (size > fine ? 1 : nonneg ? 2 : 4);
+            double size = fabs(value), allowed = size * 0x1p-6 * (size > fine ? 1 : nonneg || size > top * 0.165 ? 2 : 8);
             if (size < smallest) allowed = fmax(allowed, smallest);
             if (nonneg) allowed += 0x1p-150 / fmax(size, 0x1p-75);
             double error = value == back ? 0 : fabs(back - value) / allowed;
