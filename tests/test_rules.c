@@ -295,10 +295,9 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     one_close(&t);
 }
 
-/* Blocks of one magnitude with elements far below it, written to nearest: signed values are at most 2^-6 of themselves off down to
- * 0.33 of the largest, 2^-5 to 0.165 and then 2^-3, down to the smallest code, 2^-14.4 of the largest. Roots of second moments 2^-6 of themselves
- * down to a 14th of the largest or 2^-65, then 2^-5, down to the smallest code, 2^-11 of the largest or 2^-73; none of them becomes
- * zero. Below 2^-126 a square has a last place of its own. */
+/* Blocks of one magnitude with elements far below it, written to nearest: roots of signed values are at most the root of half
+ * of their block's step off, those of second moments 2^-6 of themselves down to a 14th of the largest or 2^-65, then 2^-5, down to the smallest
+ * code, 2^-11 of the largest or 2^-73; none of them becomes zero. Below 2^-126 a square has a last place of its own. */
 static void judge_block(struct source *s, int nonneg, int exponent, double *worst)
 {
     enum { N = 4 * 32 };
@@ -316,19 +315,17 @@ static void judge_block(struct source *s, int nonneg, int exponent, double *wors
     for (int b = 0; b < N; b += 32) {
         double most = 0;
         for (int i = b; i < b + 32; i++) most = fmax(most, fabs((double)in[i]));
-        /* What codes are of. */
-        double top = nonneg ? sqrt(most) : most;
-        double fine = nonneg ? fmax(top / 14, 0x1p-65) : top * 0.33, smallest = nonneg ? fmax(top * 0x1p-11, 0x1p-73) : top * pow(2, -14.4);
+        double step = sqrt(most) / 127 * (1 + 0x1p-7), smallest = fmax(sqrt(most) * 0x1p-11, 0x1p-73);
         for (int i = b; i < b + 32; i++) {
-            double value = nonneg ? sqrt((double)in[i]) : (double)in[i], back = nonneg ? sqrt((double)out[i]) : (double)out[i];
-            if (most < (nonneg ? 0x1p-126 : 0x1p-100)) {
-                CHECK(out[i] == 0, "a block below 2^-126, or 2^-100, decodes to %a", out[i]);
+            double root = copysign(sqrt(fabs((double)in[i])), (double)in[i]);
+            double back = copysign(sqrt(fabs((double)out[i])), (double)out[i]);
+            if (most < 0x1p-126) {
+                CHECK(out[i] == 0, "a block below 2^-126 decodes to %a", out[i]);
                 continue;
             }
-            double size = fabs(value), allowed = size * 0x1p-6 * (size > fine ? 1 : nonneg || size > top * 0.165 ? 2 : 8);
-            if (size < smallest) allowed = fmax(allowed, smallest);
-            if (nonneg) allowed += 0x1p-150 / fmax(size, 0x1p-75);
-            double error = value == back ? 0 : fabs(back - value) / allowed;
+            double allowed = !nonneg ? step * sqrt(0.5) : root * (root > fmax(sqrt(most) / 14, 0x1p-65) ? 0x1p-6 : 0x1p-5);
+            if (nonneg) allowed = fmax(allowed, root < smallest ? smallest : 0) + 0x1p-150 / fmax(root, 0x1p-75);
+            double error = fabs(back - root) / allowed;
             *worst = fmax(*worst, error);
             CHECK(error <= 1.0001, "int8 %s: %a in a block of %a came back as %a", nonneg ? "non-negative" : "signed", in[i], most,
                   out[i]);
@@ -359,7 +356,7 @@ static void test_formats(void)
             }
         }
     }
-    TEST("int8 keeps values and roots to their documented error, at every magnitude") {
+    TEST("block formats keep roots to their documented error, at every magnitude") {
         struct source s = {78};
         double worst[2] = {0};
         for (int exponent = -135; exponent <= 127; exponent++)

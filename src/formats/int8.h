@@ -1,56 +1,52 @@
-/* 8-bit codes, a window of floats for each block, one BF16 scale per 32 elements of a row; 1.0625 bytes an element. The scale is
- * the edge s of the window: finer floats begin there, coarser ones end. Two windows, by role, in fp32 patterns:
+/* 8-bit codes of a root, one BF16 scale per 32 elements of a row; 1.0625 bytes an element. Two codes, by role:
  *
- *   signed x: codes -127 .. 127, of |x| with the sign of x
- *     codes 64 .. 127 are the floats of 5 mantissa bits from s up, two octaves; codes 48 .. 63 those of 4 in the octave below it,
- *     codes 1 .. 47 those of 2 in 12 octaves more. With d = (pattern of |x|) - (pattern of s):
- *     code = max(0, 64 + floor((max(d, floor(d / 2), floor(d / 8) - 3 * 2^20) + 4 r) / 2^18))
- *     decode: float of pattern s + min(k, 2 k, 8 k + 3 * 2^23), k = 2^18 (code - 64); code 0 is 0
- *     s: pattern of max |x| - 63 * 2^18, up to a multiple of 2^21
- *   non-negative x: codes 0 .. 255 of sqrt(x)
- *     codes 128 .. 255 are the floats of 5 mantissa bits from s up, four octaves; codes 0 .. 127 those of 4 mantissa bits below it,
- *     eight octaves. With d = (pattern of sqrt x) - (pattern of s):
+ *   signed x: codes linear in sqrt |x|, -127 .. 127
+ *     s = BF16 up of sqrt(max |x|) / 127      a = max(0, |x| (65536 / s) (65536 / s) - r (65536 - r))
+ *     code = floor((round(sqrt a) + r) / 65536), with the sign of x      decode: y = code * s, x = y |y|
+ *   non-negative x: a window of 256 floats on a fixed grid of sqrt(x), 0 .. 255
+ *     codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves; codes 0 .. 127 those of 4 mantissa
+ *     bits below it, eight octaves. With d = (pattern of sqrt x) - (pattern of s):
  *     code = max(0, 128 + floor(((d < 0 ? floor(d / 2) : d) + 16 floor(r / 4) + 8) / 2^18))
  *     decode: y = float of pattern s + 2^18 k, or s + 2^19 k for k = code - 128 < 0; x = y y
  *     s: pattern of sqrt(max x) - 7 - 127 * 2^18, up to a multiple of 2^19
  *
- * r is this element's 16 random bits, or 2^15 for nearest. A float's pattern is linear in it within an octave, so x is unbiased if
- * signed (but below code 1, 2^-14.5 of the block's largest), and its root if not. A block whose maximum is below 2^-100
- * (second moments: 2^-126) is all zero, with scale 0. Otherwise no second moment decodes below the square of the smallest code, a
- * zero one included: 2^-11 to 2^-12 of the block's largest root, which only shortens a step. Here x is what is stored of a second
- * moment: it is divided by the state's grid, which decays with it (grid.h). Up to seven units in the last place beside a code are
- * that code, with any r, and the largest code's value asks for the same s again: so a pure decay, rounded in fp32 at each step,
- * changes nothing.
+ * "BF16 up" enlarges by 2^-21 and rounds up, which keeps every code in range without a clamp. r is this element's 16 random
+ * bits (so x is unbiased if signed, y if not), or 2^15 for nearest; codes are chosen against the stored scale, so its rounding
+ * costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no second moment decodes below the
+ * square of the smallest code, a zero one included: 2^-11 to 2^-12 of the block's largest root, which only shortens a step.
+ * Here x is what is stored of a second moment: it is divided by the state's grid, which decays with it (grid.h). Up to seven
+ * units in the last place beside a code are that code, with any r, and the largest code's value asks for the same s again: so
+ * a pure decay, rounded in fp32 at each step, changes nothing.
  *
- * Why floats: codes that are linear, or linear in the root, of a scale that follows the block's maximum round all 32 elements again
- * whenever that moves, and know elements far below the largest to a code or two: one that rounding doubles makes an update twice
- * too large. On a grid of floats a stored value stays representable whatever the scale says, only what the step adds is rounded,
- * and its relative error has a bound over 15 octaves. Most of the bits are near the top, where most of what a block
- * does is done. The scale tells where the window begins (docs/results.md,
- * lab/int4_trials.c).
- * Worst case: signed |error of x| < 2^-5 of x above the edge, 2^-4 in the octave below, then 2^-2, half of that to nearest;
- * non-negative below 2^-5 of y above the edge, 2^-4 below it. */
+ * Why two: a second moment is written stochastically and wanders by a quarter of (step / value) in squared relative terms,
+ * so its codes are floats. What makes it wander most, though, is a scale that follows the maximum: with every change of the
+ * scale all 32 elements are rounded again. On a grid of floats a stored value stays representable whatever the scale says, and
+ * only what the step adds is rounded; the scale tells where the window begins (docs/results.md, lab/int4_trials.c). First
+ * moments are not divided by, so the largest matter most there. They are unbiased themselves: were their roots so, a tenth of a
+ * gradient at a time, elements of a ten-thousandth of their block's largest would come out twice as large.
+ * Worst case: signed |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic,
+ * s <= sqrt(max |x|) / 127 * (1 + 2^-7); non-negative below 2^-5 of y above the edge, 2^-4 below it. */
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
 
 /* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16 number.
- * Signed windows end above 2^-120; those of second moments at 2^-73, a quarter of whose square, which the grid may make of it, is
- * still above zero. */
+ * The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
         vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 19) - 8 - (127u << 18))), vi_set(0xfff80000));
         return vi_select(v_lt(maximum, v_set(0x1p-63f)), vi_set(0), vi_max(edge, vi_set(62u << 23)));
     }
-    vi edge = vi_and(vi_add(v_bits(maximum), vi_set((1u << 21) - 1 - (63u << 18))), vi_set(0xffe00000));
-    return vi_select(v_lt(maximum, v_set(0x1p-100f)), vi_set(0), edge);
+    vf step = v_mul(v_sqrt(maximum), v_set(1.0f / 127.0f));
+    vi up = vi_and(vi_add(v_bits(step), vi_set(0x10007)), vi_set(0xffff0000));
+    return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), up);
 }
 
-/* The edge itself, since codes need no arithmetic on floats; out of reach where all are zero. */
+/* The edge itself for second moments, whose codes need no arithmetic on floats; out of reach where all are zero. */
 V_OP vf int8_inverse(vi scale, const int nonneg)
 {
-    (void)nonneg;
-    return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+    if (nonneg) return v_from_bits(vi_select(vi_eq(scale, vi_set(0)), vi_set(0x7f000000), scale));
+    return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
 /* What is kept of a new value until its block's scale is known: of a second moment its root, which the rule has just computed. */
@@ -67,10 +63,11 @@ V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
         vi q = vi_add(vi_and(vi_shl(random, 2), vi_set(0x3fff0)), vi_set((128u << 18) + 8));
         return vi_max(vi_sra(vi_add(fine, q), 18), vi_set(0));
     }
-    /* Steps are longer below: the largest of the three lines. */
-    vi d = vi_sub(v_bits(v_abs(stashed)), v_bits(inverse));
-    vi line = vi_max(vi_max(d, vi_sra(d, 1)), vi_sub(vi_sra(d, 3), vi_set(3u << 20)));
-    vi magnitude = vi_max(vi_sra(vi_add(line, vi_add(vi_shl(random, 2), vi_set(64u << 18))), 18), vi_set(0));
+    /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to (k + 1)^2. */
+    vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
+    /* One product after the other: the square of the inverse may leave fp32. */
+    vf square = v_mul(v_mul(v_abs(stashed), inverse), inverse), root = v_sqrt(v_max(v_sub(square, apart), v_set(0.0f)));
+    vi magnitude = vi_sra(vi_add(v_round(root), random), 16);
     vi sign = vi_sra(v_bits(stashed), 31);
     return vi_sub(vi_xor(magnitude, sign), sign);
 }
@@ -83,13 +80,8 @@ V_OP vf int8_value(vi code, vf scale, const int nonneg)
         vf y = v_from_bits(vi_add(edge, vi_min(steps, vi_add(steps, steps))));
         return v_mul(y, y);
     }
-    vi sign = vi_sra(code, 31), magnitude = vi_sub(vi_xor(code, sign), sign);
-    vi k = vi_shl(vi_sub(magnitude, vi_set(64)), 18);
-    vi steps = vi_min(vi_min(k, vi_add(k, k)), vi_add(vi_shl(k, 3), vi_set(3u << 23)));
-    /* No window that begins where floats end, whatever a file says. */
-    vi pattern = vi_add(vi_max(v_bits(scale), vi_set(64u << 21)), steps);
-    pattern = vi_select(vi_eq(magnitude, vi_set(0)), vi_set(0), pattern);
-    return v_from_bits(vi_or(pattern, vi_and(sign, vi_set(0x80000000))));
+    vf y = v_mul(v_from_int(code), scale);
+    return v_mul(y, v_abs(y));
 }
 
 V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)

@@ -158,8 +158,8 @@ def test_trajectory_in_fp32(name):
     distance = {pair: float((end[pair[0]][0] - end[pair[1]][0]).norm() / way)
                 for pair in (("ours", "peer"), ("ours", "exact"), ("peer", "exact"))}
     assert distance["ours", "peer"] < TOLERANCE[width(name)]
-    # Not much farther from exact Adam than torchao: stochastic codes are unbiased, and scatter in so few steps.
-    assert distance["ours", "exact"] < 1.7 * distance["peer", "exact"]
+    # Not farther from exact Adam than torchao, but for what 1.0625 and 1.0156 bytes may differ in.
+    assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
     assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
 
 
@@ -189,7 +189,7 @@ def test_trajectory_in_bf16(name, stochastic):
     noise = float((end["peer"][0] - end["peer again"][0]).norm() / way) if stochastic else 0.0
     # torchao's _AdamW rounds its BF16 states to nearest, which is 0.02 of the way here.
     assert distance["ours", "peer"] < 1.2 * noise + max(TOLERANCE[width(name)], 0.02)
-    assert distance["ours", "exact"] < 1.7 * distance["peer", "exact"]
+    assert distance["ours", "exact"] < 1.4 * distance["peer", "exact"]
     assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
 
 
