@@ -161,7 +161,7 @@ for i, row in enumerate(table):
 assert math.isclose(table[4]["difference"]["mean"], table[4]["val_loss"]["mean"] - table[3]["val_loss"]["mean"], abs_tol=1e-7)
 assert "With batch 32, " in result["sentence"] and "With batch 64, " in result["sentence"]
 rows = list(csv.DictReader(open("report/runs.csv")))
-assert len(rows) == 12 and all(math.isclose(float(row["test_accuracy"]), run["test_accuracy"]) for row, run in zip(rows, runs)
+assert len(rows) == 12 and all(math.isclose(float(row["test_accuracy"]), run["test_accuracy"], abs_tol=1e-6) for row, run in zip(rows, runs)
                                if run["test_accuracy"] is not None)
 history = list(csv.DictReader(open("report/history.csv")))
 steps = {kind: [row["step"] for row in history if row["kind"] == kind and row["run"] == table[0]["name"]]
