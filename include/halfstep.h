@@ -325,8 +325,8 @@ HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memor
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
 /* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
  * The bytes are taken as they are (all zero is the initial value of every format), on the grid that the slot has. Rebinding is
- * allowed at any time between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores nothing at all
- * (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to infinities or NaN harm nothing but the numbers.
+ * allowed at any time between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores
+ * nothing at all (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to infinities or NaN harm nothing but the numbers.
  * The residuals or error codes of a live weight that an average follows (ema) are bound as extra of its gradient slot, with
  * code NULL; they are read only. */
 HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code, void *extra);

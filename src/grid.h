@@ -23,9 +23,10 @@ static inline float hstep_next_grid(float grid, double beta)
     return (float)next;
 }
 
-/* What is coded is multiplied by: codes are of the value (root 1) or of its square root (root 2). */
+/* What is coded is multiplied by: codes are of the value (root 1) or of its square root (root 2); root 0: there is no grid. */
 static inline float hstep_onto_grid(float grid, int root)
 {
+    if (!root) return 1.0f;
     return (float)(1.0 / (root == 2 ? sqrt((double)grid) : (double)grid));
 }
 

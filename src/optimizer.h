@@ -73,6 +73,7 @@ struct hstep_update {
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
     float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
+    float onto[HSTEP_SLOTS];                /* what is coded is multiplied by: hstep_onto_grid() of it */
 };
 
 #define HSTEP_DETAIL_BYTES 256

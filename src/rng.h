@@ -119,8 +119,8 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
  *   u = h + 2^8 t (8h + 3) = h (1 + 2^11 t) + 3 2^8 t  mod 2^16,  t = write mod 256
  *
  * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1, which
- * would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot itself, below 2^63. Bit 55 of what keys the stream tells
- * it from those of independent words, whose pass number never gets there. */
+ * would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot itself, below
+ * 2^63. Bit 55 of what keys the stream tells it from those of independent words, whose pass number never gets there. */
 #define HSTEP_LATTICE_SHIFT 8
 #define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
 

@@ -326,7 +326,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
     /* The random number that is half of everything: stochastic formats round to nearest with it. */
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
-    const float onto = s->root ? hstep_onto_grid(s->grid, s->root) : 1.0f;
+    const float onto = hstep_onto_grid(s->grid, s->root);
     struct piece p = {0};
     while (next_piece(t, s->format, first, end, &p)) {
         memset(plain, 0, sizeof plain);

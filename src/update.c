@@ -109,6 +109,7 @@ int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, in
         /* Not with one scale for a tensor, which is there to show what its authors published. */
         if (f->block && f->geometry != HALFSTEP_GEOMETRY_TENSOR) u->mode |= RULE_CLAMP;
         if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+        u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
         if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) u->stochastic |= 1u << s;
     }
     u->still = base == 0.0;
@@ -286,9 +287,9 @@ static void copy_slot(const struct hstep_work *w, const struct hstep_places *pla
 static void encode_state(const struct hstep_work *w, const struct hstep_places *places, int s, const float *x,
                          const uint32_t *words, int64_t n)
 {
-    float scale = w->u->scale[s], onto = w->t->slot[s].root ? hstep_onto_grid(w->u->grid[s], w->t->slot[s].root) : 1.0f;
+    float scale = w->u->scale[s];
     char *extra = hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR ? (char *)&scale : places->extra[s];
-    w->o->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1, onto);
+    w->o->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1, w->u->onto[s]);
 }
 
 /* n elements (whole units, at most a tile) at the given places. */
@@ -361,15 +362,13 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
 static void update_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
     const int second = HALFSTEP_SLOT_STATE + 1;
-    const struct hstep_slot *slot = &w->t->slot[second];
-    const float onto = slot->root ? hstep_onto_grid(w->u->grid[second], slot->root) : 1.0f;
     while (n > 0) {
         struct hstep_key keys[HSTEP_SLOTS];
         struct hstep_places places;
         int64_t count = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
         if (count > n) count = n;
         struct hstep_fused f = {.index = index, .n = count, .k = w->u->k, .gradient_scale = w->u->gradient_scale,
-                                .grid = slot->grid, .onto_grid = onto, .key = keys};
+                                .grid = w->t->slot[second].grid, .onto_grid = w->u->onto[second], .key = keys};
         hstep_place(w, element, &places);
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
