@@ -82,6 +82,22 @@ static inline _Noreturn void test_leave(int status)
 
 #define TEST(name) if (test_open_group(name))
 
+/* A file of the source tree, of at most 1 MiB; the caller's to free. Ends the program where there is none. */
+static inline char *test_source_text(const char *name)
+{
+    const char *folder = getenv("HALFSTEP_SOURCE");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder ? folder : ".", name);
+    FILE *file = fopen(path, "rb");
+    char *text = (char *)calloc(1, 1 << 20);
+    if (!file || !text || !fread(text, 1, (1 << 20) - 1, file)) {
+        printf("cannot read %s (set HALFSTEP_SOURCE to the source tree)\n", path);
+        exit(1);
+    }
+    fclose(file);
+    return text;
+}
+
 /* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to real
  * processors. */
 #ifdef HSTEP_TEST_EMULATED

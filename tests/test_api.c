@@ -20,21 +20,6 @@
 const char *__tsan_default_options(void);
 const char *__tsan_default_options(void) { return "die_after_fork=0"; }
 
-#define EXPECT(call, code) expect((call), (code), #call, __LINE__)
-static void expect(int result, int code, const char *call, int line)
-{
-    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
-          halfstep_strerror(code));
-}
-
-/* Also that the sentence names the thing. */
-#define EXPECT_NAMED(o, call, code, word)                                                                        \
-    do {                                                                                                         \
-        EXPECT(call, code);                                                                                      \
-        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o),  \
-              (word));                                                                                           \
-    } while (0)
-
 static halfstep_tensor matrix(const char *name, int64_t rows, int64_t row_length)
 {
     return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor), .name = name, .ndim = 2, .rows = rows,
@@ -849,7 +834,6 @@ static void test_equalities(void)
 /* ---- Threads and processes -------------------------------------------------------------------------------------------------------- */
 
 #ifndef _WIN32
-
 
 static void *run_in_thread(void *argument)
 {

@@ -9,19 +9,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-#define EXPECT(call, code) expect((call), (code), #call, __LINE__)
-static void expect(int result, int code, const char *call, int line)
-{
-    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
-          halfstep_strerror(code));
-}
 #define REFUSED(call) EXPECT(call, HALFSTEP_ERROR_ARGUMENT)
-/* With what the sentence has to name. */
-#define EXPECT_NAMED(o, call, code, word)                                                                                     \
-    do {                                                                                                                      \
-        EXPECT(call, code);                                                                                                   \
-        CHECK(strstr(halfstep_error_detail(o), (word)), "'%s' lacks '%s'", halfstep_error_detail(o), (word));                 \
-    } while (0)
 
 static halfstep_tensor tensor(const char *name, int32_t ndim, int64_t rows, int64_t row_length)
 {
@@ -362,25 +350,10 @@ static void test_shapes(void)
     }
 }
 
-static char *read_text(const char *name)
-{
-    const char *folder = getenv("HALFSTEP_SOURCE");
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%s", folder ? folder : ".", name);
-    FILE *file = fopen(path, "rb");
-    char *text = calloc(1, 1 << 20);
-    if (!file || !text || !fread(text, 1, (1 << 20) - 1, file)) {
-        printf("cannot read %s (set HALFSTEP_SOURCE to the source tree)\n", path);
-        exit(1);
-    }
-    fclose(file);
-    return text;
-}
-
 static void test_complete(void)
 {
     TEST("every public function that takes a pointer is in this file") {
-        char *header = read_text("include/halfstep.h"), *own = read_text("tests/test_arguments.c");
+        char *header = test_source_text("include/halfstep.h"), *own = test_source_text("tests/test_arguments.c");
         int functions = 0;
         for (const char *at = header; (at = strstr(at, "\nHALFSTEP_API ")) != NULL;) {
             const char *open = strchr(++at, '('), *name = open, *close = strchr(open, ')');

@@ -23,13 +23,6 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-static void expect(int result, int wanted, const char *call, int line)
-{
-    CHECK(result == wanted, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), wanted,
-          halfstep_strerror(wanted));
-}
-#define EXPECT(call, wanted) expect(call, wanted, #call, __LINE__)
-
 static halfstep_rule_info rule_at(int32_t row)
 {
     halfstep_rule_info info = {.struct_size = sizeof info};

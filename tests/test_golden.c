@@ -40,21 +40,6 @@ static const struct variant {
     {"3 shards of columns, tiles only, 8 threads", 8, 0, 3, 1, 1},
 };
 
-static char *read_list(void)
-{
-    const char *folder = getenv("HALFSTEP_SOURCE");
-    char path[4096];
-    snprintf(path, sizeof path, "%s/tests/golden/hashes.txt", folder ? folder : ".");
-    FILE *f = fopen(path, "rb");
-    char *text = calloc(1, 1 << 20);
-    if (!f || !text || !fread(text, 1, (1 << 20) - 1, f)) {
-        printf("cannot read %s (set HALFSTEP_SOURCE to the source tree)\n", path);
-        exit(1);
-    }
-    fclose(f);
-    return text;
-}
-
 #ifndef _WIN32
 /* Children, because the environment counts when the library first looks. */
 static void test_environment(void)
@@ -83,7 +68,7 @@ int main(int argc, char **argv)
 #ifndef _WIN32
     test_environment();
 #endif
-    char *list = read_list();
+    char *list = test_source_text("tests/golden/hashes.txt");
     struct golden_case *cases = golden_cases(&n);
     int variant_count = sizeof variants / sizeof variants[0];
     TEST("every case is listed once, and every line is a case") {

@@ -6,13 +6,6 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-static void expect(int result, int wanted, const char *call, int line)
-{
-    CHECK(result == wanted, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), wanted,
-          halfstep_strerror(wanted));
-}
-#define EXPECT(call, wanted) expect(call, wanted, #call, __LINE__)
-
 /* A tensor with random weights; sgd and rmsprop with momentum, for without they keep no gradient. */
 static void open_random(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length, const char *gradients)
 {

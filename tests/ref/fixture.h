@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "halfstep.h"
+#include "test.h"
 
 #define MUST(call) must((call), #call, __FILE__, __LINE__)
 static inline void must(int result, const char *call, const char *file, int line)
@@ -18,6 +19,22 @@ static inline void must(int result, const char *call, const char *file, int line
     printf("FAIL %s:%d: %s: %s\n", file, line, call, halfstep_strerror(result));
     exit(1);
 }
+
+/* Judges a code; the program goes on. */
+#define EXPECT(call, code) expect((call), (code), #call, __LINE__)
+static inline void expect(int result, int code, const char *call, int line)
+{
+    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
+          halfstep_strerror(code));
+}
+
+/* Also that the sentence names the thing. */
+#define EXPECT_NAMED(o, call, code, word)                                                                        \
+    do {                                                                                                         \
+        EXPECT(call, code);                                                                                      \
+        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o),  \
+              (word));                                                                                           \
+    } while (0)
 
 static inline void *zeroed(size_t bytes)
 {
