@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "halfstep.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -235,6 +237,46 @@ const char *hstep_isa_warning(void)
     if (!reason) return NULL;
     return reason <= (unsigned)ROWS ? rows[reason - 1].unavailable
                                     : "HALFSTEP_ISA names no instruction set of this build" NOT_FOLLOWED;
+}
+
+/* ---- What the process has chosen ---- */
+
+static atomic_int chosen_isa = -1;
+
+static int isa_in_use(void)
+{
+    int chosen = atomic_load(&chosen_isa);
+    return chosen >= 0 ? chosen : hstep_isa_best();
+}
+
+const struct hstep_kernels *hstep_isa_in_use(void) { return hstep_isa_kernels(isa_in_use()); }
+
+int32_t halfstep_isa_count(void) { return hstep_isa_count(); }
+const char *halfstep_isa_name(int32_t index)
+{
+    return index < 0 || index >= hstep_isa_count() ? NULL : hstep_isa_name(index);
+}
+int32_t halfstep_isa_available(int32_t index)
+{
+    return index >= 0 && index < hstep_isa_count() && hstep_isa_available(index);
+}
+const char *halfstep_isa_warning(void) { return hstep_isa_warning(); }
+const char *halfstep_isa(void) { return hstep_isa_name(isa_in_use()); }
+int halfstep_set_isa(const char *name)
+{
+    int isa = -1;
+    if (name) {
+        isa = hstep_isa_find(name);
+        if (isa < 0) return HALFSTEP_ERROR_NAME;
+        if (!hstep_isa_available(isa)) return HALFSTEP_ERROR_UNSUPPORTED;
+    }
+    atomic_store(&chosen_isa, isa);
+    return HALFSTEP_OK;
+}
+
+void halfstep_cpu_features(char *text, size_t size)
+{
+    if (text && size) hstep_cpu_features(text, size);
 }
 
 /* ---- Floating-point environment ---- */

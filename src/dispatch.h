@@ -19,6 +19,8 @@ const struct hstep_kernels *hstep_isa_kernels(int isa);
 
 /* The row that HALFSTEP_ISA names, if it is available; otherwise the last available row. Decided at the first call. */
 int hstep_isa_best(void);
+/* Of what halfstep_set_isa() has chosen, else of the best. */
+const struct hstep_kernels *hstep_isa_in_use(void);
 /* One line if HALFSTEP_ISA is set but could not be followed, else NULL. */
 const char *hstep_isa_warning(void);
 

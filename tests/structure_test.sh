@@ -37,7 +37,7 @@ judge "formats include no rule" "$(having '# *include.*rules/' $(sources src/for
 judge "vec includes nothing of ours" "$(having '# *include *"' $(sources src/vec))"
 # prepare.c evaluates the rules' own prologues, in scalars.
 judge "only kernels.c and prepare.c see a vector header" \
-    "$(having '# *include *(HSTEP_VEC_HEADER|"(\.\./)?vec/.*\.h)' $(sources src | except '^src/(kernels|prepare)\.c$|^src/cuda/'))"
+    "$(having '# *include *(HSTEP_VEC_HEADER|"(\.\./)?vec/.*\.h)' $(sources src | except '^src/(host/kernels|core/prepare)\.c$|^src/cuda/'))"
 
 # An internal header of the core, by path or by name; a header beside the including file may share the name.
 # examples/skeleton_*.h are rules and formats to copy from, so they belong inside.
@@ -48,7 +48,7 @@ judge "only document.c, which looks at every result, sees jansson" \
     "$(having '# *include *<jansson\.h>|\bjson_(object|array|pack|string|integer|real|dump|load)' $(sources tools src | except '^tools/halfstep/ui/document\.c$' ))"
 # How both libraries read callers' structures is in one header.
 internal=
-for header in src/*.h; do
+for header in src/*.h src/core/*.h src/host/*.h; do
     name=$(basename "$header")
     [ "$name" != structs.h ] || continue
     for file in $(grep -lE "# *include *\"(\.\./)*${name/./\\.}\"" $users /dev/null); do

@@ -16,9 +16,9 @@
 #include "detmath.h"
 #include "exact.h"
 #include "rng.h"
-#include "schedule.h"
+#include "core/schedule.h"
 #include "test.h"
-#include "threads.h"
+#include "host/threads.h"
 
 /* Starting threads in the child of a threaded process is what one test is about; TSan refuses it unless told. */
 const char *__tsan_default_options(void);

@@ -18,8 +18,8 @@
 #include "dispatch.h"
 #include "exact.h"
 #include "halfstep.h"
-#include "optimizer.h"
-#include "statistics.h"
+#include "core/prepare.h"
+#include "squares.h"
 #include "ref/fixture.h"
 #include "test.h"
 

@@ -4,9 +4,9 @@
 #include <math.h>
 
 #include "dispatch.h"
-#include "kernels.h"
+#include "host/kernels.h"
 #include "ref/fixture.h"
-#include "tables.h"
+#include "core/tables.h"
 #include "test.h"
 
 static int short_run;

@@ -12,7 +12,7 @@
 #include <unistd.h>
 #endif
 
-#include "step.h"
+#include "core/prepare.h"
 #include "test.h"
 /* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not built. */
 #include <tools/halfstep/golden.c>

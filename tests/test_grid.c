@@ -6,7 +6,7 @@
 
 #include "halfstep_io.h"
 #include "ref/fixture.h"
-#include "step.h"
+#include "core/prepare.h"
 #include "test.h"
 
 enum { ROWS = 4, COLUMNS = 320, N = ROWS * COLUMNS };

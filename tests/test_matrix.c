@@ -4,8 +4,9 @@
 #include <math.h>
 
 #include "dispatch.h"
-#include "matrix.h"
-#include "optimizer.h"
+#include "host/transform.h"
+#include "core/optimizer.h"
+#include "host/kernels.h"
 #include "ref/fixture.h"
 #include "ref/muon.h"
 #include "test.h"
@@ -116,18 +117,15 @@ static void plain_newton_schulz(float *u, int rows, int columns, int steps, floa
     free(x);
 }
 
-/* A handle with no more in it than the iteration looks at. */
 static void newton_schulz(const struct hstep_kernels *kernels, int threads, float *u, int rows, int columns, int steps,
                           float eps)
 {
-    static struct halfstep_optimizer o;
+    struct hstep_context c = {.kernels = kernels, .threads = threads};
     size_t n = hstep_matrix_workspace(rows, columns);
     float *workspace = floats((int64_t)n + 64);
-    o.kernels = kernels;
-    o.threads = threads;
     /* Whatever was in it, and nothing behind it. */
     for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
-    hstep_newton_schulz(&o, u, rows, columns, quintic, steps, eps, workspace);
+    hstep_newton_schulz(&c, u, rows, columns, quintic, steps, eps, workspace);
     for (size_t i = n; i < n + 64; i++) CHECK(isnan(workspace[i]), "%d x %d writes behind its workspace", rows, columns);
     free(workspace);
 }
@@ -314,7 +312,7 @@ static void model_open(struct model *m, const char *recipe, int isa, int threads
     struct source s = {5};
     int32_t index;
     MUST(halfstep_create(&options, &m->o));
-    if (isa >= 0) m->o->kernels = hstep_isa_kernels(isa);
+    if (isa >= 0) m->o->context.kernels = hstep_isa_kernels(isa);
     MUST(halfstep_add_group(m->o, recipe, &index));
     for (int i = 0; i < LAYERS; i++) {
         char name[8];

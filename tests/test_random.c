@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #include "dispatch.h"
-#include "kernels.h"
+#include "host/kernels.h"
 #include "test.h"
 
 /* docs/random.md quotes a run with larger ones. */

@@ -266,6 +266,8 @@ struct run {
     void *gradient[GOLDEN_MAX_PARTS][SHAPES];
     void *accumulator[GOLDEN_MAX_PARTS];
     int64_t *statistics[GOLDEN_MAX_PARTS];
+    char *states[GOLDEN_MAX_PARTS]; /* the caller's memory for them, or NULL */
+    int bound;
     char *error;
     size_t error_bytes;
 };
@@ -407,6 +409,18 @@ static int add_groups(struct run *r, int part)
     return 0;
 }
 
+static int place_states(struct run *r, int part)
+{
+    halfstep_optimizer *o = r->optimizer[part];
+    uint64_t bytes;
+    if (!r->bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
+    if (check(r, part, halfstep_state_bytes(o, &bytes), "halfstep_state_bytes")) return -1;
+    r->states[part] = zeros((int64_t)bytes + 64);
+    if (!r->states[part]) return complain(r, "out of memory");
+    return check(r, part, halfstep_bind_states(o, r->states[part] + (64 - (uintptr_t)r->states[part] % 64), bytes),
+                 "halfstep_bind_states");
+}
+
 static int add_tensors(struct run *r, int part)
 {
     halfstep_optimizer *o = r->optimizer[part];
@@ -426,7 +440,7 @@ static int add_tensors(struct run *r, int part)
         }
         if (check(r, part, halfstep_add_tensor(o, &d, &index), "halfstep_add_tensor")) return -1;
     }
-    if (check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states")) return -1;
+    if (place_states(r, part)) return -1;
     r->statistics[part] = zeros(halfstep_statistics_count(o) * (int64_t)sizeof(int64_t));
     if (!r->statistics[part]) return complain(r, "out of memory");
     r->tensors = tensors;
@@ -637,6 +651,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->c = c;
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
+    r->bound = layout->bound;
     char name[32];
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     snprintf(name, sizeof name, "%.*s", (int)strcspn(c->recipe, "/"), c->recipe);
@@ -657,6 +672,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
         halfstep_destroy(r->optimizer[p]);
         free(r->accumulator[p]);
         free(r->statistics[p]);
+        free(r->states[p]);
         for (int t = 0; t < SHAPES; t++) {
             free(r->weight[p][t]);
             free(r->gradient[p][t]);

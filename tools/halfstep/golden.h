@@ -22,6 +22,7 @@ struct golden_layout {
     void *host;
     int parts;              /* handles that share every tensor; 0 is 1 */
     int by_columns;         /* cut columns instead of rows */
+    int bound;              /* states in memory of the caller */
 };
 
 enum { GOLDEN_MAX_PARTS = 4 };

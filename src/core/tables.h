@@ -86,6 +86,9 @@ int hstep_rule_state(int rule, const char *name);
 /* Row `index` of those of the rule, the common ones first, with the rule's initial value. */
 struct hstep_hyper hstep_rule_hyper(int rule, int index);
 
+/* Row among common and own hyper-parameters, or -1; rule -1: the common ones alone. */
+int hstep_find_hyper(int rule, const char *name);
+
 /* Hyper-parameters that every rule has, in the order of struct hstep_group's values. */
 enum {
     HSTEP_LR, HSTEP_WEIGHT_DECAY, HSTEP_REFERENCE_LR, HSTEP_MAXIMIZE, HSTEP_CENTRALIZE, HSTEP_WARMUP_STEPS,

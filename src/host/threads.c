@@ -3,10 +3,13 @@
 #define _GNU_SOURCE
 #endif
 #endif
-#include "threads.h"
+#include "host/threads.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
+
+#include "core/lock.h"
+#include "host/host.h"
 
 /* The operating system's part: a lock, two conditions, threads. Windows has its own few lines. */
 #ifdef _WIN32
@@ -25,7 +28,6 @@ static void os_acquire(os_lock *lock) { AcquireSRWLockExclusive(lock); }
 static void os_release(os_lock *lock) { ReleaseSRWLockExclusive(lock); }
 static void os_wait(os_condition *condition, os_lock *lock) { SleepConditionVariableSRW(condition, lock, INFINITE, 0); }
 static void os_wake_all(os_condition *condition) { WakeAllConditionVariable(condition); }
-void hstep_yield(void) { SwitchToThread(); }
 static void os_join(os_thread thread)
 {
     WaitForSingleObject(thread, INFINITE);
@@ -64,7 +66,6 @@ static void os_acquire(os_lock *lock) { pthread_mutex_lock(lock); }
 static void os_release(os_lock *lock) { pthread_mutex_unlock(lock); }
 static void os_wait(os_condition *condition, os_lock *lock) { pthread_cond_wait(condition, lock); }
 static void os_wake_all(os_condition *condition) { pthread_cond_broadcast(condition); }
-void hstep_yield(void) { sched_yield(); }
 static void os_join(os_thread thread) { pthread_join(thread, NULL); }
 
 /* Signals are the host's business: its handlers must not run on our threads. */
@@ -336,4 +337,14 @@ int hstep_default_threads(void)
     if (threads == 0) threads = parse_threads(getenv("OMP_NUM_THREADS"), ',');
     if (threads == 0) threads = os_processors();
     return threads > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : threads > 0 ? threads : 1;
+}
+
+int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
+
+void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n)
+{
+    if (c->run)
+        c->run(c->host, task, argument, n);
+    else
+        hstep_run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n);
 }

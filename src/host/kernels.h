@@ -1,4 +1,4 @@
-/* The table of kernels that kernels.c emits once per instruction set, and what its functions share with step.c.
+/* The table of kernels that kernels.c emits once per instruction set, and what its functions share with their callers.
  *
  * A tile is up to 256 elements, a whole number of groups of 32. Tile functions work on fp32 scratch whose order is private
  * to the instruction set (vec/README.md); only whole slots, statistics and single values leave it. `nonneg` says that a
@@ -10,15 +10,12 @@
 
 #include "rng.h"
 #include "rules/rule.h"
-#include "tables.h"
+#include "tensor.h"
 
-#define HSTEP_GROUP 32
-#define HSTEP_TILE 256
 #define HSTEP_TILE_WORDS (HSTEP_TILE / 2)
 /* One key of the mixer serves this many elements. */
 #define HSTEP_SEGMENT (2 * (int64_t)HSTEP_SEGMENT_WORDS)
 
-#define HSTEP_SLOTS (2 + HALFSTEP_MAX_STATES)
 #define HSTEP_ALIGNED __attribute__((aligned(64)))
 
 /* What a fused kernel needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of 32. */
@@ -49,10 +46,9 @@ struct hstep_format_kernels {
     /* 16 partial sums in double of the squares, of the values: n <= 256. Combined by hstep_tree_sum(). */
     void (*squares)(const char *code, int64_t n, double *sums, uint32_t *maximum);
     void (*sums)(const char *code, int64_t n, double *sums);
-    /* Of formats with one scale for a tensor, NULL for others: the values whose squares make the scale (by nonneg), and the
-     * scale from the root of their sum and the number of elements. encode then finds it in extra. */
+    /* Of formats with one scale for a tensor, NULL for others: the values whose squares make the scale (by nonneg), which
+     * encode then finds in extra. */
     void (*norm[2])(const float *x, float *out, int64_t n);
-    float (*tensor_scale)(double norm, double elements);
 };
 
 struct hstep_matrix_kernels {

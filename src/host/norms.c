@@ -4,15 +4,16 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/layout.h"
 #include "dispatch.h"
-#include "statistics.h"
-#include "update.h"
+#include "host/tile.h"
+#include "squares.h"
 
 /* What the update will see in one tile: values to be squared, x[j][0 .. n) in the order of elements. */
 static void values_of(const struct hstep_work *w, const struct hstep_places *places, float (*x)[HSTEP_TILE], int64_t n)
 {
-    const struct hstep_kernels *kernels = w->o->kernels;
-    int rule = w->o->groups[w->t->group].recipe.rule, count = hstep_rules[rule].norms;
+    const struct hstep_kernels *kernels = w->kernels;
+    int rule = w->t->rule, count = hstep_rules[rule].norms;
     struct hstep_tile tile;
     HSTEP_ALIGNED float room[HSTEP_MAX_SUMS][HSTEP_TILE];
     float *out[HSTEP_MAX_SUMS];
@@ -26,7 +27,7 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
         kernels->rule[rule][w->u->mode](w->u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         const struct hstep_slot *slot = &w->t->slot[HALFSTEP_SLOT_STATE + i];
-        if (slot->format >= 0 && kernels->format[slot->format].tensor_scale)
+        if (slot->format >= 0 && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             kernels->format[slot->format].norm[slot->nonneg](tile.states[i], room[count++], n);
     }
     for (int j = 0; j < count; j++) kernels->to_plain(room[j], x[j], n);
@@ -64,7 +65,7 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
         uint32_t largest;
         memset(x[j], 0, (size_t)lead * 4);
         memset(x[j] + lead + count, 0, (size_t)(n - lead - count) * 4);
-        w->o->kernels->format[HSTEP_FORMAT_f32].squares((const char *)x[j], n, sums, &largest);
+        w->kernels->format[HSTEP_FORMAT_f32].squares((const char *)x[j], n, sums, &largest);
         if (largest < 0x7f800000u) hstep_exact_add(sum, hstep_tree_sum(sums));
     }
 }
@@ -73,8 +74,8 @@ static void sum_task(void *argument, int64_t i)
 {
     const struct hstep_batch *b = argument;
     const struct hstep_chunk *c = hstep_batch_chunk(b, i);
-    const struct hstep_tensor *t = &b->o->tensors[c->tensor];
-    if (!t->sums || hstep_batch_update(b, c->tensor)->skip) return;
+    const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
+    if (!t->sums || b->call->plan.updates[c->tensor].skip) return;
     struct hstep_fp fp = hstep_fp_enter();
     int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
     struct hstep_work w = hstep_work_start(b, c->tensor);
@@ -106,15 +107,15 @@ static void sum_task(void *argument, int64_t i)
             length -= count;
         }
     }
-    int64_t *total = b->limbs + (int64_t)(t->first_sum - b->o->tensors[b->first].first_sum) * HSTEP_EXACT_LIMBS;
+    int64_t *total = b->call->statistics + hstep_sum_offset(b->call, b->call->plan.tensors, c->tensor);
     for (int64_t j = 0; j < t->sums; j++)
         hstep_merge_squares(total + j * HSTEP_EXACT_LIMBS, limbs + j * HSTEP_EXACT_LIMBS);
     hstep_fp_leave(fp);
 }
 
-void hstep_sum_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
-                       const void *const *gradients, int64_t *limbs)
+int hstep_host_sum(const struct hstep_call *call, int first, int n)
 {
-    struct hstep_batch b = {o, first, updates, weights, gradients, HSTEP_PASS_SUMS, limbs};
-    hstep_run_batch(&b, n, sum_task);
+    struct hstep_batch b = {call, first, HSTEP_PASS_SUMS};
+    if (n) hstep_run_batch(&b, n, sum_task);
+    return HALFSTEP_OK;
 }

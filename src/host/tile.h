@@ -1,17 +1,16 @@
-/* What one update of tensors is made of: constants (prepare), tiles (load, rule, store) and the tasks that walk over chunks. */
-#ifndef HSTEP_UPDATE_H
-#define HSTEP_UPDATE_H
+/* What the tasks of the host share: a batch over chunks, and tiles: whole units in place, or parts of units in a room. */
+#ifndef HSTEP_TILE_H
+#define HSTEP_TILE_H
 
-#include "optimizer.h"
+#include "host/host.h"
+#include "host/kernels.h"
 
 /* Beside the slots of a tensor, fp32 elements of the workspace: the direction of a matrix step. */
 enum { HSTEP_SLOT_WORK = HSTEP_SLOTS, HSTEP_WORK_SLOTS };
 
-enum hstep_pass { HSTEP_PASS_UPDATE, HSTEP_PASS_DIRECTION, HSTEP_PASS_CHANGE, HSTEP_PASS_SUMS };
-
 /* What a task carries from unit to unit. */
 struct hstep_work {
-    const halfstep_optimizer *o;
+    const struct hstep_kernels *kernels;
     const struct hstep_tensor *t;
     const struct hstep_update *u;
     enum hstep_pass pass;
@@ -48,52 +47,29 @@ struct hstep_part {
     int lead, count;
 };
 
-/* What all tasks of one pass over tensors from `first` on share; updates, weights and gradients count from there. */
+/* What all tasks of one pass over n tensors from `first` on share. */
 struct hstep_batch {
-    const halfstep_optimizer *o;
+    const struct hstep_call *call;
     int first;
-    const struct hstep_update *updates;
-    void *const *weights; /* NULL in micro-steps */
-    const void *const *gradients;
     enum hstep_pass pass;
-    int64_t *limbs; /* HSTEP_PASS_SUMS: of all sums from the first of tensor `first` on */
 };
 
 /* The task, with the batch as its argument, for every chunk of n tensors. */
 void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task);
 const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i);
-const struct hstep_update *hstep_batch_update(const struct hstep_batch *b, int tensor);
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);
-/* How far into its unit an element lies. */
-int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
 /* Places in the slots themselves, for whole units. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);
-/* Copies parts of units to the room, which is zero elsewhere, or back. */
+/* Copies parts of units to the room, which is zero elsewhere; and what a pass has written, back from it. */
 void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
                   struct hstep_places *places);
+void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
-/* Mean of a row, times what the group takes of it. */
+/* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream, uint64_t index,
+                      uint32_t *words, int64_t n);
+/* Of statistics.c: mean of a row of the raw gradient, times what the group takes of it. */
 float hstep_centralized(const struct hstep_work *w, int64_t row_start);
-
-/* same: the update of a tensor with the same group and step counts, whose constants are taken over, or NULL; they must not be
- * its own. norms: roots of
- * the tensor's sums, or NULL before they are known. */
-int hstep_prepare_update(const halfstep_optimizer *o, int index, double clip, int micro, const double *norms,
-                         const struct hstep_update *same, struct hstep_update *u);
-
-/* Updates n tensors from `first` on; updates, weights and gradients count from there. */
-void hstep_update_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
-                          const void *const *gradients);
-/* Counters, scalars and scales of after an update. */
-void hstep_count_update(struct hstep_tensor *t, const struct hstep_update *u);
-
-/* Adds the sums of n tensors from `first` on to limbs, which belong to the first sum of tensor `first`. */
-void hstep_sum_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
-                       const void *const *gradients, int64_t *limbs);
-
-/* Elements of a chunk: enough to hide a task's cost, few enough to share among many threads. It divides the segments of
- * the mixer. */
-#define HSTEP_CHUNK ((int64_t)32768)
 
 #endif

@@ -13,9 +13,6 @@
  * that many threads. A task must not fork a child that then returns from it. */
 void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
 
-/* Lets other threads run, for loops that wait. */
-void hstep_yield(void);
-
 /* HALFSTEP_THREADS, else the first number of OMP_NUM_THREADS, else the processors this process may use; at most
  * HSTEP_MAX_THREADS. A malformed variable counts as not set. */
 int hstep_default_threads(void);

@@ -1,14 +1,14 @@
-#include "tables.h"
+#include "core/tables.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels.h"
 #include "rng.h"
 #include "scale.h"
-#include "schedule.h"
+#include "core/schedule.h"
 #include "structs.h"
+#include "tensor.h"
 
 enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,
@@ -149,6 +149,13 @@ const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
     [HSTEP_GRADIENT_SCALE] = {"gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30, 0},
     [HSTEP_CLIP_NORM] = {"clip_norm", "largest global gradient norm; 0: no clipping", 0.0, 0.0, 1e15, 0},
 };
+
+int hstep_find_hyper(int rule, const char *name)
+{
+    for (int i = 0; i < HSTEP_COMMON_HYPERS + (rule < 0 ? 0 : hstep_rule_hypers(rule)); i++)
+        if (!strcmp(i < HSTEP_COMMON_HYPERS ? hstep_common_hypers[i].name : hstep_rule_hyper(rule, i).name, name)) return i;
+    return -1;
+}
 
 static const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
 static const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};

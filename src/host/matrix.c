@@ -15,14 +15,15 @@
  * so an element of the result is within a^steps * 2^-24 of the exact one (2.9e-5 by default; measured, up to 512 columns: a
  * fifth of that, and 2e-6 of the result's norm for random matrices).
  */
-#include "matrix.h"
+#include "host/transform.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "dispatch.h"
-#include "optimizer.h"
-#include "statistics.h"
+#include "host/host.h"
+#include "host/kernels.h"
+#include "squares.h"
 
 #define ROW_BLOCK (2 * HSTEP_STRIP)
 #define COLUMN_BLOCK (32 * HSTEP_PANEL)
@@ -40,7 +41,7 @@ struct view {
 
 /* One batch of tasks; units are what `unit` does one by one, and a task does `units_per_task` of them. */
 struct batch {
-    const halfstep_optimizer *o;
+    const struct hstep_context *context;
     void (*unit)(const struct batch *b, int64_t i);
     int64_t units, units_per_task;
     struct view c, a, b; /* c = a b */
@@ -72,7 +73,7 @@ static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_
     b->unit = unit;
     b->units = units;
     b->units_per_task = in_one ? units : 1;
-    hstep_run(b->o, run_units, b, ceil_divide(units, b->units_per_task));
+    hstep_run(b->context, run_units, b, ceil_divide(units, b->units_per_task));
 }
 
 /* ---- Products ---- */
@@ -160,7 +161,7 @@ static void multiply_block(const struct batch *b, int64_t unit)
                 if (b->symmetric && j + HSTEP_PANEL <= i) continue;
                 memset(tile, 0, sizeof tile);
                 if (k) load_tile(b, i, j, tile);
-                b->o->kernels->product(tile, strips + (i - top) * length, panel, length);
+                b->context->kernels->product(tile, strips + (i - top) * length, panel, length);
                 if (last && b->coefficients) finish_tile(b, i, j, tile);
                 store_tile(b, i, j, tile, last && b->symmetric);
             }
@@ -193,7 +194,7 @@ static void add_squares(const struct batch *b, int64_t unit)
         double sums[16];
         uint32_t maximum;
         memcpy(chunk, b->u + i, (size_t)least(HSTEP_TILE, end - i) * sizeof *chunk);
-        b->o->kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, HSTEP_TILE, sums, &maximum);
+        b->context->kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, HSTEP_TILE, sums, &maximum);
         hstep_exact_add(squares, hstep_tree_sum(sums));
     }
     hstep_merge_squares(b->squares, squares);
@@ -219,7 +220,7 @@ size_t hstep_matrix_workspace(int64_t rows, int64_t cols)
     return 2 * square_floats(m) + (gram > next ? gram : next);
 }
 
-void hstep_newton_schulz(const halfstep_optimizer *o, float *u, int64_t rows, int64_t cols, const float *coefficients,
+void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *coefficients,
                          int steps, float eps, float *workspace)
 {
     int64_t m = least(rows, cols), n = rows < cols ? cols : rows, squares[HSTEP_EXACT_LIMBS] = {0};
@@ -227,7 +228,7 @@ void hstep_newton_schulz(const halfstep_optimizer *o, float *u, int64_t rows, in
     struct view x = rows > cols ? (struct view){u, 1, cols} : (struct view){u, cols, 1};
     struct view x_transposed = {u, x.column, x.row};
     struct view gram = {workspace, m, 1}, polynomial = {workspace + square_floats(m), m, 1};
-    struct batch b = {.o = o, .panels = workspace + 2 * square_floats(m), .u = u, .n = m * n, .squares = squares};
+    struct batch b = {.context = c, .panels = workspace + 2 * square_floats(m), .u = u, .n = m * n, .squares = squares};
     struct hstep_fp fp = hstep_fp_enter();
 
     run_batch(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
@@ -247,4 +248,21 @@ void hstep_newton_schulz(const halfstep_optimizer *o, float *u, int64_t rows, in
         multiply(&b, x, polynomial, x, m, n, m);
     }
     hstep_fp_leave(fp);
+}
+
+/* The matrix, and what its transformation works with. */
+size_t hstep_host_workspace(const struct hstep_tensor *t)
+{
+    return hstep_matrix_workspace(t->rows, t->row_length) + (size_t)(t->rows * t->row_length);
+}
+
+int hstep_host_transform(const struct hstep_call *call, int tensor)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_update *u = &call->plan.updates[tensor];
+    float *matrix = call->plan.workspace;
+    if (!u->skip && !u->still)
+        hstep_newton_schulz(call->context, matrix, t->rows, t->row_length, &u->k[MUON_A], (int)u->k[MUON_STEPS],
+                            u->k[MUON_EPS], matrix + t->rows * t->row_length);
+    return HALFSTEP_OK;
 }

@@ -2,7 +2,7 @@
  * table's suffix. Rules and formats are inlined here in two ways, tile by tile (any combination) and fused in registers
  * (the rows of fused.def), from the same functions. Over 500 lines because everything here must be seen by the compiler at
  * once for each instruction set. */
-#include "kernels.h"
+#include "host/kernels.h"
 #include "scale.h"
 
 /* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of long
@@ -780,7 +780,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
                            .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn},
 #define SCALE_ROWS(fn)
 #define SCALE_FLAT(fn)
-#define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}, .tensor_scale = fn##_tensor_scale
+#define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...)                         \
     [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}, \
                            SCALE_##geometry(fn)},

@@ -1,0 +1,124 @@
+/* What a step does with its statistics: whether it goes on, by what the gradients are clipped, what every update is made with,
+ * and what it has counted when it is done. From plain values to plain values, in the memory of the device. */
+#include <math.h>
+#include <string.h>
+
+#include "core/prepare.h"
+#include "squares.h"
+
+static double norm_of(const struct hstep_call *call, const int64_t *squares)
+{
+    return sqrt(hstep_exact_round(squares)) * call->gradient_scale;
+}
+
+static double clip_factor(const struct hstep_call *call, double norm)
+{
+    double factor = call->clip_norm / (norm + 1e-6);
+    return hstep_is_clipped(call) && factor < 1.0 ? factor : 1.0;
+}
+
+/* The norm that the gradients are clipped by, 0 where they are not. */
+static double clipping_norm(const struct hstep_call *call)
+{
+    if (!hstep_is_clipped(call)) return 0.0;
+    return hstep_is_clipped_by_own_norm(call) ? norm_of(call, call->statistics) : call->round_norm;
+}
+
+static void look(const struct hstep_call *call, struct hstep_verdict *v)
+{
+    const int64_t *flags = call->statistics + hstep_flags_offset();
+    *v = (struct hstep_verdict){.offender = -1, .norm = clipping_norm(call)};
+    for (int i = 0; i < call->n; i++)
+        if (flags[i] && !v->offenders++) v->offender = call->first + i;
+    v->refused = (v->offenders && call->scan != HSTEP_SCAN_TENSOR) || !(v->norm < INFINITY);
+    v->clip = clip_factor(call, v->norm);
+}
+
+/* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers, unless
+ * these have come from the tensor itself. */
+int hstep_decide(const struct hstep_call *call)
+{
+    const struct hstep_tensor *tensors = call->plan.tensors;
+    struct hstep_update *updates = call->plan.updates;
+    const int64_t *flags = call->statistics + hstep_flags_offset();
+    look(call, call->verdict);
+    int last = -1;
+    for (int i = call->first; i < call->first + call->n; i++) {
+        struct hstep_update *u = &updates[i];
+        const struct hstep_tensor *t = &tensors[i], *before = last < 0 ? NULL : &tensors[last];
+        if (call->verdict->refused || !call->gradients[i - call->first] || flags[i - call->first]) {
+            u->skip = 1;
+            continue;
+        }
+        int same = before && !updates[last].own && before->group == t->group && before->state_steps == t->state_steps &&
+                   before->full_steps == t->full_steps;
+        hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
+        last = i;
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_decide_sums(const struct hstep_call *call, int first, int n)
+{
+    for (int i = first; i < first + n; i++) {
+        const struct hstep_tensor *t = &call->plan.tensors[i];
+        struct hstep_update *u = &call->plan.updates[i];
+        if (u->skip || !hstep_needs_sums(t, call->micro)) continue;
+        double norms[HSTEP_MAX_SUMS];
+        const int64_t *limbs = call->statistics + hstep_sum_offset(call, call->plan.tensors, i);
+        for (int j = 0; j < t->sums; j++) norms[j] = sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS));
+        hstep_prepare_update(call, i, call->verdict->clip, norms, NULL, u);
+    }
+    return HALFSTEP_OK;
+}
+
+static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
+{
+    t->state_steps++;
+    t->writes++;
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
+        struct hstep_slot *slot = &t->slot[s];
+        if (slot->format >= 0 && slot->extra_bytes && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
+            memcpy(slot->extra, &u->scale[s], 4);
+        if (slot->root) slot->grid = u->grid[s];
+    }
+    if (u->micro) return;
+    t->full_steps++;
+    memcpy(t->scalar, u->scalar, sizeof t->scalar);
+}
+
+/* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a sum over
+ * all of them counts every tensor once. */
+static void add_to_round(const struct hstep_call *call, const struct hstep_tensor *t)
+{
+    if (hstep_is_whole(t) || (!t->first_row && !t->first_column && t->runs))
+        hstep_merge_squares(call->plan.round_squares, call->statistics);
+}
+
+static void count_groups(const struct hstep_call *call)
+{
+    for (int i = 0; i < call->plan.n_groups; i++) call->plan.groups[i].steps++;
+}
+
+int hstep_count(const struct hstep_call *call)
+{
+    for (int i = call->first; i < call->first + call->n; i++) {
+        if (call->plan.updates[i].skip) continue;
+        count_update(&call->plan.tensors[i], &call->plan.updates[i]);
+        if (call->single && hstep_is_clipped(call)) add_to_round(call, &call->plan.tensors[i]);
+    }
+    if (!call->verdict->refused && !call->micro && !call->single) count_groups(call);
+    return HALFSTEP_OK;
+}
+
+int hstep_end_round(const struct hstep_call *call)
+{
+    const int64_t *squares = call->statistics ? call->statistics : call->plan.round_squares;
+    struct hstep_verdict *v = call->verdict;
+    *v = (struct hstep_verdict){.offender = -1, .norm = call->clip_norm > 0.0 ? norm_of(call, squares) : 0.0};
+    v->refused = !(v->norm < INFINITY);
+    if (v->refused) return HALFSTEP_OK;
+    memset(call->plan.round_squares, 0, HSTEP_EXACT_LIMBS * sizeof *squares);
+    count_groups(call);
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,80 @@
+/* The inside of a handle, shared by optimizer.c and tensors.c (arguments), plan.c (what exists), slots.c (memory), step.c (steps)
+ * and accumulate.c. */
+#ifndef HSTEP_OPTIMIZER_H
+#define HSTEP_OPTIMIZER_H
+
+#include <stdatomic.h>
+
+#include "device.h"
+
+/* What belongs to a tensor and never reaches a device. */
+struct hstep_label {
+    char *name;
+    float *step;                /* the host's copy of state_steps, or NULL */
+    double *grid[HSTEP_SLOTS];  /* and of grids */
+    int norms_made;             /* by halfstep_step_tensor_norms(), for the next finish */
+};
+
+#define HSTEP_DETAIL_BYTES 256
+
+struct halfstep_optimizer {
+    const struct hstep_device *device;
+    struct hstep_context context;
+    uint64_t seed;
+    int generator; /* row */
+    int scan, clip, missing;
+    double gradient_scale, clip_norm;
+
+    struct hstep_group *groups;
+    struct hstep_tensor *tensors;
+    struct hstep_label *labels; /* one for each tensor */
+    int n_groups, n_tensors, capacity_groups, capacity_tensors, capacity_labels;
+    /* Once it is settled what exists: */
+    int settled;
+    struct hstep_plan plan;
+    struct hstep_chunk *chunks; /* as the plan has them */
+    struct hstep_verdict *verdict; /* of calls about all tensors, in the memory of the device */
+    int sums;            /* of all tensors */
+    int norms_made;      /* by halfstep_step_norms(), for the next finish */
+    void *memory;        /* the library's own, or NULL */
+    uint64_t workspace_bytes;
+    atomic_flag workspace_lock;
+
+    double round_norm; /* clipping in release: of the round before */
+    double gradient_norm;
+    atomic_uint_least64_t skipped;
+    atomic_int nonfinite_tensor;
+    uint64_t serial; /* among all handles of the process */
+    atomic_flag detail_lock;
+    char detail[HSTEP_DETAIL_BYTES];
+};
+
+/* The device of handles made from now on: tests put another in the place of the host. */
+extern const struct hstep_device *hstep_default_device;
+
+/* Sets the detail sentence and returns the code. */
+int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Errors with ARGUMENT unless there is such a tensor, such a group. */
+int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
+int hstep_check_group(const halfstep_optimizer *o, int32_t group);
+/* Errors with RANGE unless it can be counted on from; `of` begins the sentence. */
+int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count);
+/* Room for one more element; on failure the array is as it was. */
+int hstep_grow(void **array, int count, int *capacity, size_t size);
+
+/* The formats of a tensor's states under the group's hyper-parameters. */
+int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name, struct hstep_tensor *t);
+
+/* What a handle without tensors steps with. */
+int hstep_first_plan(halfstep_optimizer *o);
+/* Chunk lists, fused rows and per-step arrays; afterwards no group or tensor can be added. */
+int hstep_settle(halfstep_optimizer *o);
+/* Frees what hstep_settle() and halfstep_create() have allocated on the device. */
+void hstep_release_plan(halfstep_optimizer *o);
+/* Errors with ORDER if some slot that stores something has no memory. */
+int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
+/* The host's copies of counters and grids of n tensors. */
+void hstep_show(const halfstep_optimizer *o, int first, int n);
+
+#endif

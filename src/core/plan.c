@@ -1,0 +1,111 @@
+/* Settling: from what was added to what steps need, once. */
+#include <stdlib.h>
+
+#include "core/layout.h"
+#include "core/optimizer.h"
+
+static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)
+{
+    return bytes ? o->device->allocate(&o->context, bytes, (void **)place) : HALFSTEP_OK;
+}
+
+/* Arrays of the handle in the memory of the device, or themselves. */
+static int share(const halfstep_optimizer *o, void *ours, uint64_t bytes, void *place)
+{
+    if (!o->device->shared) return allocate(o, bytes, place);
+    *(void **)place = ours;
+    return HALFSTEP_OK;
+}
+
+int hstep_first_plan(halfstep_optimizer *o)
+{
+    uint64_t limbs = HSTEP_EXACT_LIMBS * sizeof(int64_t);
+    int error;
+    if ((error = allocate(o, limbs, &o->plan.round_squares)) || (error = allocate(o, limbs, &o->plan.statistics)) ||
+        (error = allocate(o, sizeof *o->verdict, &o->verdict)))
+        return error;
+    return o->device->zero(&o->context, o->plan.round_squares, limbs);
+}
+
+static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *workspace)
+{
+    *n_chunks = 0;
+    *workspace = 0;
+    o->sums = 0;
+    for (int i = 0; i < o->n_tensors; i++) {
+        struct hstep_tensor *t = &o->tensors[i];
+        hstep_lay_out(t);
+        t->first_chunk = *n_chunks;
+        t->chunks = hstep_cut_tensor(t, i, NULL);
+        *n_chunks += t->chunks;
+        t->first_sum = o->sums;
+        o->sums += t->sums;
+        t->fused = o->device->find_fused(&o->context, t);
+        size_t floats = t->matrix && t->runs ? o->device->workspace(t) : 0;
+        if (floats > *workspace) *workspace = floats;
+    }
+}
+
+int hstep_settle(halfstep_optimizer *o)
+{
+    if (o->settled) return HALFSTEP_OK;
+    const struct hstep_device *device = o->device;
+    int64_t n_chunks;
+    size_t workspace;
+    lay_out_all(o, &n_chunks, &workspace);
+    struct hstep_plan plan = o->plan;
+    plan.n_tensors = o->n_tensors;
+    plan.n_groups = o->n_groups;
+    plan.chunks = NULL;
+    plan.statistics = NULL;
+    int64_t statistics_count = hstep_sums_offset(o->n_tensors) + (int64_t)o->sums * HSTEP_EXACT_LIMBS;
+    uint64_t chunk_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->chunks, count = (uint64_t)o->n_tensors + 1;
+    o->chunks = malloc((size_t)chunk_bytes);
+    int error = o->chunks ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
+    for (int i = 0; !error && i < o->n_tensors; i++) hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
+    if (error || (error = share(o, o->chunks, chunk_bytes, &plan.chunks)) ||
+        (error = share(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
+        (error = share(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
+        (error = allocate(o, count * sizeof *plan.updates, &plan.updates)) ||
+        (error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates)) ||
+        (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||
+        (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
+        (!device->shared && (error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)))) {
+        int64_t *first = o->plan.statistics;
+        o->plan = plan;
+        hstep_release_plan(o);
+        o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares};
+        return hstep_fail(o, error, "no memory for the plan of %d tensors", o->n_tensors);
+    }
+    device->release(o->plan.statistics);
+    o->plan = plan;
+    o->workspace_bytes = workspace * sizeof *plan.workspace;
+    o->settled = 1;
+    return HALFSTEP_OK;
+}
+
+void hstep_release_plan(halfstep_optimizer *o)
+{
+    struct hstep_plan *plan = &o->plan;
+    if (!o->device->shared) {
+        o->device->release((void *)(uintptr_t)plan->chunks);
+        o->device->release(plan->tensors);
+        o->device->release(plan->groups);
+    }
+    o->device->release(plan->updates);
+    o->device->release(plan->statistics);
+    o->device->release(plan->workspace);
+    free(o->chunks);
+    o->chunks = NULL;
+}
+
+void hstep_show(const halfstep_optimizer *o, int first, int n)
+{
+    for (int i = first; i < first + n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_label *label = &o->labels[i];
+        if (label->step) *label->step = (float)t->state_steps;
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
+    }
+}

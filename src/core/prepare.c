@@ -1,0 +1,216 @@
+/* Constants of a step, in double, by the rule's own function. */
+#include "core/prepare.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "core/schedule.h"
+#include "grid.h"
+#include "scale.h"
+#include "vec/scalar.h"
+
+#define HSTEP_INCLUDE_FORMATS
+#include "formats/formats.def"
+#undef HSTEP_INCLUDE_FORMATS
+
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
+/* Lists of a row, counted: one entry each. A row that is wrong does not compile, and the message names it. */
+#define ROW(condition, name, text) _Static_assert(condition, name ": " text);
+#define STATE(...) 0
+#define STATES(...) sizeof((char[]){__VA_ARGS__})
+#define HYPER(...) 0
+#define HYPERS(...) sizeof((char[]){__VA_ARGS__})
+#define SCALAR(...) 0
+#define SCALARS(...) sizeof((char[]){__VA_ARGS__})
+#define NO_NORMS 0
+#define NORMS_1 1
+#define NORMS_2 2
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind)          \
+    ROW((id) > 0, name, "ids count from 1")                                                                            \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                                   \
+    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                                 \
+    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")                     \
+    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")                       \
+    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                           \
+    ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")
+#include "rules/rules.def"
+#undef RULE
+
+static void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
+#define RULE(id, name, fn, ...) [HSTEP_RULE_ROW_##id] = fn##_prepare,
+#include "rules/rules.def"
+#undef RULE
+};
+
+void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k)
+{
+    p->hyper = group->own;
+    for (int i = 0; i < HSTEP_MAX_SCALARS; i++) k[i] = 0.0f;
+    prepares[group->recipe.rule](k, p);
+}
+
+float hstep_tensor_scale(int format, double norm, double elements)
+{
+    switch (format) {
+#define SCALE_ROWS(fn)
+#define SCALE_FLAT(fn)
+#define SCALE_TENSOR(fn) \
+    case HSTEP_FORMAT_##fn: \
+        return fn##_tensor_scale(norm, elements);
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) SCALE_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        return 0.0f;
+    }
+}
+
+double hstep_group_lr(const struct hstep_group *group)
+{
+    struct hstep_schedule schedule = {
+        .kind = group->schedule,
+        .warmup = (uint64_t)group->hyper[HSTEP_WARMUP_STEPS],
+        .total = (uint64_t)group->hyper[HSTEP_TOTAL_STEPS],
+        .final = group->hyper[HSTEP_FINAL_FRACTION],
+        .decay_start = group->hyper[HSTEP_DECAY_START],
+        .power = group->hyper[HSTEP_POWER],
+    };
+    return group->hyper[HSTEP_LR] * hstep_schedule_factor(&schedule, group->steps);
+}
+
+double hstep_state_beta(const struct hstep_group *group, int state)
+{
+    int rule = group->recipe.rule;
+    const char *beta = hstep_rules[rule].state[state].beta;
+    return beta ? group->own[hstep_find_hyper(rule, beta) - HSTEP_COMMON_HYPERS] : 1.0;
+}
+
+int hstep_state_needed(const struct hstep_group *group, int state)
+{
+    int rule = group->recipe.rule;
+    const char *unless = hstep_rules[rule].state[state].unless;
+    return !unless || group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] != 0.0;
+}
+
+/* ---- One update ---- */
+
+int hstep_use_fused = 1;
+
+static double reference_lr(const struct hstep_group *g)
+{
+    return g->hyper[HSTEP_REFERENCE_LR] != 0.0 ? g->hyper[HSTEP_REFERENCE_LR] : g->first_lr;
+}
+
+static int is_centralized(const struct hstep_group *g, const struct hstep_tensor *t)
+{
+    return hstep_rules[t->rule].kind != HSTEP_RAW_GRADIENT && g->hyper[HSTEP_CENTRALIZE] != 0.0 && t->ndim >= 2 &&
+           t->row_length > 1;
+}
+
+const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code)
+{
+    *code = HALFSTEP_ERROR_RANGE;
+    if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && reference_lr(g) == 0.0)
+        return "fully-decoupled decay needs a reference_lr above 0";
+    *code = HALFSTEP_ERROR_UNSUPPORTED;
+    if (!is_centralized(g, t)) return NULL;
+    if (t->n_columns != t->row_length) return "centralize needs whole rows";
+    if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit) return "centralize needs blocks that end with rows";
+    return NULL;
+}
+
+static void decay_of(const struct hstep_group *g, double *lr, double *decay, double *l2)
+{
+    double weight_decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    *decay = *l2 = 0.0;
+    if (weight_decay == 0.0) return;
+    switch (g->decay) {
+    case HSTEP_DECAY_L2:
+        *l2 = weight_decay;
+        break;
+    case HSTEP_DECAY_DECOUPLED:
+        *decay = *lr * weight_decay;
+        break;
+    case HSTEP_DECAY_FULLY:
+        *decay = *lr / reference_lr(g) * weight_decay;
+        break;
+    case HSTEP_DECAY_PROXIMAL:
+        /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
+        *decay = *lr * weight_decay / (1.0 + *lr * weight_decay);
+        *lr /= 1.0 + *lr * weight_decay;
+        break;
+    }
+}
+
+/* Lattices are for what is stored finely. A rounding that is uniform by itself is not so given the stored value, which
+ * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that feed on
+ * themselves. They keep independent words. */
+static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
+{
+    if (generator != HSTEP_GENERATOR_LATTICE || hstep_formats[t->slot[s].format].block)
+        return hstep_key_stream(seed, t->id, t->writes, (uint32_t)s);
+    int weight = s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT;
+    return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
+}
+
+void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
+                          const struct hstep_update *same, struct hstep_update *u)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_group *g = &call->plan.groups[t->group];
+    const struct hstep_rule *rule = &hstep_rules[t->rule];
+    /* 1 where there are none, so that no mean over the tensor is 0 / 0. */
+    double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
+    double base = hstep_group_lr(g), lr = base, decay, l2;
+    memset(u, 0, sizeof *u);
+    decay_of(g, &lr, &decay, &l2);
+    u->micro = call->micro;
+    if (rule->kind == HSTEP_RAW_GRADIENT) {
+        u->gradient_scale = 1.0f;
+    } else {
+        double sign = g->hyper[HSTEP_MAXIMIZE] != 0.0 ? -1.0 : 1.0, scale = sign * call->gradient_scale * clip;
+        u->gradient_scale = (float)scale;
+        u->l2 = (float)l2;
+        if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
+    }
+    struct hstep_own own = {.id = t->id, .rows = t->rows, .row_length = t->row_length, .elements = elements,
+                            .matrix = t->matrix, .scalar = u->scalar};
+    struct hstep_prepare p = {.lr = lr, .decay = decay, .t = t->state_steps + 1, .full = t->full_steps + 1, .norm = norms,
+                              .own = &own, .looked = &u->own};
+    memcpy(u->scalar, t->scalar, sizeof u->scalar);
+    if (same)
+        memcpy(u->k, same->k, sizeof u->k);
+    else
+        hstep_prepare_rule(g, &p, u->k);
+    const int generator = hstep_generator_id(call->generator);
+    u->generator = call->generator;
+    int sum = rule->norms;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->format < 0) continue;
+        const struct hstep_format *f = &hstep_formats[slot->format];
+        if (norms && f->geometry == HALFSTEP_GEOMETRY_TENSOR)
+            u->scale[s] = hstep_tensor_scale(slot->format, norms[sum++], elements);
+        if (hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT) {
+            if (!t->full_steps) u->first |= 1u << s;
+            if ((same ? same->copy : (uint32_t)p.copy) && !u->copy) u->copy = 1u << s;
+        }
+        if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
+        /* Not with one scale for a tensor, which is there to show what its authors published. */
+        if (f->block && f->geometry != HALFSTEP_GEOMETRY_TENSOR) u->mode |= RULE_CLAMP;
+        if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+        u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
+        if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) {
+            u->stochastic |= 1u << s;
+            u->stream[s] = slot_stream(call->seed, generator, t, s);
+        }
+    }
+    u->still = base == 0.0;
+    u->fused = hstep_use_fused && t->fused >= 0 && l2 == 0.0 && u->centralize == 0.0 && !u->still && !u->micro &&
+               (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
+}

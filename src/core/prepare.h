@@ -1,0 +1,36 @@
+/* The constants of an update, in double, from plain values alone: devices compile prepare.c and decide.c too. */
+#ifndef HSTEP_PREPARE_H
+#define HSTEP_PREPARE_H
+
+#include "device.h"
+
+/* 0 sends everything through tiles: tests hold the fused kernels to the same bits. */
+extern int hstep_use_fused;
+
+/* From a group's hyper-parameters, with the rest of p filled in by the caller, to the constants of its rule. */
+void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);
+/* The group's lr at its next step. */
+double hstep_group_lr(const struct hstep_group *group);
+/* What a write leaves of a state: 1 of one that has no decay rate, such as a maximum. */
+double hstep_state_beta(const struct hstep_group *group, int state);
+/* 1 where these hyper-parameters need it at all (sgd without momentum does not). */
+int hstep_state_needed(const struct hstep_group *group, int state);
+/* The scale of a state of that format, which has one for the tensor, from the root of its sum and the number of elements. */
+float hstep_tensor_scale(int format, double norm, double elements);
+
+/* Why a tensor with these hyper-parameters cannot be stepped, as the end of a sentence, and the code; NULL where it can. */
+const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code);
+
+/* The update of a tensor that is not unpreparable. same: the update of a tensor with the same group and step counts, whose
+ * constants are taken over, or NULL; they must not be its own. norms: roots of the tensor's sums, or NULL before they are
+ * known. */
+void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
+                          const struct hstep_update *same, struct hstep_update *u);
+
+/* What devices whose memory these can read have as the entries of those names (device.h). */
+int hstep_decide(const struct hstep_call *call);
+int hstep_decide_sums(const struct hstep_call *call, int first, int n);
+int hstep_count(const struct hstep_call *call);
+int hstep_end_round(const struct hstep_call *call);
+
+#endif

@@ -1,0 +1,141 @@
+/* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are worked on in
+ * place; what is left over at the ends of a run is copied, padded with zeros, into a room, which collects as many units as it
+ * holds before it is worked on like any other tile. */
+#include "host/tile.h"
+
+#include <string.h>
+
+#include "core/layout.h"
+
+/* ---- Batches ---- */
+
+void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task)
+{
+    const struct hstep_tensor *t = &b->call->plan.tensors[b->first], *last = t + n - 1;
+    hstep_run(b->call->context, task, (void *)(uintptr_t)b, last->first_chunk + last->chunks - t->first_chunk);
+}
+
+const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i)
+{
+    return &b->call->plan.chunks[b->call->plan.tensors[b->first].first_chunk + i];
+}
+
+struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
+{
+    const struct hstep_call *call = b->call;
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_update *u = &call->plan.updates[tensor];
+    enum hstep_pass pass = b->pass;
+    struct hstep_work w = {.kernels = call->context->kernels, .t = t, .u = u, .pass = pass};
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        w.format[s] = t->slot[s].format;
+        w.code[s] = t->slot[s].code;
+        w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
+        /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
+        if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
+            (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
+            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
+            w.format[s] = HSTEP_FORMAT_NONE;
+    }
+    w.code[HALFSTEP_SLOT_WEIGHT] = call->weights ? call->weights[tensor - call->first] : NULL;
+    w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
+    w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_NONE;
+    if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
+        w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
+        w.code[HSTEP_SLOT_WORK] = (char *)call->plan.workspace;
+    }
+    return w;
+}
+
+/* ---- Places ---- */
+
+void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places)
+{
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+        places->code[s] = places->extra[s] = NULL;
+        if (w->format[s] < 0) continue;
+        places->code[s] = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
+        if (w->extra[s]) places->extra[s] = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
+    }
+}
+
+/* Moves the held elements of parts between one slot and its room. */
+static void move_parts(const struct hstep_work *w, const struct hstep_part *part, int n, int s, char *code, char *extra,
+                       int out)
+{
+    const struct hstep_format *f = &hstep_formats[w->format[s]];
+    for (int i = 0; i < n; i++) {
+        int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].element, count = part[i].count;
+        char *mine = code + at * f->code_bits / 8, *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
+        if (!w->extra[s]) continue;
+        mine = extra + (f->block ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
+        theirs = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_extra_bytes(w->format[s], 1, count));
+    }
+}
+
+void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
+                  struct hstep_places *places)
+{
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+        places->code[s] = room->code[s];
+        places->extra[s] = room->extra[s];
+        if (w->format[s] < 0) continue;
+        memset(room->code[s], 0, sizeof room->code[s]);
+        memset(room->extra[s], 0, sizeof room->extra[s]);
+        move_parts(w, part, n, s, room->code[s], room->extra[s], 0);
+    }
+}
+
+void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room)
+{
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+        if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (w->pass == HSTEP_PASS_DIRECTION ? s == HALFSTEP_SLOT_WEIGHT : s == HSTEP_SLOT_WORK) continue;
+        struct hstep_work one = *w;
+        /* The scale of a whole tensor is written once, after its update. */
+        if (hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR) one.extra[s] = NULL;
+        move_parts(&one, part, n, s, room->code[s], room->extra[s], 1);
+    }
+}
+
+/* ---- Tiles ---- */
+
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream, uint64_t index,
+                      uint32_t *words, int64_t n)
+{
+    /* Only the mixer's keys change at segments, but cutting there is right for every generator. */
+    while (n > 0) {
+        uint64_t pair = index / 2;
+        int64_t left = (int64_t)(HSTEP_SEGMENT_WORDS - (pair & (HSTEP_SEGMENT_WORDS - 1)));
+        int64_t count = n / 2 < left ? n / 2 : left;
+        kernels->random[generator](stream, pair, words, count);
+        words += count;
+        index += 2 * (uint64_t)count;
+        n -= 2 * count;
+    }
+}
+
+void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n)
+{
+    const struct hstep_kernels *kernels = w->kernels;
+    if (w->format[HALFSTEP_SLOT_WEIGHT] >= 0)
+        kernels->format[w->format[0]].decode[0](tile->weight, places->code[0], places->extra[0], n);
+    else
+        memset(tile->weight, 0, (size_t)n * 4);
+    if (w->format[HALFSTEP_SLOT_GRADIENT] >= 0) {
+        kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
+        kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
+    }
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+        int s = HALFSTEP_SLOT_STATE + i, from = w->u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        tile->state[i] = tile->states[i];
+        if (w->format[s] >= 0)
+            kernels->format[w->format[s]].decode[w->t->slot[s].nonneg](tile->states[i], places->code[from],
+                                                                       places->extra[from], n);
+        else
+            memset(tile->states[i], 0, (size_t)n * 4);
+        if (w->format[s] >= 0 && w->t->slot[s].root) kernels->scale(tile->states[i], w->t->slot[s].grid, n);
+    }
+}

@@ -1,0 +1,91 @@
+/* What a device is told of groups and tensors: plain values and places in its own memory, so that an array of these can be copied
+ * there as it is. Names, and whatever else only people ask for, are labels (core/optimizer.h). */
+#ifndef HSTEP_TENSOR_H
+#define HSTEP_TENSOR_H
+
+#include "core/tables.h"
+#include "rng.h"
+
+#define HSTEP_SLOTS (2 + HALFSTEP_MAX_STATES)
+/* Elements are worked on in groups of so many; random words and chunks are counted in them. */
+#define HSTEP_GROUP 32
+/* What is decoded at once: a whole number of groups, and of blocks of every format. */
+#define HSTEP_TILE 256
+
+struct hstep_slot {
+    int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
+    int root;   /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
+    float grid; /* of what is stored now; 1 where root is 0 */
+    char *code, *extra;
+    uint64_t code_bytes, extra_bytes;
+};
+
+struct hstep_tensor {
+    uint64_t id;
+    int group, rule, ndim;
+    int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
+    /* The part held here as `runs` stretches of `run_length` elements, dense in memory one after another; run r starts at
+     * element index0 + r * index_stride of the space that random bits and blocks are indexed by. */
+    int64_t runs, run_length, index_stride;
+    uint64_t index0;
+    /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length in
+     * index space where rows are dense in it, else at such a column. */
+    int unit, dense;
+    int matrix; /* stepped as a matrix */
+    int fused;  /* the device's row for just these formats, or -1 */
+    struct hstep_slot slot[HSTEP_SLOTS];
+    uint64_t state_steps, full_steps, writes;
+    double scalar[HSTEP_MAX_NAMED_SCALARS];
+    int64_t first_chunk, chunks;
+    /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one. Their
+     * limbs start at number `first_sum` of those of all tensors. */
+    int sums, first_sum;
+};
+
+struct hstep_group {
+    struct hstep_recipe recipe;
+    double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];
+    double first_lr; /* lr as first set: the default reference of fully decoupled decay */
+    int lr_was_set;
+    int decay, schedule;
+    uint64_t steps;
+};
+
+/* The role of the state in a slot; 0 for the weight and the gradient. */
+static inline int hstep_slot_role(const struct hstep_tensor *t, int slot)
+{
+    return slot < HALFSTEP_SLOT_STATE ? 0 : hstep_rules[t->rule].state[slot - HALFSTEP_SLOT_STATE].role;
+}
+
+/* A stretch of one tensor that one task handles: whole runs, or a part of one. */
+struct hstep_chunk {
+    int tensor;
+    int64_t run, runs, offset, length; /* length: elements of each run, from offset */
+};
+
+/* Elements of a chunk: enough to hide a task's cost, few enough to share among many threads. It divides the segments of
+ * the mixer. */
+#define HSTEP_CHUNK ((int64_t)32768)
+
+/* What one update of one tensor needs, worked out once per step. */
+struct hstep_update {
+    float k[HSTEP_MAX_SCALARS];
+    float gradient_scale, l2;
+    double centralize;     /* times the row mean of the raw gradient, or 0 */
+    int mode;              /* of the rule function */
+    uint32_t stochastic;   /* bit per slot */
+    uint32_t first;        /* bit per slot: a copy of the weight is made before the update, */
+    uint32_t copy;         /* and the weight made a copy of the slot after it */
+    int skip, fused;
+    int still;             /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int micro;             /* only states are written */
+    int own;               /* the constants come from the tensor itself: no other may take them over */
+    double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
+    float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
+    float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
+    float onto[HSTEP_SLOTS];                /* what is coded is multiplied by: hstep_onto_grid() of it */
+    int generator;                          /* the row of what makes the words of streams */
+    struct hstep_key stream[HSTEP_SLOTS];   /* of slots that are stochastic */
+};
+
+#endif

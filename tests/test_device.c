@@ -1,0 +1,377 @@
+/* The seam (device.h), held to by a device that is as far away as one in this process can be: its memory cannot be touched but
+ * while it works, and it works only while it is waited for. What core/ reads without a wait is then not there yet, a pointer that
+ * crosses the seam is a fault, and what core/ gives away and changes too early is read as changed. Behind it the host does the
+ * work, so every case of tests/golden/hashes.txt has to have its hash (--short: a 61st of them). */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "test.h"
+
+#ifdef _WIN32
+int main(void) { return 0; }
+#else
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/optimizer.h"
+#include "host/host.h"
+#include "ref/fixture.h"
+#include <tools/halfstep/golden.c>
+
+/* ---- Memory ---- */
+
+/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a case. */
+#define ARENA ((size_t)256 << 20)
+
+static struct {
+    char *base;
+    size_t used, live;
+} arena;
+
+static void touchable(int yes) { mprotect(arena.base, arena.used, yes ? PROT_READ | PROT_WRITE : PROT_NONE); }
+
+static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **memory)
+{
+    (void)c;
+    size_t size = ((size_t)bytes + 4095) / 4096 * 4096 + 4096;
+    if (arena.used + size > ARENA) return HALFSTEP_ERROR_MEMORY;
+    *memory = arena.base + arena.used;
+    arena.used += size;
+    arena.live++;
+    return HALFSTEP_OK;
+}
+
+static void apart_release(void *memory)
+{
+    if (!memory || --arena.live) return;
+    madvise(arena.base, arena.used, MADV_DONTNEED);
+    mprotect(arena.base, arena.used, PROT_NONE);
+    arena.used = 0;
+}
+
+/* ---- Work that is put off ---- */
+
+enum what { ZERO, COPY, SCAN, DECIDE, SUM, DECIDE_SUMS, CARRY, UPDATE, TRANSFORM, COUNT, END_ROUND, ACCUMULATE, WRITE };
+
+/* Everything by value, as far as the seam promises that it is read before the call returns. */
+struct work {
+    enum what what;
+    const struct hstep_context *context;
+    void *to;
+    const void *from;
+    uint64_t bytes;
+    struct hstep_call call;
+    int first, n;
+    enum hstep_pass pass;
+    struct hstep_accumulation sum;
+    struct hstep_access access;
+    struct hstep_tensor tensor;
+    void *owned[2]; /* copies of arrays, freed with the work */
+};
+
+static struct {
+    struct work *work[256];
+    int n;
+    long waits, done, forgets; /* forgets: waits that are to do nothing */
+} queue;
+
+static struct work *put_off(enum what what, const struct hstep_context *context)
+{
+    if (queue.n == 256) abort();
+    struct work *w = calloc(1, sizeof *w);
+    if (!w) abort();
+    w->what = what;
+    w->context = context;
+    return queue.work[queue.n++] = w;
+}
+
+static void *copy_of(const void *array, size_t bytes)
+{
+    void *copy = array ? malloc(bytes + 1) : NULL;
+    if (copy) memcpy(copy, array, bytes);
+    return copy;
+}
+
+static struct work *put_off_call(enum what what, const struct hstep_call *call)
+{
+    struct work *w = put_off(what, call->context);
+    w->call = *call;
+    w->call.weights = w->owned[0] = copy_of(call->weights, (size_t)call->n * sizeof(void *));
+    w->call.gradients = w->owned[1] = copy_of(call->gradients, (size_t)call->n * sizeof(void *));
+    return w;
+}
+
+static int run(const struct work *w)
+{
+    const struct hstep_device *host = &hstep_host_device;
+    switch (w->what) {
+    case ZERO: return host->zero(w->context, w->to, w->bytes);
+    case COPY: return host->copy(w->context, w->to, w->from, w->bytes);
+    case SCAN: return host->scan(&w->call);
+    case DECIDE: return host->decide(&w->call);
+    case SUM: return host->sum(&w->call, w->first, w->n);
+    case DECIDE_SUMS: return host->decide_sums(&w->call, w->first, w->n);
+    case CARRY: return host->carry(w->context, w->to, (int64_t)w->bytes);
+    case UPDATE: return host->update(&w->call, w->first, w->n, w->pass);
+    case TRANSFORM: return host->transform(&w->call, w->first);
+    case COUNT: return host->count(&w->call);
+    case END_ROUND: return host->end_round(&w->call);
+    case ACCUMULATE: return host->accumulate(&w->sum);
+    case WRITE: return host->write(&w->access, w->owned[0]);
+    }
+    return HALFSTEP_ERROR_ARGUMENT;
+}
+
+static int work_off(void)
+{
+    int error = HALFSTEP_OK;
+    touchable(1);
+    for (int i = 0; i < queue.n; i++) {
+        struct work *w = queue.work[i];
+        int result = error ? error : run(w);
+        error = error ? error : result;
+        queue.done++;
+        for (int j = 0; j < 2; j++) free(w->owned[j]);
+        free(w);
+    }
+    queue.n = 0;
+    touchable(0);
+    return error;
+}
+
+static int apart_wait(const struct hstep_context *c)
+{
+    (void)c;
+    queue.waits++;
+    return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
+}
+
+static int apart_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
+{
+    struct work *w = put_off(ZERO, c);
+    w->to = memory;
+    w->bytes = bytes;
+    return HALFSTEP_OK;
+}
+
+static int apart_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes)
+{
+    struct work *w = put_off(COPY, c);
+    w->to = to;
+    w->from = from;
+    w->bytes = bytes;
+    return HALFSTEP_OK;
+}
+
+static int apart_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
+{
+    struct work *w = put_off(CARRY, c);
+    w->to = limbs;
+    w->bytes = (uint64_t)n;
+    return HALFSTEP_OK;
+}
+
+static int put_off_some(enum what what, const struct hstep_call *call, int first, int n, enum hstep_pass pass)
+{
+    struct work *w = put_off_call(what, call);
+    w->first = first;
+    w->n = n;
+    w->pass = pass;
+    return HALFSTEP_OK;
+}
+
+static int apart_scan(const struct hstep_call *call) { return put_off_some(SCAN, call, 0, 0, 0); }
+static int apart_decide(const struct hstep_call *call) { return put_off_some(DECIDE, call, 0, 0, 0); }
+static int apart_sum(const struct hstep_call *call, int first, int n) { return put_off_some(SUM, call, first, n, 0); }
+static int apart_decide_sums(const struct hstep_call *call, int first, int n) { return put_off_some(DECIDE_SUMS, call, first, n, 0); }
+static int apart_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
+{
+    return put_off_some(UPDATE, call, first, n, pass);
+}
+static int apart_transform(const struct hstep_call *call, int tensor) { return put_off_some(TRANSFORM, call, tensor, 1, 0); }
+static int apart_count(const struct hstep_call *call) { return put_off_some(COUNT, call, 0, 0, 0); }
+static int apart_end_round(const struct hstep_call *call) { return put_off_some(END_ROUND, call, 0, 0, 0); }
+
+static int apart_accumulate(const struct hstep_accumulation *a)
+{
+    struct work *w = put_off(ACCUMULATE, a->context);
+    w->sum = *a;
+    w->tensor = *a->tensor;
+    w->sum.tensor = &w->tensor;
+    w->sum.chunks = w->owned[0] = copy_of(a->chunks, (size_t)a->tensor->chunks * sizeof *a->chunks);
+    return HALFSTEP_OK;
+}
+
+static int apart_write(const struct hstep_access *a, const float *in)
+{
+    struct work *w = put_off(WRITE, a->context);
+    w->access = *a;
+    w->tensor = *a->tensor;
+    w->access.tensor = &w->tensor;
+    w->owned[0] = copy_of(in, (size_t)(a->end - a->first) * sizeof *in);
+    return HALFSTEP_OK;
+}
+
+/* These two have their answer when they return. */
+static int apart_read(const struct hstep_access *a, float *out)
+{
+    int error = work_off();
+    touchable(1);
+    if (!error) error = hstep_host_device.read(a, out);
+    touchable(0);
+    return error;
+}
+
+static int apart_saturated(const struct hstep_access *a, uint64_t *count)
+{
+    int error = work_off();
+    return error ? error : hstep_host_device.saturated(a, count);
+}
+
+static struct hstep_device apart = {
+    .name = "apart",
+    .shared = 0,
+    .allocate = apart_allocate,
+    .release = apart_release,
+    .zero = apart_zero,
+    .copy = apart_copy,
+    .wait = apart_wait,
+    .scan = apart_scan,
+    .decide = apart_decide,
+    .sum = apart_sum,
+    .decide_sums = apart_decide_sums,
+    .carry = apart_carry,
+    .update = apart_update,
+    .transform = apart_transform,
+    .count = apart_count,
+    .end_round = apart_end_round,
+    .accumulate = apart_accumulate,
+    .read = apart_read,
+    .write = apart_write,
+    .saturated = apart_saturated,
+};
+
+/* ---- Tests ---- */
+
+static void run_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
+{
+    uint64_t hash = 0, expected = 0;
+    char error[300] = "";
+    int failed = golden_run(c, layout, &hash, error, sizeof error);
+    CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
+    golden_expected(list, c, &expected);
+    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients, c->generator,
+          hash, expected);
+    CHECK(!queue.n, "%s: %d calls were never waited for", c->recipe, queue.n);
+    work_off();
+    CHECK(!arena.live, "%s: %zu blocks of the device were not released", c->recipe, arena.live);
+}
+
+/* One tensor that is stepped by itself in rounds, and all at once: what golden cases do not do. */
+static void test_rounds(void)
+{
+    float w[2][100], g[100], *weights[2] = {w[0], w[1]};
+    double norm[2];
+    halfstep_counters counters[2];
+    for (int far = 0; far < 2; far++) {
+        hstep_default_device = far ? &apart : &hstep_host_device;
+        halfstep_optimizer *o;
+        int32_t group, tensor;
+        halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
+        for (int i = 0; i < 100; i++) w[far][i] = 1.0f;
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, "adamw", &group));
+        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 2.0));
+        MUST(halfstep_add_tensor(o, &t, &tensor));
+        MUST(halfstep_allocate_states(o));
+        for (int step = 0; step < 4; step++) {
+            for (int i = 0; i < 100; i++) g[i] = (float)(i - 50 + step) / 10.0f;
+            if (step == 2) g[7] = NAN;
+            int result = halfstep_step_tensor(o, tensor, weights[far], g);
+            CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step, halfstep_error_detail(o));
+            MUST(halfstep_end_round(o));
+        }
+        norm[far] = halfstep_gradient_norm(o);
+        counters[far] = (halfstep_counters){.struct_size = sizeof counters[far]};
+        MUST(halfstep_get_counters(o, tensor, &counters[far]));
+        CHECK(halfstep_skipped_steps(o) == 1, "%d steps skipped", (int)halfstep_skipped_steps(o));
+        halfstep_destroy(o);
+    }
+    CHECK(!memcmp(w[0], w[1], sizeof w[0]), "other weights");
+    CHECK(norm[0] == norm[1] && norm[0] > 0.0, "norm %g, on the host %g", norm[1], norm[0]);
+    CHECK(!memcmp(&counters[0], &counters[1], sizeof counters[0]), "other counters");
+}
+
+static void test_waits(void)
+{
+    static const char *const recipes[] = {"adamw/f32", "lamb/bf16-sr/int8", "muon/f32"};
+    float w[64 * 64] = {0}, g[64 * 64];
+    void *weights[] = {w};
+    const void *gradients[] = {g};
+    for (int i = 0; i < 64 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
+    hstep_default_device = &apart;
+    for (size_t k = 0; k < sizeof recipes / sizeof *recipes; k++) {
+        halfstep_optimizer *o;
+        int32_t group, tensor;
+        halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
+        MUST(halfstep_create(NULL, &o));
+        MUST(halfstep_add_group(o, recipes[k], &group));
+        MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
+        MUST(halfstep_add_tensor(o, &t, &tensor));
+        MUST(halfstep_allocate_states(o));
+        for (int step = 0; step < 3; step++) {
+            long before = queue.waits;
+            MUST(halfstep_step(o, weights, gradients));
+            CHECK(queue.waits == before + 1, "%s waits %ld times", recipes[k], queue.waits - before);
+        }
+        halfstep_destroy(o);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
+    test_init(argc - short_run, argv + short_run);
+    test_program = argv[0];
+    char *list = test_source_text("tests/golden/hashes.txt");
+    struct golden_case *cases = golden_cases(&n);
+    arena.base = mmap(NULL, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!cases || arena.base == MAP_FAILED) return 1;
+    apart.find_fused = hstep_host_device.find_fused;
+    apart.workspace = hstep_host_device.workspace;
+    hstep_default_device = &apart;
+    const struct golden_layout layouts[] = {
+        {.threads = 1, .bound = 1}, {.threads = 3, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1, .bound = 1}};
+    const char *const names[] = {"every golden case, far from the host", "in 2 shards of rows", "in 3 shards of columns"};
+    for (int l = 0; l < 3; l++)
+        TEST(names[l]) {
+            int stride = short_run ? 61 : l ? 16 : 1;
+            for (int i = l % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
+        }
+    TEST("rounds of single tensors") test_rounds();
+    TEST("one wait a step") test_waits();
+    /* The test can fail: a wait that does nothing is noticed, by a fault where memory is touched too early, else by the bits. */
+    TEST("a missing wait is noticed") {
+        pid_t child = fork();
+        if (!child) {
+            uint64_t hash = 0, expected = 1;
+            char error[300] = "";
+            queue.forgets = 40;
+            if (freopen("/dev/null", "w", stdout) && !golden_run(&cases[0], &layouts[0], &hash, error, sizeof error))
+                golden_expected(list, &cases[0], &expected);
+            test_leave(hash != expected);
+        }
+        int status = 0;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status != 0, "40 waits that do nothing give the promised bits");
+    }
+    free(cases);
+    free(list);
+    return test_done();
+}
+
+#endif
