@@ -1594,10 +1594,14 @@ static void test_file_size_limit(void)
     fflush(stdout);
     pid_t child = fork();
     if (!child) {
-        struct rlimit limit = {300, 300};
+        struct rlimit before, limit;
         signal(SIGXFSZ, SIG_IGN);
+        getrlimit(RLIMIT_FSIZE, &before);
+        limit = (struct rlimit){300, before.rlim_max};
         setrlimit(RLIMIT_FSIZE, &limit);
         int code = save_generation(dir, 13, none, NULL); /* 640 bytes of model */
+        /* Coverage counters are files too, and one that was cut is worth nothing to those who come after. */
+        setrlimit(RLIMIT_FSIZE, &before);
         test_leave(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
     }
     int status = -1;
