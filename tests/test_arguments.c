@@ -353,19 +353,8 @@ static void test_shapes(void)
 static void test_complete(void)
 {
     TEST("every public function that takes a pointer is in this file") {
-        char *header = test_source_text("include/halfstep.h"), *own = test_source_text("tests/test_arguments.c");
-        int functions = 0;
-        for (const char *at = header; (at = strstr(at, "\nHALFSTEP_API ")) != NULL;) {
-            const char *open = strchr(++at, '('), *name = open, *close = strchr(open, ')');
-            while (name[-1] == '_' || (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= '0' && name[-1] <= '9')) name--;
-            functions++;
-            char call[80];
-            snprintf(call, sizeof call, "%.*s(", (int)(open - name), name);
-            if (memchr(open, '*', (size_t)(close - open))) CHECK(strstr(own, call), "%s is not called", call);
-        }
+        int functions = test_calls_all("include/halfstep.h", "tests/test_arguments.c");
         CHECK(functions > 80, "the header shows %d functions only", functions);
-        free(header);
-        free(own);
     }
 }
 
