@@ -1169,25 +1169,40 @@ static void test_failing_memory(void)
     step(&a, 3, 1);
     step(&b, 9, 1);
     uint64_t before = fingerprint(&b, 1);
-    long calls[2] = {0, 0};
-    for (int reading = 0; reading < 2; reading++)
+    enum { WRITING, SAVING, READING, LOADING, WAYS };
+    static const char *const what[WAYS] = {"writing", "saving", "reading", "loading"};
+    long calls[WAYS] = {0};
+    halfstep_checkpoint *checkpoint = NULL;
+    for (int way = 0; way < WAYS; way++) {
+        if (way == LOADING) MUST(halfstep_open_checkpoint(&checkpoint, at("memory"), NULL, TEXT));
         for (long call = 0;; call++) {
+            halfstep_checkpoint_save *save = NULL;
+            if (way == SAVING) MUST(halfstep_begin_checkpoint(&save, at("memory"), NULL, TEXT));
             allocations = failed = 0;
             allocation_at = call;
-            int code = reading ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT)
-                               : halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT);
+            int code = way == WRITING ? halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT) :
+                       way == SAVING ? halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) :
+                       way == READING ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) :
+                                        halfstep_load_optimizer(checkpoint, b.o, b.weights, NULL, TEXT);
             allocation_at = -1;
             if (!failed) {
                 CHECK(!code, "%s", message);
+                if (save) CHECK(!halfstep_commit_checkpoint(save, TEXT), "%s", message);
                 break;
             }
-            calls[reading]++;
-            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s",
-                  reading ? "reading" : "writing", call, code, message);
-            if (reading) CHECK(fingerprint(&b, 1) == before, "allocation %ld: the optimizer was changed", call);
+            calls[way]++;
+            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s", what[way], call, code,
+                  message);
+            if (save) CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_MEMORY, "allocation %ld: %s", call, message);
+            if (way >= READING) CHECK(fingerprint(&b, 1) == before, "allocation %ld: the optimizer was changed", call);
         }
-    CHECK(calls[0] > 100 && calls[1] > 40, "%ld and %ld allocations", calls[0], calls[1]);
-    CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "after all failures something did not come back");
+        CHECK(calls[way] > (way < READING ? 100 : 40), "%s: %ld allocations", what[way], calls[way]);
+        if (way < READING) continue;
+        CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "%s: after all failures something did not come back", what[way]);
+        step(&b, 9, 1);
+        before = fingerprint(&b, 1);
+    }
+    halfstep_close_checkpoint(checkpoint);
     end(&a);
     end(&b);
 }
