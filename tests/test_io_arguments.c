@@ -1,6 +1,7 @@
-/* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as NULL, structures
- * of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that fits. Nothing crashes, the
- * code is the documented one, the sentence names the thing, and what was there stays. */
+/* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as NULL,
+ * structures of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that fits. Nothing
+ * crashes, the code is the documented one, the sentence names the thing, and what was there stays. Over 500 lines because each
+ * function and each member of a manifest has its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -80,7 +81,8 @@ static int count_entries(const char *path, const char *prefix)
 {
     int count = 0;
     DIR *stream = opendir(path);
-    for (struct dirent *entry; stream && (entry = readdir(stream));) count += !strncmp(entry->d_name, prefix, strlen(prefix));
+    for (struct dirent *entry; stream && (entry = readdir(stream));)
+        count += !strncmp(entry->d_name, prefix, strlen(prefix));
     if (stream) closedir(stream);
     return count;
 }
@@ -128,7 +130,8 @@ static struct {
 
 static void make_good(void)
 {
-    halfstep_tensor tensor = {.struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
+    halfstep_tensor tensor = {.struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 1, .row_length = 64,
+                              .gradient = "f32"};
     int32_t index;
     uint64_t three = 3;
     MUST(halfstep_create(NULL, &good.optimizer));
@@ -246,7 +249,8 @@ static void test_null(void)
         EXPECT(halfstep_get_checkpoint_value(checkpoint, 1, &key, &value), HALFSTEP_ERROR_ARGUMENT);
         CHECK(!halfstep_checkpoint_path(NULL, "a") && !halfstep_checkpoint_path(checkpoint, NULL) &&
                   !halfstep_checkpoint_path(checkpoint, "b") && !halfstep_checkpoint_value(NULL, "k") &&
-                  !halfstep_checkpoint_value(checkpoint, NULL) && !halfstep_checkpoint_value(checkpoint, "l"), "found nothing");
+                  !halfstep_checkpoint_value(checkpoint, NULL) &&
+                  !halfstep_checkpoint_value(checkpoint, "l"), "found nothing");
         REFUSED_NULL(halfstep_load_optimizer, NULL, good.optimizer, good.weights, NULL);
         REFUSED_NULL(halfstep_load_optimizer, checkpoint, NULL, good.weights, NULL);
         MUST(halfstep_load_optimizer(checkpoint, good.optimizer, good.weights, NULL, NULL, 0));
@@ -257,7 +261,8 @@ static void test_null(void)
         MUST(halfstep_write_optimizer(at("x"), good.optimizer, good.weights, NULL, NULL, 0));
         MUST(halfstep_read_optimizer(at("x"), good.optimizer, good.weights, NULL, NULL, 0));
         void *no_weight[1] = {NULL};
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"w\": its weight is NULL", halfstep_read_optimizer, at("x"), good.optimizer, no_weight, NULL);
+        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"w\": its weight is NULL", halfstep_read_optimizer, at("x"), good.optimizer,
+                no_weight, NULL);
         halfstep_close_checkpoint(checkpoint);
         halfstep_close_checkpoint(NULL);
     }
@@ -284,10 +289,14 @@ static void test_sizes(void)
             CHECK(room[4] == 0x55, "size %u: something was written", odd[i]);
             memset(room + 4, 0, sizeof room - 4);
             REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_begin_checkpoint, &save, at("sizes"), (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_open_checkpoint, &checkpoint, at("good-run"), (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_write_optimizer, at("y"), good.optimizer, NULL, (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_read_optimizer, at("x"), good.optimizer, NULL, (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer, NULL, (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_open_checkpoint, &checkpoint, at("good-run"),
+                    (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
+                    (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_read_optimizer, at("x"), good.optimizer, NULL,
+                    (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer, NULL,
+                    (void *)room);
         }
         const uint32_t longer = sizeof room, head = 4;
         for (int unknown = 0; unknown < 2; unknown++) {
@@ -311,7 +320,8 @@ static void test_sizes(void)
         MUST(halfstep_get_checkpoint_file(good.checkpoint, 1, (void *)room));
         CHECK(!strcmp(((halfstep_checkpoint_file *)room)->name, "model.bin") && !room[sizeof room - 1], "file 1");
         halfstep_file_options unknown = {.struct_size = sizeof unknown, .reserved = 1};
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "no such options", halfstep_write_optimizer, at("y"), good.optimizer, NULL, &unknown);
+        REFUSED(HALFSTEP_ERROR_ARGUMENT, "no such options", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
+                &unknown);
     }
 }
 
@@ -323,8 +333,8 @@ static void test_names(void)
         halfstep_checkpoint_save *save;
         halfstep_save_options options = {.struct_size = sizeof options, .step = (uint64_t)INT64_MAX + 1};
         REFUSED(HALFSTEP_ERROR_RANGE, "9223372036854775808", halfstep_begin_checkpoint, &save, at("run"), &options);
-        static const char *const not_utf8[] = {"\x80", "\xc1\x81", "\xc3", "\xe0\x9f\x80", "\xed\xa0\x80", "\xe2\x82x", "\xf0\x8f\xbf\xbf",
-                                               "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xf0\x9f\x98x"};
+        static const char *const not_utf8[] = {"\x80", "\xc1\x81", "\xc3", "\xe0\x9f\x80", "\xed\xa0\x80", "\xe2\x82x",
+                                               "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xf0\x9f\x98x"};
         name[129] = 0;
         for (int kind = 0; kind < 4; kind++) {
             const char *says = kind == 0 ? "cannot be named \"nnn" : kind == 1 ? "two files are named \"a\"" : "is not UTF-8";
@@ -343,7 +353,8 @@ static void test_names(void)
                 CHECK(strstr(text, says), "%s", text);
                 EXPECT(halfstep_commit_checkpoint(save, TEXT), code);
                 CHECK(strstr(text, says), "%s", text);
-                CHECK(opened_step(at("run"), 0) == before && !count_entries(at("run"), ".halfstep"), "a refused save has left something");
+                CHECK(opened_step(at("run"), 0) == before && !count_entries(at("run"), ".halfstep"),
+                      "a refused save has left something");
             }
         }
         /* A failure that nobody wanted to read has no text to repeat. */
@@ -376,18 +387,22 @@ static void test_tensors(void)
         uint64_t most = UINT64_MAX / 8, two[2] = {(uint64_t)INT64_MAX + 1, 0};
         put_file(at("kept"), "old", 3);
         MUST(halfstep_create_safetensors_writer(&writer));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8", 2, two, NULL);
+        REFUSED(HALFSTEP_ERROR_SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8", 2,
+                two, NULL);
         REFUSED(HALFSTEP_ERROR_NAME, "\"k\" is not UTF-8", halfstep_declare_safetensors_metadata, writer, "k", "\xff");
         REFUSED(HALFSTEP_ERROR_NAME, "is not UTF-8", halfstep_declare_safetensors_metadata, writer, "\xff", "v");
         /* A fill function that says no: its own code where it is one. */
         MUST(halfstep_declare_safetensor(writer, "c", "U8", 1, &most, NULL, NULL, 0));
         int says = HALFSTEP_ERROR_MISMATCH;
-        REFUSED(HALFSTEP_ERROR_MISMATCH, "\"c\" could not be supplied (code -41)", halfstep_write_safetensors, writer, at("kept"), fill_nothing, &says);
+        REFUSED(HALFSTEP_ERROR_MISMATCH, "\"c\" could not be supplied (code -41)", halfstep_write_safetensors, writer,
+                at("kept"), fill_nothing, &says);
         says = 7;
-        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"c\" could not be supplied (code 7)", halfstep_write_safetensors, writer, at("kept"), fill_nothing, &says);
+        REFUSED(HALFSTEP_ERROR_ARGUMENT, "\"c\" could not be supplied (code 7)", halfstep_write_safetensors, writer,
+                at("kept"), fill_nothing, &says);
         static const char *const more[] = {"d", "e", "f", "g"};
         for (int i = 0; i < 4; i++) MUST(halfstep_declare_safetensor(writer, more[i], "U8", 1, &most, NULL, TEXT));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"), fill_nothing, &says);
+        REFUSED(HALFSTEP_ERROR_SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"), fill_nothing,
+                &says);
         halfstep_destroy_safetensors_writer(writer);
         CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"), "a refused call has written");
     }
@@ -400,13 +415,15 @@ static void test_tensors(void)
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensors_metadata(writer, name, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 pairs"), "%u: %d %s", count, code, text);
+        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 pairs"), "%u: %d %s", count,
+              code, text);
         MUST(halfstep_declare_safetensors_metadata(writer, "00000000", "replaced", TEXT));
         for (code = 0, count = 0; !code && count < 2u << 20; count++) {
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensor(writer, name, "U8", 0, NULL, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 tensors"), "%u: %d %s", count, code, text);
+        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 tensors"), "%u: %d %s", count,
+              code, text);
         halfstep_destroy_safetensors_writer(writer);
         /* Seventeen million characters, each escaped in six bytes. */
         enum { CHARACTERS = 100000000 / 6 + 1 };
@@ -470,7 +487,8 @@ static void test_places(void)
             put_file(at(name), "left", 4);
         }
         for (int i = 0; i < 4; i++) MUST(halfstep_write_file_atomic(at("left/x"), "22", 2, TEXT));
-        CHECK(!strcmp(get_file(at("left/x")), "22") && count_entries(at("left"), ".halfstep-write-") == 300, "what was left has changed");
+        CHECK(!strcmp(get_file(at("left/x")), "22") && count_entries(at("left"), ".halfstep-write-") == 300,
+              "what was left has changed");
     }
 }
 
@@ -506,7 +524,8 @@ static void change_manifest(const char *path, const char *manifest, const char *
     }
     int bytes = snprintf(changed, sizeof changed, "%.*s%s%.*s", (int)(place - manifest), manifest, put,
                          (int)(end - place) - (int)strlen(find), place + strlen(find));
-    bytes += snprintf(changed + bytes, sizeof changed - (size_t)bytes, "%s%016llx\"\n}\n", seal, slow_crc(changed, (size_t)bytes));
+    bytes += snprintf(changed + bytes, sizeof changed - (size_t)bytes, "%s%016llx\"\n}\n", seal,
+                      slow_crc(changed, (size_t)bytes));
     put_file(path, changed, (size_t)bytes);
 }
 
@@ -587,7 +606,8 @@ static const struct {
     {INNER, "'crc64': '0000000000000000'", "'crc64': '0000000000000000', 'crc64': '0000000000000000'", OTHER},
     {INNER, "'0000000000000000'", "'000000000000000'", OTHER},
     {INNER, "'0000000000000000'", "'000000000000000G'", OTHER},
-    {INNER, "'0000000000000000'", "'0000000000000001'", "its checksum is 0000000000000000, its manifest says 0000000000000001"},
+    {INNER, "'0000000000000000'", "'0000000000000001'",
+     "its checksum is 0000000000000000, its manifest says 0000000000000001"},
     {INNER, "'0000000000000000'}", "'0000000000000000']", "expected ',' or '}'"},
     {INNER, "\n  ]", "\n  }", "expected ',' or ']'"},
     {INNER, "'values': {", "'values': [", "expected '{'"},
@@ -620,10 +640,12 @@ static void test_manifests(void)
                 int contents = strstr(says, "is not the checkpoint") || strstr(says, "its manifest");
                 CHECK(code == (version ? HALFSTEP_ERROR_UNSUPPORTED : absent ? HALFSTEP_ERROR_IO : HALFSTEP_ERROR_FORMAT) &&
                           strstr(text, says), "row %zu: %d \"%s\", not \"%s\"", i, (int)code, text, says);
-                CHECK(version || absent || contents || (strstr(text, path) && strstr(text, "is corrupt: byte ")), "row %zu: %s", i, text);
+                CHECK(version || absent || contents || (strstr(text, path) && strstr(text, "is corrupt: byte ")),
+                      "row %zu: %s", i, text);
                 /* Of the other checkpoint it tells; a version that is newer is nothing to go back for. */
                 int good_one = which == POINTER && !strstr(says, "is not the") ? 4 : 3;
-                CHECK(strstr(text, good_one == 4 ? "there is another checkpoint: " : "checkpoint-3"), "row %zu: %s", i, text);
+                CHECK(strstr(text, good_one == 4 ? "there is another checkpoint: " : "checkpoint-3"), "row %zu: %s", i,
+                      text);
                 code = opened_step(dir, 1);
                 CHECK(version ? code == HALFSTEP_ERROR_UNSUPPORTED : code == good_one && !strncmp(text, "note: ", 6),
                       "row %zu, with a fallback: %d %s", i, (int)code, text);
@@ -640,7 +662,8 @@ static void test_manifests(void)
         MUST(save_step(dir, 3, 1));
         memset(large, ' ', bytes);
         put_file(at("manifests/manifest.json"), large, bytes);
-        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT && strstr(text, "has 4194305 bytes, more than the 4194304 allowed"), "%s", text);
+        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
+                  strstr(text, "has 4194305 bytes, more than the 4194304 allowed"), "%s", text);
         CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
         free(large);
     }
@@ -651,10 +674,12 @@ static void test_manifests(void)
         /* Nothing can come after it: the save is refused, what is there stays. */
         snprintf(inner, sizeof inner, "%s", get_file(at("manifests/checkpoint-3/manifest.json")));
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 9223372036854775807");
-        change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1", "'sequence': 9223372036854775807");
+        change_manifest(at("manifests/checkpoint-3/manifest.json"), inner, "'sequence': 1",
+                        "'sequence': 9223372036854775807");
         EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
         CHECK(strstr(text, dir) && strstr(text, "sequence numbers are used up"), "%s", text);
-        CHECK(opened_step(dir, 0) == 3 && count_entries(dir, "checkpoint-") == 1 && !count_entries(dir, ".halfstep"), "%s", text);
+        CHECK(opened_step(dir, 0) == 3 && count_entries(dir, "checkpoint-") == 1 && !count_entries(dir, ".halfstep"), "%s",
+              text);
         /* Without a pointer the newest generation has it. */
         unlink(at("manifests/manifest.json"));
         EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
@@ -667,7 +692,8 @@ static void test_manifests(void)
         put_file(at("manifests/checkpoint-2/model.bin"), "model", 5);
         CHECK(opened_step(dir, 1) == 2, "%s", text);
         /* A pointer whose number is none, to what is not there. */
-        change_manifest(at("manifests/manifest.json"), pointer, "1,\n  'current': 'checkpoint-3'", "0,\n  'current': 'checkpoint-9'");
+        change_manifest(at("manifests/manifest.json"), pointer, "1,\n  'current': 'checkpoint-3'",
+                        "0,\n  'current': 'checkpoint-9'");
         CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_IO && strstr(text, "checkpoint-9"), "%s", text);
         /* One whose number is none, to what is there: any number fits. */
         change_manifest(at("manifests/manifest.json"), pointer, "'sequence': 1", "'sequence': 0");
@@ -680,7 +706,8 @@ static void test_manifests(void)
         CHECK(opened_step(dir, 0) == 3 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", text);
         snprintf(pointer, sizeof pointer, "%s", get_file(at("manifests/manifest.json")));
         change_manifest(at("manifests/manifest.json"), pointer, "checkpoint-3", "checkpoint-7");
-        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT && strstr(text, "checkpoint-7 is not the checkpoint that its parent's"), "%s", text);
+        CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
+                  strstr(text, "checkpoint-7 is not the checkpoint that its parent's"), "%s", text);
         CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
         /* It is no checkpoint of this directory, so it is never removed; nor is a leftover with such a manifest. */
         if (mkdir(at("manifests/.halfstep-tmp-1-0"), 0777)) exit(1);
@@ -691,7 +718,8 @@ static void test_manifests(void)
         CHECK(strstr(text, ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"") &&
                   strstr(text, ".halfstep-tmp-1-1 stays: it holds \".halfstep-part-.x\""), "%s", text);
         CHECK(opened_step(dir, 0) == 8 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", text);
-        CHECK(count_entries(dir, "checkpoint-") == 2 && count_entries(dir, ".halfstep-tmp-1-") == 2, "something was removed");
+        CHECK(count_entries(dir, "checkpoint-") == 2 && count_entries(dir, ".halfstep-tmp-1-") == 2,
+              "something was removed");
     }
 }
 

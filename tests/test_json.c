@@ -73,9 +73,11 @@ int main(int argc, char **argv)
         CHECK(!hstep_json_expect(&json, '[') && json.problem && strstr(json.problem, "'['"), "%s", json.problem);
         CHECK(!hstep_json_fail(&json, "another") && strstr(json.problem, "'['"), "%s", json.problem);
         CHECK(!hstep_json_take(&json, ']') && !hstep_json_string(&json, &string) && !hstep_json_number(&json, &whole) &&
-                  !hstep_json_real(&json, &real) && !hstep_json_word(&json, "true") && !hstep_json_skip(&json) && !hstep_json_end(&json),
+                  !hstep_json_real(&json, &real) && !hstep_json_word(&json, "true") && !hstep_json_skip(&json) &&
+                  !hstep_json_end(&json),
               "something was read after a failure");
-        CHECK(json.at == 0 && !string && whole == 5 && real == 5 && strstr(json.problem, "'['"), "at %zu: %s", json.at, json.problem);
+        CHECK(json.at == 0 && !string && whole == 5 && real == 5 && strstr(json.problem, "'['"), "at %zu: %s", json.at,
+              json.problem);
     }
 
     TEST("numbers come back with every bit") {

@@ -572,8 +572,10 @@ static const refusal refusals[] = {
     {META("counters.linear", "state_steps 9223372036854775808 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters."},
     {META("counters.linear", "state_steps 1 full_steps 1 writes 99999999999999999999 id 5"), HALFSTEP_ERROR_FORMAT,
      "counters."},
-    {META("counters.linear", "state_steps 1 full_steps 9223372036854775808 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters."},
-    {META("counters.linear", "state_steps 1 full_steps 1 writes 9223372036854775808 id 5"), HALFSTEP_ERROR_FORMAT, "counters."},
+    {META("counters.linear", "state_steps 1 full_steps 9223372036854775808 writes 1 id 5"), HALFSTEP_ERROR_FORMAT,
+     "counters."},
+    {META("counters.linear", "state_steps 1 full_steps 1 writes 9223372036854775808 id 5"), HALFSTEP_ERROR_FORMAT,
+     "counters."},
     {META("counters.linear", ""), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", NULL), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.stranger", "state_steps 1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
@@ -611,14 +613,20 @@ static const refusal refusals[] = {
     {{.reshape = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "shape [5120], this optimizer needs [40, 128]"},
     {{.reshape = "linear/exp_avg.scale"}, HALFSTEP_ERROR_MISMATCH, "shape [160], this optimizer needs [40, 4]"},
     {{.reshape = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" has shape [5120]"},
-    {{.reshape = "linear/exp_avg", .sizes = {128, 40}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH, "shape [128, 40], this optimizer needs [40, 128]"},
-    {{.reshape = "linear/exp_avg", .sizes = {40, 127}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH, "shape [40, 127], this optimizer needs [40, 128]"},
-    {{.reshape = "norm.weight/exp_avg", .sizes = {10, 10}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH, "shape [10, 10], this optimizer needs [100]"},
-    {{.reshape = "linear/exp_avg", .sizes = {0, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG}, .ndim = 16},
+    {{.reshape = "linear/exp_avg", .sizes = {128, 40}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+     "shape [128, 40], this optimizer needs [40, 128]"},
+    {{.reshape = "linear/exp_avg", .sizes = {40, 127}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+     "shape [40, 127], this optimizer needs [40, 128]"},
+    {{.reshape = "norm.weight/exp_avg", .sizes = {10, 10}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+     "shape [10, 10], this optimizer needs [100]"},
+    {{.reshape = "linear/exp_avg", .sizes = {0, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG},
+      .ndim = 16},
      HALFSTEP_ERROR_MISMATCH, "shape [0, 9223372036854775807, 9223372036854775807, "},
     {{.add = "stranger", .element = 3}, HALFSTEP_ERROR_MISMATCH, "has \"stranger\", which this optimizer does not store"},
-    {{.add = "stranger/exp_avg", .element = 3}, HALFSTEP_ERROR_MISMATCH, "has \"stranger/exp_avg\", which this optimizer does not store"},
-    {{.add = "linear/exp_bvg", .element = 3}, HALFSTEP_ERROR_MISMATCH, "has \"linear/exp_bvg\", which this optimizer does not store"},
+    {{.add = "stranger/exp_avg", .element = 3}, HALFSTEP_ERROR_MISMATCH,
+     "has \"stranger/exp_avg\", which this optimizer does not store"},
+    {{.add = "linear/exp_bvg", .element = 3}, HALFSTEP_ERROR_MISMATCH,
+     "has \"linear/exp_bvg\", which this optimizer does not store"},
     {{.retype = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "\"linear/exp_avg\" is U8, this optimizer needs I8"},
     {{.retype = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" is F16, this optimizer needs BF16"},
     {{.poke = "linear/exp_avg.scale", .element = 3, .bits = 0x7fc0, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
@@ -646,17 +654,22 @@ static const refusal refusals[] = {
 };
 
 /* States in single precision, and scales over the flattened tensor. */
-static const plan single = {.recipe = {"adamw", "adamw"}, .seed = 7}, flat = {.recipe = {"adamw/f32/dyn8", "adamw/f32/dyn8"}, .seed = 7};
+static const plan single = {.recipe = {"adamw", "adamw"}, .seed = 7};
+static const plan flat = {.recipe = {"adamw/f32/dyn8", "adamw/f32/dyn8"}, .seed = 7};
 static const refusal refusals_single[] = {
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xbf800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0x7fc00000, .bytes = 4}, HALFSTEP_ERROR_FORMAT, "element 99 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xbf800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+     "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0x7fc00000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+     "element 99 of"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT, "not finite"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x80000000, .bytes = 4}, 0, ""},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f7fffff, .bytes = 4}, 0, ""},
 };
 static const refusal refusals_flat[] = {
-    {{.poke = "linear/exp_avg_sq.scale", .element = 1, .bits = 0xff800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT, "element 1 of"},
-    {{.reshape = "linear/exp_avg.scale", .sizes = {19}, .ndim = 1}, HALFSTEP_ERROR_MISMATCH, "shape [19], this optimizer needs [20]"},
+    {{.poke = "linear/exp_avg_sq.scale", .element = 1, .bits = 0xff800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+     "element 1 of"},
+    {{.reshape = "linear/exp_avg.scale", .sizes = {19}, .ndim = 1}, HALFSTEP_ERROR_MISMATCH,
+     "shape [19], this optimizer needs [20]"},
     {{.reshape = "linear/exp_avg.scale", .sizes = {4, 5}, .ndim = 2}, 0, ""},
 };
 
@@ -789,7 +802,8 @@ static void test_settings(void)
     MUST(halfstep_allocate_states(first));
     MUST(halfstep_set_hyper(first, group, "lr", 0.75));
     MUST(halfstep_set_group_steps(first, group, 9));
-    CHECK(!halfstep_write_optimizer(at("one"), second, NULL, NULL, TEXT) && !halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT),
+    CHECK(!halfstep_write_optimizer(at("one"), second, NULL, NULL, TEXT) &&
+          !halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT),
           "%s", message);
     uint64_t steps;
     MUST(halfstep_get_hyper(first, group, "lr", &value));
@@ -800,7 +814,8 @@ static void test_settings(void)
     /* Nor does an optimizer without any tensor take a file that has some. */
     halfstep_destroy(first);
     MUST(halfstep_create(NULL, &first));
-    CHECK(halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH && strstr(message, "\"t\""), "%s", message);
+    CHECK(halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH && strstr(message, "\"t\""),
+          "%s", message);
     halfstep_destroy(first);
     halfstep_destroy(second);
 }
@@ -882,16 +897,16 @@ static void test_other_writers(void)
     CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "with shapes");
     const uint64_t wrong[4] = {8, 8, 3, 2}, huge[4] = {8, UINT64_MAX, UINT64_MAX, 9};
     sizes[5] = wrong;
-    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE &&
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE &&
           strstr(message, "\"conv\""), "%s", message);
     sizes[5] = huge;
-    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
     const uint64_t nothing[4] = {8, 0, 3, 3}, rows[4] = {9, 8, 3, 3};
     sizes[5] = nothing;
-    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
     sizes[5] = rows;
-    CHECK(halfstep_write_optimizer(at("two"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
-    CHECK(access(at("two"), F_OK), "a refused file was written");
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(access(at("unwanted"), F_OK), "a refused file was written");
     end(&b);
 
     for (int way = 0; way < 2; way++) {
@@ -958,6 +973,18 @@ static void test_which_tensors(void)
           strstr(message, "\"conv\", this optimizer has not"),
           "%s", message);
     CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
+    /* The same of a tensor that is in no list of the file's, whether options are given or not; not where a subset is enough. */
+    halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE};
+    make_changed(&(change){.add = "stranger/exp_avg", .element = 3});
+    run whole;
+    if (!build(&whole, &usual)) test_fail(__FILE__, __LINE__, "build");
+    CHECK(halfstep_read_optimizer(at("changed"), whole.o, whole.weights, &compare, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+          strstr(message, "\"stranger/exp_avg\""), "%s", message);
+    CHECK(!halfstep_read_optimizer(at("changed"), whole.o, whole.weights, &subset, TEXT), "%s", message);
+    CHECK(fingerprint(&whole, 1) == fingerprint(&a, 1), "a file with a tensor too many");
+    /* Its weights are nothing unknown to who has them elsewhere. */
+    CHECK(!halfstep_read_optimizer(at("one"), whole.o, NULL, NULL, TEXT), "%s", message);
+    end(&whole);
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &subset, TEXT), "%s", message);
     CHECK(!memcmp(a.weights[4], b.weights[0], (size_t)a.bytes[4]) && !memcmp(a.weights[1], b.weights[1], (size_t)a.bytes[1]),
           "the weights");
@@ -1191,9 +1218,11 @@ static void test_failing_memory(void)
                 break;
             }
             calls[way]++;
-            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s", what[way], call, code,
+            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s", what[way], call,
+                  code,
                   message);
-            if (save) CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_MEMORY, "allocation %ld: %s", call, message);
+            if (save) CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_MEMORY, "allocation %ld: %s", call,
+                            message);
             if (way >= READING) CHECK(fingerprint(&b, 1) == before, "allocation %ld: the optimizer was changed", call);
         }
         CHECK(calls[way] > (way < READING ? 100 : 40), "%s: %ld allocations", what[way], calls[way]);
