@@ -505,7 +505,6 @@ static void update_matrix(halfstep_optimizer *o, int tensor, const struct hstep_
 void hstep_update_tensors(halfstep_optimizer *o, int first, int n, const struct hstep_update *updates, void *const *weights,
                           const void *const *gradients)
 {
-    if (!n) return;
     int matrices = 0;
     for (int i = 0; i < n; i++) matrices += o->tensors[first + i].matrix;
     if (matrices < n) run_pass(o, first, n, updates, weights, gradients, HSTEP_PASS_UPDATE);
