@@ -98,6 +98,28 @@ static inline char *test_source_text(const char *name)
     return text;
 }
 
+/* For a test that calls every function of a header which takes a pointer: how many functions the header has; for each that takes
+ * one and is not in the test's own source, a failure. */
+static inline int test_calls_all(const char *header, const char *source)
+{
+    char *declared = test_source_text(header), *own = test_source_text(source);
+    int functions = 0;
+    for (const char *at = declared; (at = strstr(at, "\nHALFSTEP_API ")) != NULL; functions++) {
+        const char *open = strchr(++at, '('), *name = open, *close = strchr(open, ')'), *call = own;
+        while (name[-1] == '_' || (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= '0' && name[-1] <= '9')) name--;
+        size_t length = (size_t)(open - name);
+        if (!memchr(open, '*', (size_t)(close - open))) continue;
+        char wanted[80];
+        snprintf(wanted, sizeof wanted, "%.*s", (int)length, name);
+        /* Called, or given to a macro that calls it. */
+        while ((call = strstr(call, wanted)) != NULL && !strchr("(,", call[length])) call += length;
+        if (!call) test_fail(source, 1, "%s is not called", wanted);
+    }
+    free(declared);
+    free(own);
+    return functions;
+}
+
 /* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to real
  * processors. */
 #ifdef HSTEP_TEST_EMULATED

@@ -1,5 +1,6 @@
 /* What no caller should pass: every pointer of every public function as NULL, numbers beyond every end, and shapes, parts and
- * ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing had been asked. */
+ * ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing had been asked. Over
+ * 500 lines because each function has its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -229,6 +230,8 @@ static void test_numbers(void)
         halfstep_rule_info rule = {.struct_size = sizeof rule};
         halfstep_format_info format = {.struct_size = sizeof format};
         halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
+        halfstep_counters counters = {.struct_size = sizeof counters};
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
         static const int32_t wrong[] = {-2, 1, 1000, INT32_MAX, INT32_MIN};
         for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
             int32_t n = wrong[i];
@@ -249,6 +252,14 @@ static void test_numbers(void)
             REFUSED(halfstep_get_scalar(o, n, "trust_ratio", &value));
             REFUSED(halfstep_accumulate(o, n, w, "f32", w, "f32", 1));
             REFUSED(halfstep_read_average(o, n, w, 0, 1, w));
+            REFUSED(halfstep_get_counters(o, n, &counters));
+            REFUSED(halfstep_set_counters(o, n, &counters));
+            REFUSED(halfstep_set_scalar(o, n, "trust_ratio", 1));
+            REFUSED(halfstep_get_slot_info(o, n, HALFSTEP_SLOT_STATE, &slot));
+            REFUSED(halfstep_get_slot_info(o, 0, n == 1 ? HALFSTEP_SLOT_STATE + 3 : n, &slot));
+            REFUSED(halfstep_bind_slot(o, 0, n == 1 ? HALFSTEP_SLOT_STATE + 3 : n, w, NULL));
+            REFUSED(halfstep_read_slot(o, 0, n == 1 ? HALFSTEP_SLOT_STATE + 3 : n, NULL, 0, 1, w));
+            REFUSED(halfstep_write_slot(o, n, HALFSTEP_SLOT_STATE, NULL, 0, 1, w));
             CHECK(halfstep_tensor_statistics_count(o, n) == 0, "statistics of tensor %d", n);
             CHECK(!halfstep_isa_name(n == 1 ? 99 : n) && !halfstep_isa_available(n == 1 ? 99 : n), "instruction set %d", n);
             if (n == 1) continue;
@@ -258,12 +269,18 @@ static void test_numbers(void)
             CHECK(!halfstep_choice_value("decay", n), "value %d of a choice", n);
         }
         EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentun", 1), HALFSTEP_ERROR_NAME, "momentun");
+        EXPECT_NAMED(o, halfstep_get_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norn", &value), HALFSTEP_ERROR_NAME, "clip_norn");
+        EXPECT_NAMED(o, halfstep_get_hyper(o, HALFSTEP_ALL_GROUPS, "lr", &value), HALFSTEP_ERROR_NAME, "lr");
+        CHECK(!halfstep_choice_value("colour", 0), "a value of no choice");
         EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), HALFSTEP_ERROR_RANGE, "clip_norm");
         EXPECT_NAMED(o, halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "never"), HALFSTEP_ERROR_NAME, "never");
         EXPECT(halfstep_get_scalar(o, 0, "trust_ratio", &value), HALFSTEP_ERROR_NAME);
         EXPECT(halfstep_set_scalar(o, 0, "trust_ratio", 1), HALFSTEP_ERROR_NAME);
         EXPECT(halfstep_set_isa("sse9"), HALFSTEP_ERROR_NAME);
         EXPECT(halfstep_recipe_bytes("adamw", 2, -1, 1, NULL, NULL, NULL), HALFSTEP_ERROR_SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, 1, -1, NULL, NULL, NULL), HALFSTEP_ERROR_SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX, 0, &count, NULL, NULL), HALFSTEP_OK);
+        CHECK(count == 0, "%llu bytes of nothing", (unsigned long long)count);
         EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), HALFSTEP_ERROR_SHAPE);
         EXPECT(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), HALFSTEP_ERROR_NAME);
         static const double not_norms[] = {-1.0, INFINITY, NAN};
@@ -272,12 +289,26 @@ static void test_numbers(void)
         for (int i = 0; i < 3; i++) EXPECT(halfstep_accumulate(o, 0, w, "f32", w, "f32", not_scales[i]), HALFSTEP_ERROR_RANGE);
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f33", w, "f32", 1), HALFSTEP_ERROR_NAME, "f33");
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "f34", 1), HALFSTEP_ERROR_NAME, "f34");
+        /* Formats that would lose or hide something of a sum, and one that no gradient has. */
+        static const char *const not_sums[] = {"int8", "bf16-kahan", "f16-sr"};
+        for (int i = 0; i < 3; i++)
+            EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, not_sums[i], w, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED, not_sums[i]);
+        EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "bf16-ecc8", 1), HALFSTEP_ERROR_UNSUPPORTED, "bf16-ecc8");
         halfstep_destroy(o);
     }
     TEST("schedules out of range") {
         double value;
-        EXPECT(halfstep_schedule_factor("cosine", 0, -1, 1, 0, 0, 1, &value), HALFSTEP_ERROR_RANGE);
-        EXPECT(halfstep_schedule_factor("cosine", 0, 0, NAN, 0, 0, 1, &value), HALFSTEP_ERROR_RANGE);
+        /* Warm-up and total steps, final fraction, start of the decay, power: one of them beyond its bounds. */
+        static const double wrong[][5] = {
+            {-1, 1, 0, 0, 0},   {0, -1, 0, 0, 0},       {0, 1, -1, 0, 0}, {0, 1, 0, -1, 0}, {0, 1, 0, 0, -17},
+            {1e16, 1, 0, 0, 0}, {0, INFINITY, 0, 0, 0}, {0, 1, 2, 0, 0},  {0, 1, 0, 2, 0},  {0, 1, 0, 0, 0.5},
+            {0, NAN, 0, 0, 0}};
+        value = 7;
+        for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+            EXPECT(halfstep_schedule_factor("cosine", 0, wrong[i][0], wrong[i][1], wrong[i][2], wrong[i][3], wrong[i][4],
+                                            &value), HALFSTEP_ERROR_RANGE);
+        CHECK(value == 7, "a factor of nothing: %g", value);
+        EXPECT(halfstep_schedule_factor("cosine", 0, 0, 1, 0, 0, 0, &value), HALFSTEP_OK);
         EXPECT(halfstep_schedule_factor("spiral", 0, 0, 1, 0, 0, 1, &value), HALFSTEP_ERROR_NAME);
     }
 }
@@ -293,23 +324,41 @@ static void test_shapes(void)
         REFUSED(halfstep_add_tensor(o, &t, &index));
         t = tensor("vector", 1, 5, 7);
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "vector");
-        t = part_of("part", 4, 8, 2);
-        t.first_column = 9;
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "part");
+        t = tensor("point", 0, 5, 7);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "'point': 0 dimensions need");
+        t = tensor("short row", 1, 1, 4095);
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "short row");
+        static const int64_t parts[][4] = {{-1, 2, 0, 8}, {0, -2, 0, 8}, {5, 0, 0, 8}, {3, 2, 0, 8},
+                                           {0, 2, -1, 8}, {0, 2, 0, -8}, {0, 2, 9, 0}, {0, 2, 1, 8}};
+        for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+            t = tensor("part", 2, 4, 8);
+            t.first_row = parts[i][0], t.n_rows = parts[i][1], t.first_column = parts[i][2], t.n_columns = parts[i][3];
+            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE,
+                         i < 4 ? "'part': rows" : "'part': columns");
+        }
+        CHECK(halfstep_tensor_count(o) == 0, "a refused tensor was added");
+        for (int i = 0; i < 2; i++) { /* of nothing there is no shape to quarrel with */
+            t = tensor(i ? "no row" : "no element", 1, i ? 0 : 7, i ? 7 : 0);
+            MUST(halfstep_add_tensor(o, &t, &index));
+        }
         t = tensor("a", 2, 1, 8);
         MUST(halfstep_add_tensor(o, &t, &index));
         t = tensor("b", 2, 1, 8);
         MUST(halfstep_add_tensor(o, &t, &index));
         MUST(halfstep_allocate_states(o));
         halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(o, 0, &c));
-        EXPECT_NAMED(o, halfstep_set_counters(o, 1, &c), HALFSTEP_ERROR_DUPLICATE, "'a'");
+        MUST(halfstep_get_counters(o, 2, &c));
+        EXPECT_NAMED(o, halfstep_set_counters(o, 3, &c), HALFSTEP_ERROR_DUPLICATE, "'a'");
         halfstep_destroy(o);
     }
     TEST("a rule that steps matrices takes no parts of them") {
         halfstep_optimizer *o = make("muon", NULL);
         halfstep_tensor t = part_of("matrix", 64, 64, 32);
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "matrix");
+        t.n_rows = 64, t.n_columns = 32;
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED, "64 x 32 of 64 x 64");
+        t.n_columns = 0; /* one that holds nothing of it is no matter */
+        MUST(halfstep_add_tensor(o, &t, &index));
         halfstep_destroy(o);
     }
     TEST("blocks of the flattened tensor are written and held whole") {
@@ -317,7 +366,21 @@ static void test_shapes(void)
         halfstep_tensor t = tensor("flat", 2, 64, 100);
         halfstep_optimizer *o = make("adamw/f32/dyn8", &t);
         EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, rows), HALFSTEP_ERROR_RANGE, "flat");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 1, 63, rows), HALFSTEP_ERROR_RANGE, "flat");
         EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 64, rows), HALFSTEP_OK);
+        /* Means over rows would need blocks that end with them. */
+        const void *gradients[1] = {rows};
+        void *weights[1] = {rows};
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_set_hyper(o, 0, "centralize", 1));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED, "'flat': centralize needs blocks");
+        MUST(halfstep_get_counters(o, 0, &c));
+        CHECK(c.state_steps == 0, "a refused step has counted");
+        halfstep_destroy(o);
+        t = tensor("even", 2, 25, 256);
+        o = make("adamw/f32/dyn8", &t);
+        MUST(halfstep_set_hyper(o, 0, "centralize", 1));
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
         halfstep_destroy(o);
         o = make("adamw/f32/dyn8", NULL);
         t = part_of("flat", 64, 100, 3);
@@ -335,6 +398,14 @@ static void test_shapes(void)
         o = make("adamw/f32/fp8-lamb16", &t);
         const void *gradients[1] = {rows};
         EXPECT_NAMED(o, halfstep_accumulate_states(o, gradients), HALFSTEP_ERROR_UNSUPPORTED, "scaled");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE, "scaled");
+        gradients[0] = NULL; /* nothing to accumulate is nothing to refuse */
+        EXPECT(halfstep_accumulate_states(o, gradients), HALFSTEP_OK);
+        halfstep_destroy(o);
+        t = part_of("scaled", 8, 600, 8);
+        t.n_columns = 512;
+        o = make("adamw/f32/fp8-lamb16", &t);
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 8, rows), HALFSTEP_ERROR_RANGE, "scaled");
         halfstep_destroy(o);
     }
     TEST("a gradient is missing where that is an error") {
@@ -346,6 +417,104 @@ static void test_shapes(void)
         EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "missing", "error"));
         EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT, "lonely");
+        gradients[0] = w;
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        weights[0] = NULL;
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_ARGUMENT,
+                     "'lonely': a gradient, but NULL weights");
+        halfstep_destroy(o);
+        /* Where there are no elements there is nothing that a weight could be. */
+        t = tensor("empty", 2, 3, 0);
+        o = make("lamb", &t);
+        EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_OK);
+        halfstep_destroy(o);
+    }
+    TEST("a switch that asks for states which this part cannot have stays where it is") {
+        halfstep_tensor t = part_of("odd", 4, 128, 4);
+        t.n_columns = 33;
+        halfstep_optimizer *o = make("sgd/f32/int8", NULL);
+        double momentum;
+        MUST(halfstep_set_hyper(o, 0, "momentum", 0));
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT_NAMED(o, halfstep_set_hyper(o, 0, "momentum", 0.9), HALFSTEP_ERROR_SHAPE, "'odd': columns 0 + 33");
+        MUST(halfstep_get_hyper(o, 0, "momentum", &momentum));
+        CHECK(momentum == 0.0, "momentum is %g", momentum);
+        halfstep_destroy(o);
+    }
+    TEST("what a step cannot do with these settings") {
+        float w[8 * 64] = {0}, g[8 * 64];
+        for (int i = 0; i < 8 * 64; i++) w[i] = g[i] = 1.0f;
+        void *weights[1] = {w};
+        const void *gradients[1] = {g};
+        halfstep_counters c = {.struct_size = sizeof c};
+        halfstep_tensor t = tensor("decayed", 2, 8, 64);
+        halfstep_optimizer *o = make("adamw", &t);
+        MUST(halfstep_set_choice(o, 0, "decay", "fully-decoupled"));
+        MUST(halfstep_set_hyper(o, 0, "weight_decay", 0.1));
+        MUST(halfstep_set_hyper(o, 0, "lr", 0));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_RANGE,
+                     "'decayed': fully-decoupled decay needs a reference_lr");
+        EXPECT_NAMED(o, halfstep_step_tensor(o, 0, w, g), HALFSTEP_ERROR_RANGE,
+                     "'decayed': fully-decoupled decay needs a reference_lr");
+        MUST(halfstep_get_counters(o, 0, &c));
+        CHECK(c.state_steps == 0 && w[0] == 1.0f, "a refused step has counted");
+        halfstep_destroy(o);
+        t = part_of("halved", 8, 64, 8);
+        t.n_columns = 32;
+        o = make("adamw", &t);
+        MUST(halfstep_set_hyper(o, 0, "centralize", 1));
+        MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED,
+                     "'halved': centralize needs whole rows");
+        CHECK(w[0] == 1.0f, "a refused step has changed a weight");
+        halfstep_destroy(o);
+    }
+    TEST("rows that are read and written before there is memory for them") {
+        float w[64] = {0};
+        halfstep_tensor t = tensor("early", 2, 1, 64);
+        halfstep_optimizer *o = make("schedulefree/bf16-kahan", NULL);
+        halfstep_counters c = {.struct_size = sizeof c};
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT_NAMED(o, halfstep_read_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, w), HALFSTEP_ERROR_ORDER, "'early'");
+        EXPECT_NAMED(o, halfstep_read_slot(o, 0, HALFSTEP_SLOT_WEIGHT, w, 0, 1, w), HALFSTEP_ERROR_ORDER,
+                     "'early': weight has no memory");
+        EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_WEIGHT, NULL, NULL), HALFSTEP_ERROR_ARGUMENT,
+                     "'early': weight needs memory");
+        halfstep_destroy(o);
+        o = make("schedulefree", NULL);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        MUST(halfstep_get_counters(o, 0, &c));
+        c.state_steps = c.full_steps = 1;
+        MUST(halfstep_set_counters(o, 0, &c));
+        EXPECT_NAMED(o, halfstep_read_average(o, 0, w, 0, 1, w), HALFSTEP_ERROR_ORDER, "'early': z has no memory");
+        EXPECT(halfstep_read_average(o, 0, w, 0, 0, w), HALFSTEP_OK);
+        EXPECT_NAMED(o, halfstep_bind_states(o, NULL, 4096), HALFSTEP_ERROR_ARGUMENT, "the states need memory");
+        halfstep_destroy(o);
+        o = make("adamw/f32/int8", NULL);
+        MUST(halfstep_add_tensor(o, &t, &index));
+        EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, w, NULL), HALFSTEP_ERROR_ARGUMENT,
+                     "'early': exp_avg needs memory");
+        EXPECT_NAMED(o, halfstep_bind_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, w), HALFSTEP_ERROR_ARGUMENT,
+                     "'early': exp_avg needs memory");
+        halfstep_destroy(o);
+    }
+    TEST("states of more bytes than a number holds") {
+        halfstep_optimizer *o = make("adan", NULL);
+        uint64_t bytes, before = 0;
+        for (int i = 0; i < 300; i++) {
+            char name[16];
+            snprintf(name, sizeof name, "%d", i);
+            halfstep_tensor t = tensor(name, 2, (INT64_C(1) << 52) / ((1 << 20) + 31), 1 << 20);
+            MUST(halfstep_add_tensor(o, &t, &index));
+            MUST(halfstep_state_bytes(o, &bytes));
+            CHECK(bytes > before || bytes == UINT64_MAX, "%d tensors need %llu bytes, one fewer %llu", i + 1,
+                  (unsigned long long)bytes, (unsigned long long)before);
+            before = bytes;
+        }
+        CHECK(bytes == UINT64_MAX, "%llu bytes", (unsigned long long)bytes);
+        EXPECT_NAMED(o, halfstep_allocate_states(o), HALFSTEP_ERROR_MEMORY, "18446744073709551615 bytes");
+        _Alignas(64) static char memory[4096];
+        EXPECT_NAMED(o, halfstep_bind_states(o, memory, sizeof memory), HALFSTEP_ERROR_RANGE, "4096 were given");
         halfstep_destroy(o);
     }
 }
@@ -353,19 +522,8 @@ static void test_shapes(void)
 static void test_complete(void)
 {
     TEST("every public function that takes a pointer is in this file") {
-        char *header = test_source_text("include/halfstep.h"), *own = test_source_text("tests/test_arguments.c");
-        int functions = 0;
-        for (const char *at = header; (at = strstr(at, "\nHALFSTEP_API ")) != NULL;) {
-            const char *open = strchr(++at, '('), *name = open, *close = strchr(open, ')');
-            while (name[-1] == '_' || (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= '0' && name[-1] <= '9')) name--;
-            functions++;
-            char call[80];
-            snprintf(call, sizeof call, "%.*s(", (int)(open - name), name);
-            if (memchr(open, '*', (size_t)(close - open))) CHECK(strstr(own, call), "%s is not called", call);
-        }
+        int functions = test_calls_all("include/halfstep.h", "tests/test_arguments.c");
         CHECK(functions > 80, "the header shows %d functions only", functions);
-        free(header);
-        free(own);
     }
 }
 

@@ -41,12 +41,13 @@ int main(int argc, char **argv)
 {
     static const char *const good[] = {
         "{}", "[]", " [ ] ", "0", "-0", "12", "-1.5e+3", "1E-7", "\"\"", "\"a\\u00e9\\n\"", "true", "false", "null",
-        "[1, [2, {\"a\": [], \"b\": {}}], \"c\"]", "{\"a\": {\"b\": {\"c\": [null, true]}}, \"d\": 1}",
+        "\"\\\"\\\\\\/\\b\\f\\r\\t\"", "\"\\u00E9\\uAbCd\\ud83D\\uDE00\"", "[1, [2, {\"a\": [], \"b\": {}}], \"c\"]", "{\"a\": {\"b\": {\"c\": [null, true]}}, \"d\": 1}",
     };
     static const char *const bad[] = {
         "", "{", "[", "[1", "[1,", "[1,]", "[,1]", "{\"a\"}", "{\"a\":}", "{\"a\": 1,}", "{1: 2}", "{\"a\": 1 \"b\": 2}", "]", "}", "[1}",
         "{\"a\": 1]", "01", "1.", ".5", "+1", "1e", "1e+", "--1", "1e999", "-", "tru", "nul", "True", "NaN", "Infinity", "'a'", "\"a",
-        "\"\\x\"", "\"\\u12\"", "\"\\ud800\"", "\"\t\"", "1 2", "[] []", "{} x", "\"a\" \"b\"",
+        "\"\\x\"", "\"\\u12\"", "\"\\u12", "\"\\u12g4\"", "\"\\u0000\"", "\"\\", "\"\\\x01\"",
+        "\"\\ud800\"", "\"\\ud800xxxxxx\"", "\"\\ud800\\nxxxx\"", "\"\\ud800\\u0041\"", "\"\\ud800\\uxyzw\"", "\"\\udc00\\ud800\"", "\"\\ud800\\ue000\"", "\"\xff\"", "\"\t\"", "1 2", "[] []", "{} x", "\"a\" \"b\"",
     };
     test_init(argc, argv);
 
@@ -60,6 +61,23 @@ int main(int argc, char **argv)
             for (int i = depth; i-- > 0;) strcat(nested, i % 2 ? "}" : "]");
             CHECK(passes(nested) == (depth == HSTEP_JSON_DEPTH), "%d levels", depth);
         }
+    }
+
+    TEST("what was wrong first is kept, and stops everything after it") {
+        char copy[] = "]\"a\"1true,";
+        const char *string = NULL;
+        uint64_t whole = 5;
+        double real = 5;
+        hstep_json json = {copy, strlen(copy), 0, NULL};
+        CHECK(!hstep_json_take(&json, '[') && !json.problem, "a question is no failure");
+        CHECK(!hstep_json_expect(&json, '[') && json.problem && strstr(json.problem, "'['"), "%s", json.problem);
+        CHECK(!hstep_json_fail(&json, "another") && strstr(json.problem, "'['"), "%s", json.problem);
+        CHECK(!hstep_json_take(&json, ']') && !hstep_json_string(&json, &string) && !hstep_json_number(&json, &whole) &&
+                  !hstep_json_real(&json, &real) && !hstep_json_word(&json, "true") && !hstep_json_skip(&json) &&
+                  !hstep_json_end(&json),
+              "something was read after a failure");
+        CHECK(json.at == 0 && !string && whole == 5 && real == 5 && strstr(json.problem, "'['"), "at %zu: %s", json.at,
+              json.problem);
     }
 
     TEST("numbers come back with every bit") {

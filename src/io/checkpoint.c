@@ -1029,7 +1029,7 @@ static int is_damage(int code, const hstep_error *error)
            (code == HALFSTEP_ERROR_IO && (error->missing || error->incomplete));
 }
 
-/* The current generation of dir failed to open, with code and text in *error: opens the newest other one that is sound if
+/* The current generation of dir failed to open, with code and text in *error, which has room: opens the newest other one that is sound if
  * fallback is set and all that are newer are damaged, and otherwise completes the text with what else there is. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback, int contents,
                       int code, hstep_error *error)
@@ -1039,7 +1039,7 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
     notes unread = {{0}};
     char detail[512];
     hstep_error trouble = hstep_make_error(detail, sizeof detail);
-    char *first = error->size ? hstep_copy(error->text) : NULL;
+    char *first = hstep_copy(error->text);
     int opened = 0;
     if (!is_damage(code, error)) fallback = 0;
     int listed = list_generations(dir, &list, &count, &unread, &trouble), stopped = 0;

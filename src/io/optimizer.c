@@ -620,10 +620,10 @@ static int read_setting(const loading *l, setting *s)
         if (value && !hstep_is_double(value, &number)) code = fail_value(l, prefix, s->name);
         s->number[THEN] = number;
         if (!code && compare && s->number[NOW] != number) code = fail_setting(l, s);
-        if (!code && !(number >= s->limits.minimum && (number < s->limits.maximum ||
-                                                       (number == s->limits.maximum && !s->limits.exclusive_maximum))))
+        if (!code && value && !(number >= s->limits.minimum && (number < s->limits.maximum ||
+                                                                (number == s->limits.maximum && !s->limits.exclusive_maximum))))
             code = hstep_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path, prefix,
-                              s->name, value ? value : "?", s->limits.minimum, s->limits.maximum,
+                              s->name, value, s->limits.minimum, s->limits.maximum,
                               s->limits.exclusive_maximum ? ')' : ']');
     }
     return code;
@@ -678,8 +678,8 @@ static int check_unknown_tensors(const loading *l)
     uint64_t count = halfstep_safetensors_metadata_count(l->states.file);
     if (l->options && l->options->subset) return HALFSTEP_OK;
     for (uint64_t i = 0; i < count; i++) {
-        const char *key, *value;
-        if (halfstep_get_safetensors_metadata(l->states.file, i, &key, &value)) continue;
+        const char *key = "", *value;
+        halfstep_get_safetensors_metadata(l->states.file, i, &key, &value);
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
@@ -936,8 +936,8 @@ static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoi
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     source->path = halfstep_checkpoint_path(checkpoint, name);
     if (source->path) return halfstep_open_safetensors(&source->file, source->path, error->text, error->size);
-    int code = halfstep_get_checkpoint_info(checkpoint, &info);
-    return hstep_fail(error, HALFSTEP_ERROR_NAME, "%s: the checkpoint has no %s", code ? "?" : info.directory, name);
+    halfstep_get_checkpoint_info(checkpoint, &info);
+    return hstep_fail(error, HALFSTEP_ERROR_NAME, "%s: the checkpoint has no %s", info.directory, name);
 }
 
 int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer, void *const *weights,
