@@ -1,50 +1,17 @@
 /* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status and one
  * sentence that names what is wrong, and leaves no file behind. */
-#include <dirent.h>
-#include <fcntl.h>
 #include <math.h>
-#include <stdint.h>
 #include <sys/ioctl.h>
-#include <sys/stat.h>
 
 #include "tools/halfstep/args.h"
-#include "halfstep_io.h"
-#include "test.h"
+#include "program_lines.h"
+#include "train.h"
 #include "ui/progress.h"
-
-static void demand(int condition, const char *what)
-{
-    if (condition) return;
-    printf("FAIL %s\n", what);
-    exit(1);
-}
-
-#include "fuzz/files.h"
-#include "fuzz/program.h"
 
 #define LM "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 --threads 1 "
 #define MNIST "train mnist --train-images 12 --test-images 4 --epochs 1 --batch 4 --threads 1 "
 #define RESUME "train lm --resume --quiet --checkpoint "
 #define COMPARE "compare lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --steps 2 --threads 1 --quiet "
-
-static char printed[1 << 16];
-
-/* The words of a line, "_" for an empty one. Leaves what it printed in `printed` and program_errors. */
-static int program(const char *line)
-{
-    static char copy[1 << 15];
-    static char *words[400];
-    int n = 0;
-    demand(strlen(line) < sizeof copy, "a long line");
-    strcpy(copy, line);
-    words[n++] = (char *)(uintptr_t)"halfstep";
-    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) words[n++] = strcmp(word, "_") ? word : word + 1;
-    words[n] = NULL;
-    int status = run_program(n, words);
-    ssize_t got = pread(taken[0], printed, sizeof printed - 1, 0);
-    printed[got > 0 ? got : 0] = 0;
-    return status;
-}
 
 /* Of the names and sizes of all files in a folder. */
 static uint64_t contents(const char *folder)
@@ -169,6 +136,33 @@ static void test_words(void)
     CHECK(program("") == 2 && strstr(program_errors, "Usage: halfstep COMMAND") && !printed[0], "without a word: %s", program_errors);
 }
 
+/* Options that the program's own tables have no need of, or no longer. */
+static void test_tables(void)
+{
+    struct { double below; struct string_list recipes; int64_t whole; const char *needed; } target;
+    static const struct option rows[] = {
+        {"below", OPTION_NUMBER, 0, NULL, NULL, 0, 1, OPTION_EXCLUSIVE_MAXIMUM, NULL, "a number"},
+        {"recipes", OPTION_RECIPES, offsetof(struct { double a; struct string_list b; }, b), "R", NULL, 0, 0, 0, NULL, "a list"},
+        {"needed", OPTION_STRING, 0, NULL, NULL, 0, 0, OPTION_REQUIRED, NULL, "without a word for its value"},
+        {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
+    };
+    static const struct command command = {"try", "", "", NULL, 0, 0};
+    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    struct args args;
+    char why[200];
+    demand(args_defaults(&args, &command, &group, 1) == ARGS_RUN, "no defaults");
+    CHECK(args_set(&args, &group, &rows[0], "1", why, sizeof why) == 2 && strstr(why, "--below is 1; it must be below 1"), "%s", why);
+    CHECK(args_set(&args, &group, &rows[0], "0.999", why, sizeof why) == 0 && target.below == 0.999, "%g", target.below);
+    CHECK(args_set(&args, &group, &rows[1], "", why, sizeof why) == 2 && strstr(why, "--recipes is empty"), "%s", why);
+    CHECK(args_set(&args, &group, &rows[3], "1", why, sizeof why) == 2, "a heading has a value");
+    struct text text = {0};
+    CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s", why);
+    args_text(&group, &rows[1], &text);
+    CHECK(!strcmp(text_string(&text), "sgd/f32/f32,lion/bf16/bf16-sr"), "%s", text_string(&text));
+    text_free(&text);
+    args_free(&args);
+}
+
 /* ---- plan -------------------------------------------------------------------------------------------------------------- */
 
 static void test_plan(void)
@@ -189,44 +183,6 @@ static void test_plan(void)
 }
 
 /* ---- Checkpoints ------------------------------------------------------------------------------------------------------- */
-
-static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors", "model.safetensors"};
-
-/* Saves the checkpoint `from` again as `to`, with one file changed: the first `old` in it becomes `new`, or it is left out where
- * `old` is NULL. Checksums say that all is right. */
-static void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
-{
-    static uint8_t data[1 << 18];
-    char error[600], path[300];
-    halfstep_checkpoint *good;
-    halfstep_checkpoint_save *save;
-    halfstep_save_options options = {.struct_size = sizeof options, .step = 2, .no_sync = 1};
-    remove_tree(to);
-    demand(!halfstep_open_checkpoint(&good, from, NULL, error, sizeof error), error);
-    demand(!halfstep_begin_checkpoint(&save, to, &options, error, sizeof error), error);
-    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
-        int here = !strcmp(names[f], changed);
-        if (here && !old) continue;
-        snprintf(path, sizeof path, "%s/%s", from, names[f]);
-        size_t bytes = get_file(path, data, sizeof data / 2);
-        if (here) {
-            size_t length = strlen(old), at = 0, instead = strlen(new);
-            while (at + length <= bytes && memcmp(data + at, old, length)) at++;
-            demand(at + length <= bytes, old);
-            /* The header of a safetensors file keeps its length. */
-            demand(f < 2 || length == instead, new);
-            memmove(data + at + instead, data + at + length, bytes - at - length);
-            memcpy(data + at, new, instead);
-            bytes = bytes - length + instead;
-        }
-        demand(!halfstep_save_file(save, names[f], data, bytes, error, sizeof error), error);
-    }
-    const char *key, *value;
-    for (uint64_t v = 0; !halfstep_get_checkpoint_value(good, v, &key, &value); v++)
-        demand(!halfstep_save_value(save, key, value, error, sizeof error), error);
-    demand(!halfstep_commit_checkpoint(save, error, sizeof error), error);
-    halfstep_close_checkpoint(good);
-}
 
 struct forgery {
     const char *file, *old, *new;
@@ -332,7 +288,7 @@ static void test_resume(void)
         {1, "no memory for ", LM "--quiet --width 65536 --depth 1024 --heads 4 --batch 1000"},
     };
     REFUSE_ALL(table);
-    forge("base", "again", "", NULL, NULL);
+    forge("base", "again", "trainer.json", "", "");
     /* However the directory is written, and from whichever checkpoint of it. */
     accept("\"steps\": 3", RESUME "again/// --steps 3 --json --keep 5");
     accept("\"steps\": 4", RESUME "again/checkpoint-2/ --steps 4 --json");
@@ -432,7 +388,7 @@ static void test_logs(void)
         const char *rows = table[i].before + (table[i].before[0] == '*');
         snprintf(text, sizeof text, "%s%s", table[i].before[0] == '*' ? header : "", rows);
         put_file("log.csv", text, strlen(text));
-        forge("base", "run", "", NULL, NULL);
+        forge("base", "run", "trainer.json", "", "");
         int status = program(RESUME "run --data text --steps 3 --log log.csv");
         size_t n = get_file("log.csv", (uint8_t *)after, sizeof after - 1);
         after[n] = 0;
@@ -526,6 +482,28 @@ static void test_terminal(void)
     free(no_colour);
 }
 
+/* What a model writes may be any bytes: none of them gets to a terminal that would obey it. */
+static void test_bytes(void)
+{
+    static const char bytes[] = "a\n\t\033[31m\x7f\xc2\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xe0\x80\x80\xed\xa0\x80\xf0\x80\x80\x80\xf4\x90\x80\x80\xf5\xe2\x82";
+    static const char shown[] = "a\r\n\t\\x1b[31m\\x7f\\xc2\\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\xe0\\x80\\x80\\xed\\xa0\\x80\\xf0\\x80\\x80\\x80"
+                                "\\xf4\\x90\\x80\\x80\\xf5\\xe2\\x82";
+    char seen[400] = "";
+    int held = 0, master = posix_openpt(O_RDWR | O_NOCTTY);
+    demand(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
+    int slave = open(ptsname(master), O_RDWR | O_NOCTTY), own = dup(1);
+    fflush(stdout);
+    dup2(slave, 1);
+    print_bytes((const uint8_t *)bytes, sizeof bytes - 1);
+    fflush(stdout);
+    dup2(own, 1);
+    if (ioctl(master, FIONREAD, &held) == 0 && held > 0 && held < (int)sizeof seen) held = (int)read(master, seen, sizeof seen - 1);
+    CHECK(!strcmp(seen, shown), "%s", seen);
+    close(own);
+    close(slave);
+    close(master);
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -542,12 +520,14 @@ int main(int argc, char **argv)
     demand(!program(LM "--quiet --steps 2 --val text --checkpoint val"), program_errors);
     demand(!program(LM "--quiet --steps 2 --hyper beta1=0.8 --beta2 0.9 --checkpoint hyper"), program_errors);
     TEST("words") test_words();
+    TEST("options of any table") test_tables();
     TEST("plan") test_plan();
     TEST("forged checkpoints") test_forged();
     TEST("resuming") test_resume();
     TEST("other commands") test_commands();
     TEST("logs") test_logs();
     TEST("terminals") test_terminal();
+    TEST("bytes on a terminal") test_bytes();
     demand(!chdir("/"), "no root");
     return test_done();
 }
