@@ -285,7 +285,6 @@ static void test_resume(void)
         {1, "there is no tensor model.layers.1.", LM "--depth 2 --steps 0 --quiet --init base"},
         {1, "it holds something else than a log to continue", RESUME "base --steps 3 --log short"},
         {1, "cannot write the log base: ", RESUME "base --steps 3 --log base"},
-        {1, "no memory for ", LM "--quiet --width 65536 --depth 1024 --heads 4 --batch 1000"},
     };
     REFUSE_ALL(table);
     forge("base", "again", "trainer.json", "", "");
