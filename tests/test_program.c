@@ -470,18 +470,18 @@ static void test_terminal(void)
     term = term ? strdup(term) : NULL;
     no_colour = no_colour ? strdup(no_colour) : NULL;
     const char *seen = on_terminal(120, "xterm", NULL, 0);
-    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:00  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"),
-          "a live line: %s", seen);
+    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
+          strstr(seen, "  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"), "a live line: %s", seen);
     /* A note takes the place of the line, which comes again below it. */
     CHECK(strstr(seen, "\r\033[Ka note\r\n\r\033[K\033[36mlabel  step 100/100"), "a note: %s", seen);
     CHECK(strstr(seen, "label  step 200/100\033[0m\r\n\r\033[K"), "a line that stays: %s", seen);
     seen = on_terminal(40, "xterm", "", 0);
     CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s", seen);
     seen = on_terminal(0, "xterm", "1", 0);
-    CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:00  5.0 ktok/s  \r"), "no colour, no size: %s", seen);
+    CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") && !strstr(seen, "\033[36m"), "no colour, no size: %s", seen);
     for (int i = 0; i < 2; i++) {
         seen = on_terminal(120, i ? "dumb" : NULL, NULL, 0);
-        CHECK(!strchr(seen, '\033') && strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:00"), "TERM=dumb: %s", seen);
+        CHECK(!strchr(seen, '\033') && strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"), "TERM=dumb: %s", seen);
     }
     seen = on_terminal(120, "xterm", NULL, 1);
     CHECK(!strcmp(seen, "a note before\r\na note\r\n"), "quiet: %s", seen);
