@@ -337,7 +337,13 @@ static void test_commands(void)
     accept("{", "inspect empty.safetensors --json");
     accept("", "generate --checkpoint free --bytes 9 --prompt abcdefgh --temperature 0 --threads 1");
     accept("\"text\"", "generate --checkpoint base --bytes 0 --json --threads 1");
+    static const char pair[] = "bench --recipes adamw/bf16/bf16,adamw/bf16-sr/bf16-sr,lion/f16,muon/f32 --params 4096 --rounds 2 --threads 1 ";
     static char line[1 << 14];
+    snprintf(line, sizeof line, "%s--tensors 1 --csv bench.csv", pair);
+    accept("Stochastic rounding takes ", line);
+    CHECK(strstr(printed, "GFLOP/s"), "%s", printed);
+    snprintf(line, sizeof line, "%s--tensors 2 --gradients bf16 --generator mixer --json", pair);
+    accept("\"sr_over_nearest\": ", line);
     strcpy(line, COMPARE "--recipes ");
     for (int i = 0; i < 66; i++) snprintf(line + strlen(line), 64, "%ssgd/f32@1e-%d", i ? "," : "", i);
     refuse(2, "more than 64 recipes", line);
@@ -353,6 +359,8 @@ static void test_commands(void)
         {1, "bench: cannot write nowhere/bench.csv: No such file", "bench --csv nowhere/bench.csv"},
         {1, "verify: cannot write nowhere/hashes.txt: No such file", "verify --write nowhere/hashes.txt"},
         {2, "--isa is sse9; it must be one of", "verify --isa sse9"},
+        {2, "--count 1.5 is not a whole number", "random --generator mixer --count 1.5"},
+        {2, "--slot 0.5 is not a whole number", "random --generator mixer --slot 0.5"},
         {2, "\"release\" takes no value", COMPARE "--recipes adamw/f32:release=1"},
         {2, "\"weight-decay\" needs a value", COMPARE "--recipes adamw/f32:weight_decay"},
         {1, "No such file", COMPARE "--out _"},
