@@ -14,6 +14,11 @@ enum { MAX_WORDS = 40 };
 static int own_streams[2] = {-1, -1}, taken[2];
 static char program_errors[4096];
 
+/* What runs it: a test may put something of its own around it. */
+#ifndef PROGRAM_MAIN
+#define PROGRAM_MAIN program_main
+#endif
+
 /* Its exit status; its stderr is in program_errors. */
 static int run_program(int argc, char **argv)
 {
@@ -27,7 +32,7 @@ static int run_program(int argc, char **argv)
         demand(!ftruncate(taken[i], 0) && lseek(taken[i], 0, SEEK_SET) == 0, "no memory file");
         dup2(taken[i], i + 1);
     }
-    int status = program_main(argc, argv);
+    int status = PROGRAM_MAIN(argc, argv);
     fflush(NULL);
     clearerr(stdout);
     for (int i = 0; i < 2; i++) dup2(own_streams[i], i + 1);

@@ -19,6 +19,7 @@ part python3 tests/faults/sweep.py --jobs "$(nproc)"
 # Both again where a sanitizer sees what they leave behind.
 part bash scripts/build.sh "$build/asan" "$(nproc)" --preset asan -DCMAKE_C_COMPILER=gcc
 part "$build/asan/tests/test_faults" --all
+part "$build/asan/tests/test_program_faults" --all
 part env HALFSTEP_BUILD="$build/asan" python3 tests/faults/sweep.py --every 4 --jobs "$(nproc)"
 part python3 tests/faults/durability.py --all
 part "$build/tests/test_kill_save" 1000

@@ -14,6 +14,8 @@ export HSTEP_FAULT_UNTIL_EXIT=1
 failed=0
 (cd "$folder" && ctest -j"$jobs" --timeout 3000 -E '^(build_|python_|install|by_hand|mingw|new_rows|size|structure)' >ctest.log 2>&1) ||
     failed=1
+# Every place, where the tests above take some.
+"$folder/tests/test_program_faults" --all >>"$folder/ctest.log" 2>&1 || failed=1
 [ -x "$folder/gcovr/bin/gcovr" ] || { python3 -m venv "$folder/gcovr" && "$folder/gcovr/bin/pip" install -q gcovr==8.8; }
 
 # report NAME METRIC TEXT FILTERS...: the table, and the list of what is missing.

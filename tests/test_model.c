@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -712,7 +713,36 @@ static void test_matmul(void)
                 CHECK(c[i * s.c_row + j] == 2.0f, "trial %d wrote between the rows of C", trial);
         }
     }
+    /* More shapes than are kept: those that were dropped come again. */
+    for (int64_t m = 1; m <= 400; m++) {
+        struct matmul_shape s = {.m = m, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
+        CHECK(matmul_run(context, &s, a, b, c) == 0 && c[m - 1] == a[m - 1] * b[0], "%lld rows: %g %s", (long long)m, (double)c[m - 1],
+              matmul_error(context));
+    }
+    struct matmul_shape wrong = {.m = -1, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
+    for (int type = LM_F32; type <= LM_F16; type++) {
+        static const char *const called[] = {[LM_F32] = "f32", [LM_BF16] = "bf16", [LM_F16] = "f16"};
+        char expected[64];
+        wrong.type = type;
+        snprintf(expected, sizeof expected, "oneDNN cannot multiply %s matrices [-1, 1] x [1, 1]", called[type]);
+        CHECK(matmul_run(context, &wrong, a, b, c) == -1 && strstr(matmul_error(context), expected), "%s: %s", called[type], matmul_error(context));
+    }
     matmul_destroy(context);
+}
+
+/* A processor without BF16 products, as far as oneDNN is told: the same group in a process of its own. */
+static void test_matmul_widened(void)
+{
+    fflush(NULL);
+    pid_t child = fork();
+    if (!child) {
+        setenv("ONEDNN_MAX_CPU_ISA", "SSE41", 1);
+        setenv("DNNL_MAX_CPU_ISA", "SSE41", 1);
+        execl("/proc/self/exe", test_program, "matrix products", (char *)NULL);
+        _exit(127);
+    }
+    int status = 0;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "the child: %d", status);
 }
 
 struct tally {
@@ -898,6 +928,7 @@ int main(int argc, char **argv)
     TEST("row functions") test_rows();
     TEST("parallel tasks") test_parallel();
     TEST("matrix products") test_matmul();
+    TEST("matrix product widened") test_matmul_widened();
     TEST("loss against plain double precision") test_loss();
     TEST("gradients against central differences") test_gradients();
     TEST("gradient types and scale") test_gradient_types();

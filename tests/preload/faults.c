@@ -3,8 +3,9 @@
  *   FAULT_IN=jansson FAULT_AT=7   the 7th allocation that the library with this word in its name asks for fails; an empty word
  *                                 means the program itself. 0: none fails. The number of calls goes to the file FAULT_COUNT.
  *   FAULT_LINE=3                  the 3rd fgets fails as with a bad disk
+ *   HSTEP_FAULT_UNTIL_EXIT=1      no allocation is seen any more once exit() is called: gcov's counters are written then
  *
- * Built by tests/cli_test.sh: cc -shared -fPIC -o faults.so faults.c */
+ * Built by tests/nothing_lost_test.sh: cc -shared -fPIC -o faults.so faults.c */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -15,6 +16,7 @@
 
 static uintptr_t low, high;
 static long at, calls, line, lines;
+static int until_exit;
 
 static int find(struct dl_phdr_info *info, size_t size, void *word)
 {
@@ -34,7 +36,10 @@ __attribute__((constructor)) static void begin(void)
     if (which) line = atol(which);
     if (number) at = atol(number);
     if (word) dl_iterate_phdr(find, word);
+    until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
 }
+
+static void rest(void) { low = high = 0; }
 
 __attribute__((destructor)) static void end(void)
 {
@@ -46,7 +51,12 @@ __attribute__((destructor)) static void end(void)
 /* Other threads allocate too, but not in the parts that are tested so. */
 static int fails(void *caller)
 {
-    if ((uintptr_t)caller < low || (uintptr_t)caller >= high || ++calls != at) return 0;
+    if ((uintptr_t)caller < low || (uintptr_t)caller >= high) return 0;
+    if (until_exit) {
+        until_exit = 0;
+        atexit(rest);
+    }
+    if (++calls != at) return 0;
     errno = ENOMEM;
     return 1;
 }

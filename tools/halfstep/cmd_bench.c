@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "halfstep.h"
 
@@ -193,10 +194,10 @@ static void print_matrices(const struct result *results, int n)
     }
 }
 
-static int write_csv(const char *path, const struct result *results, int n)
+static int write_csv(FILE *f, const char *path, const struct result *results, int n)
 {
-    FILE *f = fopen(path, "w");
-    if (!f) return failure("bench", "cannot write %s: %s", path, strerror(errno));
+    /* A pipe or a device has nothing to be cut off. */
+    int bad = ftruncate(fileno(f), 0) != 0 && errno != EINVAL;
     fprintf(f, "recipe,gradients,params,tensors,ns_per_param,bytes_per_param,gb_per_s,stream_fraction,stream_gb_per_s,"
                "scan_ns_per_param,scan_bytes_per_param,scan_stream_fraction,cache_ns_per_param,time_over_one_tensor,gflop_per_s\n");
     for (int i = 0; i < n; i++) {
@@ -211,9 +212,8 @@ static int write_csv(const char *path, const struct result *results, int n)
         if (r->flops > 0) fprintf(f, "%.4g", r->flops / r->ns);
         fprintf(f, "\n");
     }
-    int bad = ferror(f);
-    if (fclose(f) || bad) return failure("bench", "cannot write %s", path);
-    return 0;
+    bad |= ferror(f);
+    return fclose(f) || bad ? failure("bench", "cannot write %s", path) : 0;
 }
 
 static int run_all(const struct choice *c, struct result *results, int *n, int threads)
@@ -251,13 +251,17 @@ int cmd_bench(int argc, char **argv)
     c.bench.recipe = NULL;
     c.bench.recipes = 0;
     status = choose(&args, &c);
+    /* Before the cases are timed, which takes minutes; what it holds stays until there are others. */
+    FILE *csv = !status && c.csv ? fopen(c.csv, "a") : NULL;
+    if (!status && c.csv && !csv) status = failure("bench", "cannot write %s: %s", c.csv, strerror(errno));
     int threads = c.bench.threads ? (int)c.bench.threads : halfstep_default_threads();
     struct result *results = calloc(2 * (size_t)c.bench.recipes + 1, sizeof *results);
     if (!status) status = results ? run_all(&c, results, &n, threads) : failure("bench", "out of memory");
     double ratio = status ? 0 : sr_over_nearest(results, n);
     if (!status && c.json) status = print_object(results, n, threads);
-    if (!status && !c.json && ratio > 0) printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
-    if (!status && c.csv) status = write_csv(c.csv, results, n);
+    if (ratio > 0 && !c.json) printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
+    if (csv && !status) status = write_csv(csv, c.csv, results, n);
+    else if (csv) fclose(csv);
     free(results);
     free(c.bench.recipe);
     args_free(&args);

@@ -1,3 +1,4 @@
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,21 +50,43 @@ struct outcome {
     int known, right;
 };
 
-static int write_list(const char *path, const struct golden_case *cases, const struct outcome *outcomes, int n)
+/* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a while. */
+struct list {
+    char *partial;
+    FILE *file;
+};
+
+static int open_list(struct list *list, const char *path)
 {
-    char *partial = malloc(strlen(path) + 5);
-    if (!partial) return failure("verify", "out of memory");
-    sprintf(partial, "%s.new", path);
-    FILE *f = fopen(partial, "w");
-    int bad = !f;
+    list->partial = malloc(strlen(path) + 5);
+    if (!list->partial) return failure("verify", "out of memory");
+    sprintf(list->partial, "%s.new", path);
+    list->file = fopen(list->partial, "w");
+    return list->file ? 0 : failure("verify", "cannot write %s: %s", path, strerror(errno));
+}
+
+static int write_list(struct list *list, const char *path, const struct golden_case *cases, const struct outcome *outcomes, int n)
+{
+    int bad = 0;
     for (int i = 0; i < n && !bad; i++)
-        bad = fprintf(f, "%s %s %s %016" PRIx64 "\n", cases[i].recipe, cases[i].gradients, cases[i].generator,
+        bad = fprintf(list->file, "%s %s %s %016" PRIx64 "\n", cases[i].recipe, cases[i].gradients, cases[i].generator,
                       outcomes[i].hash) < 0;
-    if (f && fclose(f)) bad = 1;
-    if (!bad) bad = rename(partial, path) != 0;
-    if (bad) unlink(partial);
-    free(partial);
-    return bad ? failure("verify", "cannot write %s", path) : 0;
+    bad |= fclose(list->file) != 0;
+    list->file = NULL;
+    if (!bad && rename(list->partial, path) == 0) return 0;
+    failure("verify", "cannot write %s: %s", path, strerror(errno));
+    unlink(list->partial);
+    return 1;
+}
+
+/* What did not come to be a list is removed. */
+static void close_list(struct list *list)
+{
+    if (list->file) {
+        fclose(list->file);
+        unlink(list->partial);
+    }
+    free(list->partial);
 }
 
 /* Cases of one recipe follow each other. */
@@ -133,12 +156,16 @@ int cmd_verify(int argc, char **argv)
     if (status != ARGS_RUN) return status;
     struct golden_case *cases = golden_cases(&n);
     struct outcome *outcomes = cases ? calloc((size_t)n, sizeof *outcomes) : NULL;
+    struct list list = {NULL, NULL};
     if (!outcomes)
         status = failure("verify", "out of memory");
     else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
         status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
+    else if (v.write && open_list(&list, v.write) != 0)
+        status = 1;
     else if ((status = compute(&v, cases, outcomes, n)) == 0)
-        status = v.write ? write_list(v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
+        status = v.write ? write_list(&list, v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
+    close_list(&list);
     free(outcomes);
     free(cases);
     args_free(&args);

@@ -34,14 +34,12 @@ static int set_listed_hypers(struct run *run)
     int32_t rule = halfstep_rule_find(parts.rule);
     for (int i = 0; i < run->config->hyper.n; i++) {
         char name[96];
-        double value;
+        double value = 0;
+        /* NAME=VALUE, which args_set() has seen to. */
         const char *item = run->config->hyper.item[i];
         size_t n = strcspn(item, "=");
         snprintf(name, sizeof name, "%.*s", (int)n, item);
-        if (item[n] != '=' || parse_number(item + n + 1, &value) != 0) {
-            run_fail(run, "--hyper %s: not NAME=VALUE", item);
-            return 2;
-        }
+        parse_number(item + n + 1, &value);
         int known = 0;
         const char *each;
         for (int32_t k = 0; !known && (each = suggest_hyper(&rule, k)) != NULL; k++) known = strcmp(each, name) == 0;
@@ -170,7 +168,7 @@ static int check_accumulation(struct run *run)
     if (!status && code == HALFSTEP_OK) code = halfstep_accumulate_states(trial.optimizer, gradients);
     if (!status && code != HALFSTEP_OK) {
         run_fail(run, "--accumulator states: %s", halfstep_error_detail(trial.optimizer));
-        status = 2;
+        status = code == HALFSTEP_ERROR_MEMORY ? 1 : 2;
     }
     halfstep_destroy(trial.optimizer);
     return status;

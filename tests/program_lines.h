@@ -1,0 +1,81 @@
+/* For tests that run the program in their own process, in a folder of their own: a command line as one text, and checkpoints made
+ * from others. */
+#ifndef HALFSTEP_TESTS_PROGRAM_LINES_H
+#define HALFSTEP_TESTS_PROGRAM_LINES_H
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <sys/stat.h>
+
+#include "halfstep_io.h"
+#include "test.h"
+
+static void demand(int condition, const char *what)
+{
+    if (condition) return;
+    printf("FAIL %s\n", what);
+    exit(1);
+}
+
+#include "../fuzz/files.h"
+#include "../fuzz/program.h"
+
+static char printed[1 << 17];
+
+/* The words of a line, "_" for an empty one. Leaves what it printed in `printed` and program_errors. */
+static int program(const char *line)
+{
+    static char copy[1 << 15];
+    static char *words[400];
+    int n = 0;
+    demand(strlen(line) < sizeof copy, "a long line");
+    strcpy(copy, line);
+    words[n++] = (char *)(uintptr_t)"halfstep";
+    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) words[n++] = strcmp(word, "_") ? word : word + 1;
+    words[n] = NULL;
+    int status = run_program(n, words);
+    ssize_t got = pread(taken[0], printed, sizeof printed - 1, 0);
+    printed[got > 0 ? got : 0] = 0;
+    return status;
+}
+
+static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors", "model.safetensors"};
+
+/* Saves the checkpoint `from` again as `to`, with one file changed: the first `old` in it becomes `new`, or it is left out where
+ * `old` is NULL. Checksums say that all is right. */
+static void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
+{
+    static uint8_t data[1 << 18];
+    char error[600], path[300];
+    halfstep_checkpoint *good;
+    halfstep_checkpoint_save *save;
+    halfstep_save_options options = {.struct_size = sizeof options, .step = 2, .no_sync = 1};
+    remove_tree(to);
+    demand(!halfstep_open_checkpoint(&good, from, NULL, error, sizeof error), error);
+    demand(!halfstep_begin_checkpoint(&save, to, &options, error, sizeof error), error);
+    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
+        int here = !strcmp(names[f], changed);
+        if (here && !old) continue;
+        snprintf(path, sizeof path, "%s/%s", from, names[f]);
+        size_t bytes = get_file(path, data, sizeof data / 2);
+        if (here) {
+            size_t length = strlen(old), at = 0, instead = strlen(new);
+            while (at + length <= bytes && memcmp(data + at, old, length)) at++;
+            demand(at + length <= bytes, old);
+            /* The header of a safetensors file keeps its length. */
+            demand(f < 2 || length == instead, new);
+            memmove(data + at + instead, data + at + length, bytes - at - length);
+            memcpy(data + at, new, instead);
+            bytes = bytes - length + instead;
+        }
+        demand(!halfstep_save_file(save, names[f], data, bytes, error, sizeof error), error);
+    }
+    const char *key, *value;
+    for (uint64_t v = 0; !halfstep_get_checkpoint_value(good, v, &key, &value); v++)
+        demand(!halfstep_save_value(save, key, value, error, sizeof error), error);
+    demand(!halfstep_commit_checkpoint(save, error, sizeof error), error);
+    halfstep_close_checkpoint(good);
+}
+
+#endif

@@ -1,0 +1,552 @@
+/* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status and one
+ * sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are most of it. */
+#include <math.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+
+#include "tools/halfstep/args.h"
+#include "program_lines.h"
+#include "train.h"
+#include "ui/progress.h"
+
+#define LM "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 --threads 1 "
+#define MNIST "train mnist --train-images 12 --test-images 4 --epochs 1 --batch 4 --threads 1 "
+#define RESUME "train lm --resume --quiet --checkpoint "
+#define COMPARE "compare lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --steps 2 --threads 1 --quiet "
+
+/* Of the names and sizes of all files in a folder. */
+static uint64_t contents(const char *folder)
+{
+    uint64_t sum = 0;
+    char path[700];
+    DIR *stream = opendir(folder);
+    for (struct dirent *entry; stream && (entry = readdir(stream));) {
+        struct stat status;
+        if (entry->d_name[0] == '.') continue;
+        snprintf(path, sizeof path, "%.400s/%.200s", folder, entry->d_name);
+        uint64_t hash = 14695981039346656037u;
+        for (const char *c = path; *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211u;
+        if (lstat(path, &status) == 0) sum += hash * (uint64_t)(status.st_size + 1);
+        if (S_ISDIR(status.st_mode)) sum += contents(path);
+    }
+    if (stream) closedir(stream);
+    return sum;
+}
+
+struct refusal {
+    int status;
+    const char *pattern, *line;
+};
+
+static void refuse(int status, const char *pattern, const char *line)
+{
+    uint64_t before = contents(".");
+    int got = program(line);
+    CHECK(got == status, "%s: status %d, not %d: %s", line, got, status, program_errors);
+    CHECK(strstr(program_errors, pattern), "%s: \"%s\" is not in: %s", line, pattern, program_errors);
+    const char *end = strchr(program_errors, '\n');
+    CHECK(end && !end[1] && !strncmp(program_errors, "halfstep: ", 10), "%s: not one line: %s", line, program_errors);
+    CHECK(!printed[0], "%s: prints %.100s", line, printed);
+    CHECK(contents(".") == before, "%s: left something behind", line);
+}
+
+static void accept(const char *pattern, const char *line)
+{
+    int got = program(line);
+    CHECK(got == 0, "%s: status %d: %s", line, got, program_errors);
+    CHECK(strstr(printed, pattern) || strstr(program_errors, pattern), "%s: \"%s\" is in neither\n%s\nnor\n%s", line, pattern,
+          printed, program_errors);
+}
+
+#define REFUSE_ALL(table) for (size_t i = 0; i < sizeof table / sizeof *table; i++) refuse(table[i].status, table[i].pattern, table[i].line)
+
+/* ---- Words ------------------------------------------------------------------------------------------------------------ */
+
+static void test_words(void)
+{
+    static const struct refusal table[] = {
+        {2, "--width is 70000; it must be at most 65536", LM "--width 70000"},
+        {2, "--final-lr is 1.5; it must be at most 1", LM "--final-lr 1.5"},
+        {2, "--steps is 1e300; it must be a whole number", LM "--steps 1e300"},
+        {2, "--lr: \"1e999\" is not a number", LM "--lr 1e999"},
+        {2, "--lr: \"1e306k\" is not a number", LM "--lr 1e306k"},
+        {2, "--lr: \"+x\" is not a number", LM "--lr +x"},
+        {2, "--memory: \"much\" is not a number of bytes (such as 24G)", "plan --params 1e6 --memory much"},
+        {2, "--memory is -5; it must be at least 0", "plan --params 1e6 --memory -5"},
+        {2, "--seed is -1; it must be a whole number from 0 to 2^64 - 1", LM "--seed -1"},
+        {2, "--seed is 18446744073709551616", LM "--seed 18446744073709551616"},
+        {2, "--seed is 0x1g", LM "--seed 0x1g"},
+        {2, "--seed is :", LM "--seed :"},
+        {2, "--compute is bf61; did you mean bf16? (one of bf16, f32)", LM "--compute bf61"},
+        {2, "--hyper is beta1; it must be NAME=VALUE", LM "--hyper beta1"},
+        {2, "--hyper is =1; it must be NAME=VALUE", LM "--hyper =1"},
+        {2, "--hyper is beta1=; it must be NAME=VALUE", LM "--hyper beta1="},
+        {2, "--hyper: \"x\" is not a number", LM "--hyper beta1=x"},
+        {2, "--beta1: \"x\" is not a number", LM "--beta1 x"},
+        {2, "--hyper momentum: adamw has no such hyper-parameter", LM "--hyper momentum=0.5"},
+        {2, "unknown option --val_evry, did you mean --val-every?", LM "--val_evry 2"},
+        {2, "unknown option -seed, did you mean --seed?", LM "-seed 2"},
+        {2, "unknown option --qqqqqqqqqq", LM "--qqqqqqqqqq=3"},
+        {2, "unknown option --a-word-that-is-longer-than-any-of-the-options-there-are", LM "--a-word-that-is-longer-than-any-of-the-options-there-are"},
+        {2, "--steps needs a value, it is empty", LM "--steps="},
+        {2, "--steps needs a value, it is empty", LM "--steps _"},
+        {2, "--steps needs a value: --steps N", LM "--steps --quiet"},
+        {2, "--help takes no value", LM "--help=1"},
+        {2, "--checkpoint DIR is missing", "generate --bytes 3"},
+        {2, "usage: halfstep inspect FILE|DIR [options]", "inspect --json"},
+        {2, "one argument too many: b", "inspect a b"},
+        {2, "unexpected argument lm", "plan --params 1e6 lm"},
+        {1, "--json: ", "inspect -- --json"},
+        {1, "-: ", "inspect -"},
+        {2, "--recipes names sgd/f32/f32 twice", "bench --recipes sgd/f32,sgd/f32"},
+        {2, "is too long for a recipe", LM "--recipe adamw/bf16/int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8"},
+        {2, "is not a recipe: ", LM "--recipe adamw/bf16//int8"},
+        {2, "unknown state format \"\"", LM "--recipe adamw/bf16/+int8"},
+        {2, "unknown rule \"qqqqqqqqqqqq\" (one of", LM "--recipe qqqqqqqqqqqq"},
+        {2, "names 2 state formats; sgd has 1 state to name one for", LM "--recipe sgd/f32/int8+int8 --momentum 0.5"},
+        {2, "--keep needs --checkpoint DIR", LM "--keep 2"},
+        {2, "--checkpoint-every needs --checkpoint DIR", LM "--checkpoint-every 2"},
+        {2, "say the size of the model with one of", "plan --params 1e6 --width 8"},
+        {2, "multiple of 3 heads", "plan --width 8 --heads 3"},
+        {1, "nowhere", "plan --checkpoint nowhere"},
+        {2, "say which model to train", "train"},
+        {2, "there is no model rnn; there are: lm, mnist", "train rnn"},
+        {2, "what to train is missing", "compare"},
+        {2, "unknown command nothing", "help nothing"},
+        {1, "demo.txt is neither in ../data nor in ../share/halfstep", "demo --quiet"},
+        {1, "training part of short", "demo --data short --json --quiet --threads 1 --out new"},
+    };
+    REFUSE_ALL(table);
+    static char line[1 << 14];
+    strcpy(line, LM);
+    for (int i = 0; i < 70; i++) snprintf(line + strlen(line), 64, " --hyper name%d=1", i);
+    refuse(2, "--hyper: more than 64 values", line);
+    program("random --generator mixer --seed 0X1f --count 2");
+    char first[9];
+    memcpy(first, printed, 8);
+    program("random --generator mixer --seed 31 --count 2");
+    CHECK(!memcmp(first, printed, 8), "0X1f is not 31");
+    accept("Usage: halfstep COMMAND", "--help");
+    accept("Usage: halfstep COMMAND", "-h");
+    accept("Usage: halfstep train lm", "help train lm");
+    accept("Usage: halfstep train lm", "train lm -h");
+    accept("halfstep train mnist", "train -h");
+    accept("halfstep compare mnist", "compare -h");
+    accept("halfstep compare mnist", "compare --help");
+    accept("halfstep ", "version");
+    CHECK(program("") == 2 && strstr(program_errors, "Usage: halfstep COMMAND") && !printed[0], "without a word: %s", program_errors);
+}
+
+/* Options that the program's own tables have no need of, or no longer. */
+static void test_tables(void)
+{
+    struct { double below; struct string_list recipes; int64_t whole; const char *needed; } target;
+    static const struct option rows[] = {
+        {"below", OPTION_NUMBER, 0, NULL, NULL, 0, 1, OPTION_EXCLUSIVE_MAXIMUM, NULL, "a number"},
+        {"recipes", OPTION_RECIPES, offsetof(struct { double a; struct string_list b; }, b), "R", NULL, 0, 0, 0, NULL, "a list"},
+        {"needed", OPTION_STRING, 0, NULL, NULL, 0, 0, OPTION_REQUIRED, NULL, "without a word for its value"},
+        {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
+    };
+    static const struct command command = {"try", "", "", NULL, 0, 0};
+    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    struct args args;
+    char why[200];
+    demand(args_defaults(&args, &command, &group, 1) == ARGS_RUN, "no defaults");
+    CHECK(args_set(&args, &group, &rows[0], "1", why, sizeof why) == 2 && strstr(why, "--below is 1; it must be below 1"), "%s", why);
+    CHECK(args_set(&args, &group, &rows[0], "0.999", why, sizeof why) == 0 && target.below == 0.999, "%g", target.below);
+    CHECK(args_set(&args, &group, &rows[1], "", why, sizeof why) == 2 && strstr(why, "--recipes is empty"), "%s", why);
+    CHECK(args_set(&args, &group, &rows[3], "1", why, sizeof why) == 2, "a heading has a value");
+    struct text text = {0};
+    CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s", why);
+    args_text(&group, &rows[1], &text);
+    CHECK(!strcmp(text_string(&text), "sgd/f32/f32,lion/bf16/bf16-sr"), "%s", text_string(&text));
+    text_free(&text);
+    args_free(&args);
+}
+
+/* ---- plan -------------------------------------------------------------------------------------------------------------- */
+
+static void test_plan(void)
+{
+    accept("0 of ", "plan --params 1e6 --memory 1K");
+    CHECK(strstr(printed, "; --release may help") && strstr(printed, "  no\n"), "%s", printed);
+    accept("The smallest lacks ", "plan --params 1e6 --memory 1K --release");
+    CHECK(!strstr(printed, "may help") && strstr(printed, "gradients released"), "%s", printed);
+    accept("adamw/f32/f32", "plan --params 1e15 --memory 8000T --all");
+    CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s", printed);
+    /* Of a shape, tensor by tensor; released, the largest part of the gradients at once is the embedding here and a layer there. */
+    accept("\"params\": 5144", "plan --width 8 --depth 1 --heads 2 --context 4 --json --recipes adamw/f32,adamw/bf16-sr/int8");
+    accept("\"gradients\": 1.59", "plan --width 8 --depth 1 --heads 2 --context 4 --release --json --recipes adamw/f32");
+    accept("\"release\": true", "plan --width 64 --depth 1 --heads 2 --context 4 --release --json");
+    accept("\"memory\": null", "plan --checkpoint base --json");
+    CHECK(strstr(printed, "\"params\": 5144"), "%s", printed);
+    accept("Other rules", "plan --checkpoint base --rule lion");
+}
+
+/* ---- Checkpoints ------------------------------------------------------------------------------------------------------- */
+
+struct forgery {
+    const char *file, *old, *new;
+    const char *pattern, *line;
+};
+
+static void test_forged(void)
+{
+    static const char go_on[] = RESUME "forged --data text --steps 3", speak[] = "generate --checkpoint forged --bytes 2 --threads 1",
+                      take[] = LM "--quiet --steps 0 --init forged", shape[] = "plan --checkpoint forged";
+    static const struct forgery table[] = {
+        {"trainer.json", NULL, NULL, "the checkpoint has no trainer.json", go_on},
+        {"trainer.json", "{", "[", "trainer.json: byte 0", go_on},
+        {"trainer.json", "\"format\": 1", "\"format\": 2", "forged/checkpoint-2/trainer.json is not what this program writes", go_on},
+        {"trainer.json", "\"format\": 1,", "", "is not what this program writes", go_on},
+        {"trainer.json", "\"format\": 1,", "\"format\": 1, \"format\": 1,", "a name twice", go_on},
+        {"trainer.json", "\"format\": 1", "\"format\" 1", "trainer.json: byte", go_on},
+        {"trainer.json", "\"format\": 1", "1: 1", "trainer.json: byte", go_on},
+        {"trainer.json", "\"format\": 1", "\"format\": one", "trainer.json: byte", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": [", "trainer.json: byte", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": { 1", "trainer.json: byte", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": { \"lr\"", "trainer.json: byte", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"", "trainer.json: byte", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"1\",", "an option twice", go_on},
+        {"trainer.json", "\"options\": {", "\"options\": {}, \"other\": {", " in forged", go_on},
+        {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json does not say --gradients", go_on},
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number", RESUME "forged"},
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json does not say --steps", go_on},
+        {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json does not say --steps", go_on},
+        {"trainer.json", "\"hyper\": \"\"", "\"hyper\": \"beta1\"", "trainer.json: --hyper is beta1", go_on},
+        {"trainer.json", "\"step\": 2", "\"step\": 9", "--steps is 3, but forged is already at step 9", go_on},
+        {"trainer.json", "\"val_hash\": \"\"", "\"val_hash\": \"12\"", "--val is missing here but not in forged", go_on},
+        {"trainer.json", "\"data_hash\": \"", "\"data_hash\": \"0", "--data holds other bytes than the run in forged", go_on},
+        {"trainer.json", "\"seconds\": ", "\"seconds\": 0} ", "trainer.json: byte", go_on},
+        {"config.json", NULL, NULL, "the checkpoint has no config.json", shape},
+        {"config.json", "{", "[", "config.json: byte 0", shape},
+        {"config.json", "{", "{} ", "config.json: no sensible \"vocab_size\"", shape},
+        {"config.json", "\"hidden_size\": ", "\"hidden_size\" ", "config.json: byte", shape},
+        {"config.json", "\"hidden_size\"", "1", "config.json: byte", shape},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": 0", "no sensible \"hidden_size\"", shape},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": 8.5", "no sensible \"hidden_size\"", shape},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": 99999999", "no sensible \"hidden_size\"", shape},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": \"8\"", "no sensible \"hidden_size\"", speak},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": -", "config.json: byte", shape},
+        {"config.json", "\"hidden_size\": 8", "\"hidden_size\": 9", "multiple of 2 heads", take},
+        {"config.json", "\"intermediate_size\": ", "\"intermediate_size\": 2000000, \"other\": ", "intermediate", shape},
+        {"config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": 2, \"other\": ", "rms_norm_eps is not between 0 and 1", shape},
+        {"config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": -1, \"other\": ", "rms_norm_eps is not between 0 and 1", shape},
+        {"config.json", "\"rope_theta\": ", "\"rope_theta\": 0.5, \"other\": ", "rope_theta is not in 1..1e12", shape},
+        {"config.json", "\"rope_theta\": ", "\"rope_theta\": 1e13, \"other\": ", "rope_theta is not in 1..1e12", shape},
+        {"config.json", "\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2", "there is no tensor model.layers.1.", speak},
+        {"model.safetensors", NULL, NULL, "forged: the checkpoint has no model.safetensors", take},
+        {"model.safetensors", NULL, NULL, "model.safetensors", speak},
+        {"model.safetensors", "model.norm", "model.worm", "there is no tensor model.norm.weight", speak},
+        {"model.safetensors", "model.norm", "model.worm", "there is no tensor model.norm.weight", take},
+        {"model.safetensors", "\"F32\"", "\"I32\"", "does not fit config.json", speak},
+        {"model.safetensors", "\"F32\"", "\"I32\"", "is I32, which are no weights", take},
+        {"model.safetensors", "[256,8]", "[8,256]", "has shape [8, 256], this model needs [256, 8]", take},
+        {"model.safetensors", "[256,8]", "[2048 ]", "has shape [2048], this model needs [256, 8]", take},
+        {"history.safetensors", NULL, NULL, "the checkpoint has no history.safetensors", go_on},
+        {"history.safetensors", "\"F64\"", "\"I64\"", "is not a table of ", go_on},
+        {"history.safetensors", "{", "[", "history.safetensors", go_on},
+        {"history.safetensors", "[2,5]", "[5,2]", "train is not a table of 5 columns", go_on},
+        {"history.safetensors", "[2,5]", "[10 ]", "train is not a table of 5 columns", go_on},
+        {"optimizer.safetensors", NULL, NULL, "optimizer.safetensors", go_on},
+        {"optimizer.safetensors", "{", "[", "optimizer.safetensors", take},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        forge("base", "forged", table[i].file, table[i].old, table[i].new);
+        refuse(1, table[i].pattern, table[i].line);
+    }
+    /* What another program has added is passed over. */
+    forge("base", "forged", "trainer.json", "\"options\": {", "\"by\": [1, {\"a\": null}], \"options\": {\"lr\": 1,");
+    accept("", go_on);
+    forge("base", "forged", "config.json", "{", "{\"by\": [1, {\"a\": null}],");
+    accept("5144 parameters", shape);
+    /* Without its optimizer a model still speaks, and can be started from. */
+    forge("base", "forged", "optimizer.safetensors", NULL, NULL);
+    accept("", take);
+    /* A residual that is not what its format has. */
+    forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"", "weight.extra\":{\"dtype\":\"I16\" ");
+    CHECK(program(take) == 1 && strstr(program_errors, "not what bf16-kahan weights have"), "%s", program_errors);
+    /* Weights that are averages of states which are not there. */
+    forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
+    refuse(1, "forged", take);
+    refuse(1, "forged", speak);
+    remove_tree("forged");
+}
+
+static void test_resume(void)
+{
+    static const struct refusal table[] = {
+        {1, "--release is given here but not in base", RESUME "base --release --steps 3"},
+        {1, "--val is given here but not in base", RESUME "base --val text --steps 3"},
+        {1, "--val holds other bytes than the run in val", RESUME "val --val short --steps 3"},
+        {1, "--schedule is cosine here but constant in base", RESUME "base --schedule cosine --steps 3"},
+        {1, "--steps is 1, but base is already at step 2", RESUME "base --steps 1"},
+        {1, "base/config.json", LM "--steps 2 --quiet --init base/config.json"},
+        {1, "empty.safetensors", LM "--steps 2 --quiet --init empty.safetensors"},
+        {1, "there is no tensor model.layers.1.", LM "--depth 2 --steps 0 --quiet --init base"},
+        {1, "it holds something else than a log to continue", RESUME "base --steps 3 --log short"},
+        {1, "cannot write the log base: ", RESUME "base --steps 3 --log base"},
+    };
+    REFUSE_ALL(table);
+    forge("base", "again", "trainer.json", "", "");
+    /* However the directory is written, and from whichever checkpoint of it. */
+    accept("\"steps\": 3", RESUME "again/// --steps 3 --json --keep 5");
+    accept("\"steps\": 4", RESUME "again/checkpoint-2/ --steps 4 --json");
+    demand(!chdir("again"), "no folder");
+    accept("\"steps\": 5", RESUME "checkpoint-2 --data ../text --steps 5 --json");
+    demand(!chdir(".."), "no way back");
+    accept("\"steps\": 3", RESUME "hyper --beta1 0.8 --steps 3 --json");
+    accept("\"steps\": 3", RESUME "val --steps 3 --json");
+    /* The last of two values for one hyper-parameter counts. */
+    char hash[64] = "";
+    accept("state_hash", LM "--quiet --steps 3 --json --hyper beta1=0.5 --hyper beta1=0.8 --beta2 0.9");
+    const char *at = strstr(printed, "\"state_hash\"");
+    if (at) snprintf(hash, sizeof hash, "%.36s", at);
+    accept(hash, LM "--quiet --steps 3 --json --beta1 0.8 --beta2 0.9");
+    /* Hyphens and underscores are one. */
+    accept("state_hash", LM "--quiet --steps 3 --json --recipe lamb/f32 --trust_scale 0.5");
+    at = strstr(printed, "\"state_hash\"");
+    if (at) snprintf(hash, sizeof hash, "%.36s", at);
+    accept(hash, LM "--quiet --steps 3 --json --recipe lamb/f32 --hyper trust-scale=0.5");
+}
+
+/* ---- Other commands ---------------------------------------------------------------------------------------------------- */
+
+static void test_commands(void)
+{
+    accept("skipped", LM "--quiet --steps 3 --scan known-finite --json");
+    accept("gradients added up in bf16", LM "--quiet --steps 3 --micro-steps 2 --accumulator bf16");
+    accept("states", LM "--quiet --steps 3 --micro-steps 2 --accumulator states --release");
+    accept("val", LM "--quiet --steps 3 --val text --sample-bytes 0");
+    accept("step", LM "--steps 3 --val-every 1 --eval-batches 700");
+    accept("accuracy", MNIST "--recipe lamb/f32 --log mnist.csv");
+    FILE *log = fopen("mnist.csv", "r");
+    demand(log && fgets(printed, sizeof printed, log), "no log");
+    CHECK(strstr(printed, ",conv1.weight/"), "the log's columns: %s", printed);
+    CHECK(fgets(printed, sizeof printed, log) && strstr(printed, "0,0,"), "%s", printed);
+    fclose(log);
+    accept("test_accuracy", MNIST "--recipe schedulefree/bf16-kahan --json --quiet");
+    accept("test_accuracy", MNIST "--recipe adamw/bf16-ecc8/int8 --json --quiet");
+    accept("that tensor is left unchanged", MNIST "--scan per-tensor --lr 1e6 --recipe sgd/f32 --epochs 3");
+    accept("\"mean\"", COMPARE "--recipes adamw/f32,adamw/bf16:release:lr=1e-3 --seeds 2 --out a/b/c --json --val text");
+    accept("report: a/b/c/report.html", COMPARE "--recipes adamw/f32 --out a/b/c");
+    accept("", "inspect base");
+    accept("", "inspect base --quick --json");
+    accept("", "inspect empty.safetensors");
+    accept("{", "inspect empty.safetensors --json");
+    accept("", "generate --checkpoint free --bytes 9 --prompt abcdefgh --temperature 0 --threads 1");
+    accept("\"text\"", "generate --checkpoint base --bytes 0 --json --threads 1");
+    static const char pair[] = "bench --recipes adamw/bf16/bf16,adamw/bf16-sr/bf16-sr,lion/f16,muon/f32 --params 4096 --rounds 2 --threads 1 ";
+    static char line[1 << 14];
+    snprintf(line, sizeof line, "%s--tensors 1 --csv bench.csv", pair);
+    accept("Stochastic rounding takes ", line);
+    CHECK(strstr(printed, "GFLOP/s"), "%s", printed);
+    snprintf(line, sizeof line, "%s--tensors 2 --gradients bf16 --generator mixer --json", pair);
+    accept("\"sr_over_nearest\": ", line);
+    strcpy(line, COMPARE "--recipes ");
+    for (int i = 0; i < 66; i++) snprintf(line + strlen(line), 64, "%ssgd/f32@1e-%d", i ? "," : "", i);
+    refuse(2, "more than 64 recipes", line);
+    snprintf(line, sizeof line, COMPARE "--recipes adamw/f32@%0400d", 1);
+    refuse(2, "is too long for a learning rate", line);
+    snprintf(line, sizeof line, COMPARE "--recipes adamw/f32:lr=%0600d", 1);
+    refuse(2, "is too long", line);
+    snprintf(line, sizeof line, COMPARE "--out %0300d", 1);
+    CHECK(program(line) == 1 && strstr(program_errors, "File name too long"), "%s", program_errors);
+    CHECK(program(COMPARE "--out new --checkpoint text/there") == 1 && strstr(program_errors, "text/there: Not a directory"), "%s", program_errors);
+    /* Both before the work begins that takes minutes. */
+    static const struct refusal table[] = {
+        {1, "bench: cannot write nowhere/bench.csv: No such file", "bench --csv nowhere/bench.csv"},
+        {1, "verify: cannot write nowhere/hashes.txt: No such file", "verify --write nowhere/hashes.txt"},
+        {2, "--isa is sse9; it must be one of", "verify --isa sse9"},
+        {2, "--count 1.5 is not a whole number", "random --generator mixer --count 1.5"},
+        {2, "--slot 0.5 is not a whole number", "random --generator mixer --slot 0.5"},
+        {2, "\"release\" takes no value", COMPARE "--recipes adamw/f32:release=1"},
+        {2, "\"weight-decay\" needs a value", COMPARE "--recipes adamw/f32:weight_decay"},
+        {1, "No such file", COMPARE "--out _"},
+        {1, "Not a directory", COMPARE "--out text/there"},
+        {1, "cannot write the log /dev/full: No space left on device", MNIST "--log /dev/full"},
+        {2, "--hyper lr: use --lr", COMPARE "--hyper lr=3"},
+        {2, "is not a number of images", "compare mnist --batch 1.5"},
+        {2, "is not a number of images", "compare mnist --batch 0"},
+        {2, "is not a number of images", "compare mnist --batch 2e6"},
+        {2, "is not a number of images", "compare mnist --batch 00000000000000000000000000000000000001"},
+        {2, "--batch: it is empty", "compare mnist --batch _"},
+        {2, "more than", "compare mnist --batch 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20"},
+    };
+    REFUSE_ALL(table);
+}
+
+/* ---- Logs -------------------------------------------------------------------------------------------------------------- */
+
+static void test_logs(void)
+{
+    static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps\n";
+    static const struct {
+        const char *before, *kept;      /* kept: NULL, it is refused */
+    } table[] = {
+        {"", ""}, {"step,train_loss\n", NULL}, {"other\n", NULL}, {"step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps", NULL},
+        {"*1,1,1,1,1,1,1,0\n2,1,1,1,1,1,1,0\n3,1,1,1,1,1,1,0\n", "1,1,1,1,1,1,1,0\n2,1,1,1,1,1,1,0\n"},
+        {"*1,1,1,1,1,1,1,0\n2,1,1", "1,1,1,1,1,1,1,0\n"},
+        {"*1,1,1,1,1,1,1,0\nabc\n", "1,1,1,1,1,1,1,0\n"},
+        {"*1,1,1,1,1,1,1,0\n2\n", "1,1,1,1,1,1,1,0\n"},
+    };
+    char text[600], after[600];
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        const char *rows = table[i].before + (table[i].before[0] == '*');
+        snprintf(text, sizeof text, "%s%s", table[i].before[0] == '*' ? header : "", rows);
+        put_file("log.csv", text, strlen(text));
+        forge("base", "run", "trainer.json", "", "");
+        int status = program(RESUME "run --data text --steps 3 --log log.csv");
+        size_t n = get_file("log.csv", (uint8_t *)after, sizeof after - 1);
+        after[n] = 0;
+        if (!table[i].kept) {
+            CHECK(status == 1 && strstr(program_errors, "it holds something else than a log to continue"), "%zu: %s", i, program_errors);
+            CHECK(!strcmp(after, text), "%zu: the file has changed", i);
+            continue;
+        }
+        snprintf(text, sizeof text, "%s%s3,", header, table[i].kept);
+        CHECK(status == 0 && !strncmp(after, text, strlen(text)), "%zu: status %d, %s%s", i, status, program_errors, after);
+        CHECK(strchr(after + strlen(text), '\n') == after + n - 1, "%zu: rows after the last: %s", i, after);
+    }
+    accept("\"steps\": 3", LM "--quiet --steps 3 --json --log /dev/null");
+    refuse(1, "cannot write the log /dev/full: No space left on device", LM "--steps 3 --log /dev/full");
+    refuse(1, "cannot write the log base: ", LM "--steps 3 --log base");
+    CHECK(program(RESUME "run --data text --steps 4 --log /dev/full") == 1 && strstr(program_errors, "No space left"), "%s", program_errors);
+}
+
+/* ---- Terminals --------------------------------------------------------------------------------------------------------- */
+
+/* What comes out of a terminal up to a mark, which the kernel may hand on a while after it was written. */
+static void read_terminal(int master, char *seen, size_t room)
+{
+    static const char mark[] = "~end~";
+    size_t n = 0;
+    struct pollfd ready = {master, POLLIN, 0};
+    seen[0] = 0;
+    while (n + 1 < room && !strstr(seen, mark) && poll(&ready, 1, 10000) > 0) {
+        ssize_t got = read(master, seen + n, room - 1 - n);
+        if (got <= 0) break;
+        n += (size_t)got;
+        seen[n] = 0;
+    }
+    char *end = strstr(seen, mark);
+    if (end) *end = 0;
+}
+
+/* What progress writes to a terminal of so many columns. */
+static const char *on_terminal(int columns, const char *term, const char *no_colour, int quiet)
+{
+    static char seen[1 << 14];
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    demand(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
+    int slave = open(ptsname(master), O_RDWR | O_NOCTTY);
+    FILE *out = slave < 0 ? NULL : fdopen(slave, "w");
+    demand(out != NULL, "no terminal");
+    struct winsize size = {.ws_col = (unsigned short)columns, .ws_row = 24};
+    demand(!ioctl(master, TIOCSWINSZ, &size), "no size");
+    if (term) setenv("TERM", term, 1);
+    else unsetenv("TERM");
+    if (no_colour) setenv("NO_COLOR", no_colour, 1);
+    else unsetenv("NO_COLOR");
+    struct progress progress;
+    struct progress_values values = {.loss = 1.25, .val_loss = 2.5, .gradient_norm = 3, .lr = 4, .tokens_per_s = 5000, .skipped = 6,
+                                     .extra = "extra words"};
+    progress_open(&progress, out, quiet);
+    progress_label(&progress, "label");
+    progress_begin(&progress, 0, 100);
+    progress_note(&progress, "a note before");
+    for (int step = 1; step <= 100; step++) progress_update(&progress, step, &values, step == 3);
+    progress_note(&progress, "a note");
+    progress_update(&progress, 200, &(struct progress_values){NAN, NAN, NAN, NAN, NAN, 0, NULL}, 1);
+    progress_end(&progress);
+    progress_end(&progress);
+    progress_label(&progress, "");
+    progress_begin(&progress, 0, 0);
+    progress_update(&progress, 0, &(struct progress_values){NAN, NAN, NAN, NAN, NAN, 0, ""}, 1);
+    fputs("~end~", out);
+    fflush(out);
+    read_terminal(master, seen, sizeof seen);
+    fclose(out);
+    close(master);
+    return seen;
+}
+
+static void test_terminal(void)
+{
+    char *term = getenv("TERM"), *no_colour = getenv("NO_COLOR");
+    term = term ? strdup(term) : NULL;
+    no_colour = no_colour ? strdup(no_colour) : NULL;
+    const char *seen = on_terminal(120, "xterm", NULL, 0);
+    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
+          strstr(seen, "  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"), "a live line: %s", seen);
+    /* A note takes the place of the line, which comes again below it. */
+    CHECK(strstr(seen, "\r\033[Ka note\r\n\r\033[K\033[36mlabel  step 100/100"), "a note: %s", seen);
+    CHECK(strstr(seen, "label  step 200/100\033[0m\r\n\r\033[K"), "a line that stays: %s", seen);
+    seen = on_terminal(40, "xterm", "", 0);
+    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s", seen);
+    seen = on_terminal(0, "xterm", "1", 0);
+    CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") && !strstr(seen, "\033[36m"), "no colour, no size: %s", seen);
+    for (int i = 0; i < 2; i++) {
+        seen = on_terminal(120, i ? "dumb" : NULL, NULL, 0);
+        CHECK(!strchr(seen, '\033') && strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"), "TERM=dumb: %s", seen);
+    }
+    seen = on_terminal(120, "xterm", NULL, 1);
+    CHECK(!strcmp(seen, "a note before\r\na note\r\n"), "quiet: %s", seen);
+    if (term) setenv("TERM", term, 1);
+    else unsetenv("TERM");
+    if (no_colour) setenv("NO_COLOR", no_colour, 1);
+    else unsetenv("NO_COLOR");
+    free(term);
+    free(no_colour);
+}
+
+/* What a model writes may be any bytes: none of them gets to a terminal that would obey it. */
+static void test_bytes(void)
+{
+    static const char bytes[] = "a\n\t\033[31m\x7f\xc2\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xe0\x80\x80\xed\xa0\x80\xf0\x80\x80\x80\xf4\x90\x80\x80\xf5\xe2\x82";
+    static const char shown[] = "a\r\n\t\\x1b[31m\\x7f\\xc2\\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\xe0\\x80\\x80\\xed\\xa0\\x80\\xf0\\x80\\x80\\x80"
+                                "\\xf4\\x90\\x80\\x80\\xf5\\xe2\\x82";
+    char seen[400] = "";
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    demand(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
+    int slave = open(ptsname(master), O_RDWR | O_NOCTTY), own = dup(1);
+    fflush(stdout);
+    dup2(slave, 1);
+    print_bytes((const uint8_t *)bytes, sizeof bytes - 1);
+    fputs("~end~", stdout);
+    fflush(stdout);
+    dup2(own, 1);
+    read_terminal(master, seen, sizeof seen);
+    CHECK(!strcmp(seen, shown), "%s", seen);
+    close(own);
+    close(slave);
+    close(master);
+}
+
+int main(int argc, char **argv)
+{
+    test_init(argc, argv);
+    make_scratch();
+    demand(!chdir(scratch), "no folder");
+    static char text[4000];
+    for (size_t i = 0; i < sizeof text; i++) text[i] = (char)(32 + i * i % 91);
+    put_file("text", text, sizeof text);
+    put_file("short", text, 12);
+    put_file("empty.safetensors", "\2\0\0\0\0\0\0\0{}", 10);
+    demand(!program(LM "--quiet --steps 2 --recipe adamw/f32 --checkpoint base"), program_errors);
+    demand(!program(LM "--quiet --steps 2 --recipe adamw/bf16-kahan --checkpoint kahan"), program_errors);
+    demand(!program(LM "--quiet --steps 2 --recipe schedulefree/f32 --checkpoint free"), program_errors);
+    demand(!program(LM "--quiet --steps 2 --val text --checkpoint val"), program_errors);
+    demand(!program(LM "--quiet --steps 2 --hyper beta1=0.8 --beta2 0.9 --checkpoint hyper"), program_errors);
+    TEST("words") test_words();
+    TEST("options of any table") test_tables();
+    TEST("plan") test_plan();
+    TEST("forged checkpoints") test_forged();
+    TEST("resuming") test_resume();
+    TEST("other commands") test_commands();
+    TEST("logs") test_logs();
+    TEST("terminals") test_terminal();
+    TEST("bytes on a terminal") test_bytes();
+    demand(!chdir("/"), "no root");
+    return test_done();
+}
