@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "host/transform.h"
+#include "product_shape.h"
 #include "core/optimizer.h"
 #include "host/kernels.h"
 #include "ref/fixture.h"
@@ -121,11 +122,13 @@ static void newton_schulz(const struct hstep_kernels *kernels, int threads, floa
                           float eps)
 {
     struct hstep_context c = {.kernels = kernels, .threads = threads};
-    size_t n = hstep_matrix_workspace(rows, columns);
+    size_t n = hstep_newton_schulz_workspace(rows, columns);
     float *workspace = floats((int64_t)n + 64);
+    const float k[] = {[newton_schulz_a] = quintic[0], [newton_schulz_b] = quintic[1], [newton_schulz_c] = quintic[2],
+                       [newton_schulz_steps] = (float)steps, [newton_schulz_eps] = eps};
     /* Whatever was in it, and nothing behind it. */
     for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
-    hstep_newton_schulz(&c, u, rows, columns, quintic, steps, eps, workspace);
+    hstep_newton_schulz(&c, u, rows, columns, k, workspace);
     for (size_t i = n; i < n + 64; i++) CHECK(isnan(workspace[i]), "%d x %d writes behind its workspace", rows, columns);
     free(workspace);
 }

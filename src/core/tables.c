@@ -9,6 +9,7 @@
 #include "core/schedule.h"
 #include "structs.h"
 #include "tensor.h"
+#include "transforms.h"
 
 enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,
@@ -76,9 +77,9 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define NO_NORMS 0
 #define NORMS_1 1
 #define NORMS_2 2
-#define ELEMENTWISE HSTEP_ELEMENTWISE
-#define RAW_GRADIENT HSTEP_RAW_GRADIENT
-#define MATRIX HSTEP_MATRIX
+#define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM
+#define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM
+#define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
     {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
 #include "rules/rules.def"

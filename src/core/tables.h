@@ -73,7 +73,7 @@ struct hstep_rule {
     int norms;
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
     const char *keeps;
-    int kind;
+    int kind, transform;
 };
 
 extern const struct hstep_format hstep_formats[HSTEP_FORMATS];

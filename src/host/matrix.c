@@ -23,6 +23,7 @@
 #include "dispatch.h"
 #include "host/host.h"
 #include "host/kernels.h"
+#include "product_shape.h"
 #include "squares.h"
 
 #define ROW_BLOCK (2 * HSTEP_STRIP)
@@ -213,16 +214,20 @@ static size_t panel_floats(int64_t columns, int64_t inner)
     return (size_t)ceil_divide(columns, HSTEP_PANEL) * HSTEP_PANEL * (size_t)inner;
 }
 
-size_t hstep_matrix_workspace(int64_t rows, int64_t cols)
+size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
 {
     int64_t m = least(rows, cols), n = rows < cols ? cols : rows;
     size_t gram = panel_floats(m, n), next = panel_floats(n, m);
     return 2 * square_floats(m) + (gram > next ? gram : next);
 }
 
-void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *coefficients,
-                         int steps, float eps, float *workspace)
+/*   X = u / max(|u|, eps), transposed if rows > cols;  X = (a I + b G + c G G) X with G = X X^T;  u = X, transposed back
+ *
+ * |u| is the root of the sum of squares. Products and sums in fp32 in the order of the inner index, the norm from an exact sum. */
+void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, float *workspace)
 {
+    const float *coefficients = &k[newton_schulz_a], eps = k[newton_schulz_eps];
+    int steps = (int)k[newton_schulz_steps];
     int64_t m = least(rows, cols), n = rows < cols ? cols : rows, squares[HSTEP_EXACT_LIMBS] = {0};
     if (m <= 0) return;
     struct view x = rows > cols ? (struct view){u, 1, cols} : (struct view){u, cols, 1};
@@ -250,10 +255,21 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
     hstep_fp_leave(fp);
 }
 
-/* The matrix, and what its transformation works with. */
+/* ---- The rows of transforms.def ---- */
+
+static const struct {
+    void (*apply)(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, float *workspace);
+    size_t (*workspace)(int64_t rows, int64_t cols);
+} transforms[HSTEP_TRANSFORMS] = {
+#define TRANSFORM(name, ...) [HSTEP_TRANSFORM_##name] = {hstep_##name, hstep_##name##_workspace},
+#include "transforms.def"
+#undef TRANSFORM
+};
+
+/* The matrix, and what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    return hstep_matrix_workspace(t->rows, t->row_length) + (size_t)(t->rows * t->row_length);
+    return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) + (size_t)(t->rows * t->row_length);
 }
 
 int hstep_host_transform(const struct hstep_call *call, int tensor)
@@ -262,7 +278,7 @@ int hstep_host_transform(const struct hstep_call *call, int tensor)
     const struct hstep_update *u = &call->plan.updates[tensor];
     float *matrix = call->plan.workspace;
     if (!u->skip && !u->still)
-        hstep_newton_schulz(call->context, matrix, t->rows, t->row_length, &u->k[MUON_A], (int)u->k[MUON_STEPS],
-                            u->k[MUON_EPS], matrix + t->rows * t->row_length);
+        transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->rows, t->row_length, u->k,
+                                                         matrix + t->rows * t->row_length);
     return HALFSTEP_OK;
 }

@@ -2,7 +2,7 @@
  *
  *   b = mu b + (1 - mu) g
  *   u = (1 - mu) g + mu b (Nesterov), b
- *   d = lr * adjust * O + decay * w           O: u by Newton-Schulz steps, nearly its orthogonal factor (matrix.h)
+ *   d = lr * adjust * O + decay * w           O: u by Newton-Schulz steps, nearly its orthogonal factor (transforms.def)
  *   adjust = sqrt(max(1, rows / columns)), or with match_rms 0.2 sqrt(max(rows, columns))
  *
  * as torch.optim.Muon has it, in whose buffer gradients weigh 1 - mu (O does not depend on that), with adjust_lr_fn
@@ -12,10 +12,14 @@
 #ifndef HSTEP_MUON_H
 #define HSTEP_MUON_H
 
-#include "matrix.h"
 #include "rules/adamw.h"
+#include "transforms.h"
 
-enum { muon_constants = MUON_EPS + 1 > (int)adamw_constants ? MUON_EPS + 1 : (int)adamw_constants };
+/* Of a matrix; any other tensor has those of adamw. */
+enum {
+    MUON_OLD = newton_schulz_constants, MUON_NEW, MUON_GRADIENT, MUON_BUFFER, MUON_SCALE, MUON_DECAY, muon_matrix_constants,
+    muon_constants = (int)muon_matrix_constants > (int)adamw_constants ? (int)muon_matrix_constants : (int)adamw_constants
+};
 
 static inline void muon_prepare(float *k, struct hstep_prepare *p)
 {
@@ -37,11 +41,11 @@ static inline void muon_prepare(float *k, struct hstep_prepare *p)
     k[MUON_BUFFER] = nesterov ? (float)momentum : 1.0f;
     k[MUON_SCALE] = (float)(p->lr * adjust);
     k[MUON_DECAY] = (float)p->decay;
-    k[MUON_STEPS] = (float)hyper[2];
-    k[MUON_A] = (float)hyper[3];
-    k[MUON_B] = (float)hyper[4];
-    k[MUON_C] = (float)hyper[5];
-    k[MUON_EPS] = (float)hyper[10];
+    k[newton_schulz_steps] = (float)hyper[2];
+    k[newton_schulz_a] = (float)hyper[3];
+    k[newton_schulz_b] = (float)hyper[4];
+    k[newton_schulz_c] = (float)hyper[5];
+    k[newton_schulz_eps] = (float)hyper[10];
 }
 
 V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)

@@ -1,0 +1,185 @@
+/* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given. For kernels.c, and
+ * whatever else compiles rules and formats. */
+#ifndef HSTEP_PAIR_H
+#define HSTEP_PAIR_H
+
+#include "host/kernels.h"
+#include "scale.h"
+
+#define PAIR (2 * VL)
+#define PAIRS (16 / VL) /* in a group of 32 */
+
+/* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
+
+/* Of formats.def; block: elements that share a scale, 0 for element formats. */
+struct columns { int bits, block, scale, stochastic, root; };
+
+V_OP struct columns columns_of(const int format)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
+    case HSTEP_FORMAT_##fn:                                          \
+        return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr, 0};
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
+    case HSTEP_FORMAT_##fn:                                                                     \
+        return (struct columns){bits, block, HSTEP_SCALE_##scale, sr, root};
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        return (struct columns){0, 0, 0, 0, 0};
+    }
+}
+
+V_OP int is_block(const int format) { return columns_of(format).block != 0; }
+
+/* Whether a state lies on a grid that decays with it. */
+V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
+
+/* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
+V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
+{
+    vi ce, co;
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...)         \
+    case HSTEP_FORMAT_##fn:                     \
+        fn##_load(code, i, &ce, &co, nonneg);   \
+        *e = fn##_value(ce, scale, nonneg);     \
+        *o = fn##_value(co, scale, nonneg);     \
+        break;
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        *e = *o = v_set(0.0f);
+    }
+}
+
+V_OP void load_any(const int format, const int nonneg, const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    const struct columns c = columns_of(format);
+    if (c.block) {
+        load_scaled(format, nonneg, code, v_from_bits(vi_set(hstep_scale_load(c.scale, extra, i / c.block))), i, e, o);
+        return;
+    }
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)    \
+    case HSTEP_FORMAT_##fn:                  \
+        fn##_decode(code, extra, i, e, o);   \
+        break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        *e = *o = v_set(0.0f);
+    }
+}
+
+V_OP void store_any(const int format, char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)                      \
+    case HSTEP_FORMAT_##fn:                                    \
+        fn##_encode(code, extra, i, e, o, words, state);       \
+        break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        break;
+    }
+}
+
+V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    /* -0 would turn a weight of -0 into +0: a change of nothing must change nothing. */
+    de = v_add(de, v_set(0.0f));
+    d_o = v_add(d_o, v_set(0.0f));
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)                         \
+    case HSTEP_FORMAT_##fn:                                       \
+        fn##_apply(code, extra, i, we, wo, de, d_o, words);       \
+        break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        break;
+    }
+}
+
+V_OP vf stash_any(const int format, vf x, const int nonneg)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn:             \
+        return fn##_stash(x, nonneg);
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        return x;
+    }
+}
+
+/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up, still
+ * decodes to a finite number. */
+V_OP vf onto_grid(const int format, vf stashed, vf factor)
+{
+    return v_min(v_mul(stashed, factor), v_set(columns_of(format).root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
+}
+
+/* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
+V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
+
+/* Codes of stashed elements i .. i + PAIR - 1. */
+V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code, int64_t i,
+                       vi words)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                              \
+    case HSTEP_FORMAT_##fn: {                                                                          \
+        vf inverse = v_set(inverses[i / (block)]);                                                     \
+        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg);          \
+        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);                 \
+        fn##_store(code, i, ce, co);                                                                   \
+        break;                                                                                         \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default:
+        break;
+    }
+}
+
+/* ---- Random words ---- */
+
+/* hstep_mixer_word() on VL consecutive words; `x` runs on by VL steps per call. */
+V_OP vi mixer_start(const struct hstep_key *key, uint64_t pair)
+{
+    uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
+    return vi_add(vi_set(key->k[0]), vi_mul(vi_add(vi_set(first), vi_iota()), vi_set(HSTEP_MIXER_STEP)));
+}
+
+V_OP vi mixer_next(vi *x, vi k1)
+{
+    vi y = *x;
+    *x = vi_add(y, vi_set(HSTEP_MIXER_STEP * VL));
+    y = vi_xor(y, vi_shr(y, 16));
+    y = vi_mul(y, vi_set(HSTEP_MIXER_MUL1));
+    y = vi_xor(y, vi_xor(vi_shr(y, 15), k1));
+    y = vi_mul(y, vi_set(HSTEP_MIXER_MUL2));
+    return vi_xor(y, vi_shr(y, 16));
+}
+
+/* hstep_lattice_word() of VL mixer words. */
+V_OP vi lattice_of(vi h, vi factor, vi offset) { return vi_add16(vi_mul16(h, factor), offset); }
+
+#endif
