@@ -14,7 +14,7 @@
 enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY, skeleton_constants };
 
 /* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of the row's HYPERS. */
-static inline void skeleton_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void skeleton_prepare(float *k, struct hstep_prepare *p)
 {
     k[SKELETON_BETA] = (float)p->hyper[0];
     k[SKELETON_NEW] = (float)(1.0 - p->hyper[0]);

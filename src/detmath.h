@@ -10,9 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef HSTEP_INLINE
-#define HSTEP_INLINE static inline
-#endif
+#include "inline.h"
 
 #define HSTEP_PI 0x1.921fb54442d18p+1
 

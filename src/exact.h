@@ -11,9 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef HSTEP_INLINE
-#define HSTEP_INLINE static inline
-#endif
+#include "inline.h"
 
 #define HSTEP_EXACT_LIMBS 68
 

@@ -11,10 +11,12 @@
 
 #include <math.h>
 
+#include "inline.h"
+
 #define HSTEP_GRID_LEAST 0.25f
 
 /* After a write that decays the state by beta, 0 .. 1. */
-static inline float hstep_next_grid(float grid, double beta)
+HSTEP_INLINE float hstep_next_grid(float grid, double beta)
 {
     double next = (double)grid * (double)(float)beta;
     /* A beta that fp32 takes for 0 keeps nothing of the state: any grid will do. */
@@ -24,14 +26,14 @@ static inline float hstep_next_grid(float grid, double beta)
 }
 
 /* What is coded is multiplied by: codes are of the value (root 1) or of its square root (root 2); root 0: there is no grid. */
-static inline float hstep_onto_grid(float grid, int root)
+HSTEP_INLINE float hstep_onto_grid(float grid, int root)
 {
     if (!root) return 1.0f;
     return (float)(1.0 / (root == 2 ? sqrt((double)grid) : (double)grid));
 }
 
 /* Whether steps can leave it there. */
-static inline int hstep_is_grid(double grid)
+HSTEP_INLINE int hstep_is_grid(double grid)
 {
     return grid >= (double)HSTEP_GRID_LEAST && grid <= 1.0 && (double)(float)grid == grid;
 }

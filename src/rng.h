@@ -11,9 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef HSTEP_INLINE
-#define HSTEP_INLINE static inline
-#endif
+#include "inline.h"
 
 /* X(CONSTANT, pinned id, "name", "one line for people"). Ids are stored in files and never reused; the first row is the
  * default, by the tests that docs/random.md reports. */

@@ -12,12 +12,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "inline.h"
+
 /* A row whose scale has another dtype has no name here, and does not compile. */
 enum { HSTEP_SCALE_F32, HSTEP_SCALE_BF16, HSTEP_SCALE_F8_E8M0, HSTEP_SCALE_F8_E4M3 };
 
-static inline int hstep_scale_bytes(const int dtype) { return dtype == HSTEP_SCALE_F32 ? 4 : dtype == HSTEP_SCALE_BF16 ? 2 : 1; }
+HSTEP_INLINE int hstep_scale_bytes(const int dtype) { return dtype == HSTEP_SCALE_F32 ? 4 : dtype == HSTEP_SCALE_BF16 ? 2 : 1; }
 
-static inline uint32_t hstep_e4m3_load(uint32_t code)
+HSTEP_INLINE uint32_t hstep_e4m3_load(uint32_t code)
 {
     uint32_t exponent = code >> 3 & 15, mantissa = code & 7, pattern;
     if (exponent) return (code & 0x7f) == 0x7f ? 0x7fc00000 : (exponent + 120) << 23 | mantissa << 20;
@@ -26,7 +28,7 @@ static inline uint32_t hstep_e4m3_load(uint32_t code)
     return pattern;
 }
 
-static inline uint32_t hstep_e4m3_store(uint32_t pattern)
+HSTEP_INLINE uint32_t hstep_e4m3_store(uint32_t pattern)
 {
     float x;
     memcpy(&x, &pattern, 4);
@@ -35,7 +37,7 @@ static inline uint32_t hstep_e4m3_store(uint32_t pattern)
 }
 
 /* Scale number i of a stream. */
-static inline uint32_t hstep_scale_load(const int dtype, const char *scales, int64_t i)
+HSTEP_INLINE uint32_t hstep_scale_load(const int dtype, const char *scales, int64_t i)
 {
     uint32_t wide;
     uint16_t half;
@@ -54,7 +56,7 @@ static inline uint32_t hstep_scale_load(const int dtype, const char *scales, int
     }
 }
 
-static inline void hstep_scale_store(const int dtype, char *scales, int64_t i, uint32_t pattern)
+HSTEP_INLINE void hstep_scale_store(const int dtype, char *scales, int64_t i, uint32_t pattern)
 {
     uint16_t half = (uint16_t)(pattern >> 16);
     uint8_t byte = (uint8_t)(dtype == HSTEP_SCALE_F8_E4M3 ? hstep_e4m3_store(pattern) : pattern >> 23);

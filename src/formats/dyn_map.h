@@ -8,7 +8,7 @@
 #ifndef HSTEP_DYN_MAP_H
 #define HSTEP_DYN_MAP_H
 
-static const float hstep_dyn8_signed[256] = {
+V_TABLE float hstep_dyn8_signed[256] = {
     -0x1.fc6666p-1f, -0x1.f53334p-1f, -0x1.eep-1f, -0x1.e6ccccp-1f, -0x1.df999ap-1f, -0x1.d86666p-1f, -0x1.d13334p-1f,
     -0x1.cap-1f, -0x1.c2ccccp-1f, -0x1.bb999ap-1f, -0x1.b46666p-1f, -0x1.ad3334p-1f, -0x1.a6p-1f, -0x1.9eccccp-1f,
     -0x1.97999ap-1f, -0x1.906666p-1f, -0x1.893334p-1f, -0x1.82p-1f, -0x1.7accccp-1f, -0x1.73999ap-1f, -0x1.6c6668p-1f,
@@ -48,7 +48,7 @@ static const float hstep_dyn8_signed[256] = {
     0x1.fc6666p-1f, 0x1p+0f,
 };
 
-static const float hstep_dyn8_unsigned[256] = {
+V_TABLE float hstep_dyn8_unsigned[256] = {
     0x0p+0f, 0x1.5cf754p-22f, 0x1.a0133p-21f, 0x1.1d367p-19f, 0x1.2599ecp-18f, 0x1.bc98a2p-18f, 0x1.29cbaap-17f,
     0x1.0624dcp-16f, 0x1.c2e34p-16f, 0x1.3fd0dp-15f, 0x1.9e3p-15f, 0x1.fc8f34p-15f, 0x1.2d7732p-14f, 0x1.5ca6c8p-14f,
     0x1.8bd662p-14f, 0x1.0cb296p-13f, 0x1.82a994p-13f, 0x1.f8a092p-13f, 0x1.374bc8p-12f, 0x1.724744p-12f, 0x1.ad42c6p-12f,
@@ -87,7 +87,7 @@ static const float hstep_dyn8_unsigned[256] = {
     0x1.fe3334p-1f, 0x1p+0f,
 };
 
-static const float hstep_dyn4_signed[16] = {
+V_TABLE float hstep_dyn4_signed[16] = {
     -0x1.c66666p-1f, -0x1.533334p-1f, -0x1.cp-2f, -0x1.b33332p-3f, -0x1.3d70a4p-4f, -0x1.0a3d72p-5f, -0x1.6872bp-8f,
     0x0p+0f, 0x1.6872bp-8f, 0x1.0a3d72p-5f, 0x1.3d70a4p-4f, 0x1.b33332p-3f, 0x1.cp-2f, 0x1.533334p-1f, 0x1.c66666p-1f,
     0x1p+0f,

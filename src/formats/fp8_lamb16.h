@@ -13,6 +13,7 @@
 #define HSTEP_FP8_LAMB16_H
 
 #include "formats/fp8_code.h"
+#include "inline.h"
 
 V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
 {
@@ -20,7 +21,7 @@ V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
     return v_min(v_abs(x), v_set(3.16227766f)); /* sqrt 10 */
 }
 
-static inline float fp8_lamb16_tensor_scale(double norm, double elements) { return (float)(norm / elements + 1e-6); }
+HSTEP_INLINE float fp8_lamb16_tensor_scale(double norm, double elements) { return (float)(norm / elements + 1e-6); }
 
 /* The quotient by the scale is the published one: division, not a reciprocal. */
 V_OP vf fp8_lamb16_inverse(vi scale, const int nonneg)

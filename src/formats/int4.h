@@ -28,7 +28,7 @@
 #define HSTEP_INT4_H
 
 /* By nibble: code 8, which is never written, counts as -7. */
-static const float int4_signed[16] = {
+V_TABLE float int4_signed[16] = {
     0.0f,        1 / 13.0f,  2 / 12.0f,  3 / 11.0f, 4 / 10.0f,  5 / 9.0f,   6 / 8.0f,   7 / 7.0f,
     -7 / 7.0f,   -7 / 7.0f,  -6 / 8.0f,  -5 / 9.0f, -4 / 10.0f, -3 / 11.0f, -2 / 12.0f, -1 / 13.0f,
 };

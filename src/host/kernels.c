@@ -11,13 +11,6 @@
 
 #include HSTEP_VEC_HEADER
 
-#define HSTEP_INCLUDE_FORMATS
-#include "formats/formats.def"
-#undef HSTEP_INCLUDE_FORMATS
-#define HSTEP_INCLUDE_RULES
-#include "rules/rules.def"
-#undef HSTEP_INCLUDE_RULES
-
 #include "host/fused.h"
 #include "product.h"
 

@@ -1,10 +1,14 @@
 /* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given. For kernels.c, and
- * whatever else compiles rules and formats. */
+ * whatever else compiles rules and formats, after its vocabulary (vec/README.md). */
 #ifndef HSTEP_PAIR_H
 #define HSTEP_PAIR_H
 
 #include "host/kernels.h"
 #include "scale.h"
+
+#define HSTEP_INCLUDE_FORMATS
+#include "formats/formats.def"
+#undef HSTEP_INCLUDE_FORMATS
 
 #define PAIR (2 * VL)
 #define PAIRS (16 / VL) /* in a group of 32 */

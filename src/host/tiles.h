@@ -4,6 +4,10 @@
 
 #include "host/pair.h"
 
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
 /* ---- Scales of blocks ---- */
 
 /* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */

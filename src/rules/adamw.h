@@ -19,7 +19,7 @@ enum {
 };
 
 /* Cauchy-Schwarz on the two sums of t terms: m^2 <= C^2 v. Returns C, huge where there is no such bound. */
-static inline float adamw_bound(double beta1, double beta2, uint64_t t)
+HSTEP_INLINE float adamw_bound(double beta1, double beta2, uint64_t t)
 {
     double ratio = beta2 > 0.0 ? beta1 * beta1 / beta2 : 2.0, terms = (double)t;
     if (ratio != 1.0) terms = (1.0 - hstep_powi(ratio, t)) / (1.0 - ratio);
@@ -29,7 +29,7 @@ static inline float adamw_bound(double beta1, double beta2, uint64_t t)
 
 V_OP vf adamw_clamp(vf m, vf bound) { return v_max(v_min(m, bound), v_neg(bound)); }
 
-static inline void adamw_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], eps = p->hyper[2];
     double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);

@@ -27,7 +27,7 @@ enum {
 };
 
 /* A(beta, t) of above. */
-static inline double adan_bound(double beta, double r, double beta3, uint64_t t)
+HSTEP_INLINE double adan_bound(double beta, double r, double beta3, uint64_t t)
 {
     double scale = sqrt(beta3), p = beta / scale, q = r / scale;
     double early = beta == r ? (double)t * hstep_powi(q, t) : r * (hstep_powi(p, t) - hstep_powi(q, t)) / (beta - r);
@@ -35,7 +35,7 @@ static inline double adan_bound(double beta, double r, double beta3, uint64_t t)
     return (double)adamw_bound(beta, beta3, t) * (1.0 - r) / (1.0 - q) + early;
 }
 
-static inline void adan_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void adan_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2];
     double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);

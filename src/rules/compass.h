@@ -19,7 +19,7 @@ enum {
     COMPASS_DECAY, compass_constants
 };
 
-static inline void compass_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void compass_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], amplify = p->hyper[3], correction1 = 1.0 - hstep_powi(beta1, p->t);
     int published = p->hyper[4] != 0.0;

@@ -14,14 +14,14 @@
 
 enum { delayed_constants = adamw_constants };
 
-static inline double delayed_start(uint64_t id)
+HSTEP_INLINE double delayed_start(uint64_t id)
 {
     id = (id ^ (id >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     id = (id ^ (id >> 27)) * UINT64_C(0x94d049bb133111eb);
     return (double)((id ^ (id >> 31)) >> 11) * 0x1p-53;
 }
 
-static inline void delayed_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
 {
     double threshold = p->hyper[3], lump = 0.0, *gathered = hstep_own(p)->scalar;
     if (p->full == 1) *gathered = threshold * delayed_start(hstep_own(p)->id);

@@ -12,7 +12,7 @@
 
 enum { EMA_RATE, EMA_DECAY, ema_constants };
 
-static inline void ema_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void ema_prepare(float *k, struct hstep_prepare *p)
 {
     double beta = p->hyper[0], rate = 1.0 - beta;
     if (p->hyper[1] != 0.0) rate = rate / (1.0 - hstep_powi(beta, p->full));

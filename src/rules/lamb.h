@@ -17,9 +17,9 @@
 enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1, lamb_constants };
 
 /* x^y for a ratio of norms and y of 0 to 1, exact at the ends. */
-static inline double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
+HSTEP_INLINE double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
 
-static inline void lamb_fill(float *k, struct hstep_prepare *p, int debias, double ratio)
+HSTEP_INLINE void lamb_fill(float *k, struct hstep_prepare *p, int debias, double ratio)
 {
     double lambda = p->lr != 0.0 ? p->decay / p->lr : 0.0, rate = p->lr * ratio;
     adamw_prepare(k, p);
@@ -29,7 +29,7 @@ static inline void lamb_fill(float *k, struct hstep_prepare *p, int debias, doub
     k[LAMB_LR] = rate < 1e30 ? (float)rate : 1e30f;
 }
 
-static inline void lamb_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void lamb_prepare(float *k, struct hstep_prepare *p)
 {
     double most = p->hyper[3], ratio = 1.0;
     if (p->norm) {

@@ -19,7 +19,7 @@
 
 enum { LAMB16_FLOOR = LAMB_MEAN + 1, LAMB16_CEILING, lamb16_constants };
 
-static inline void lamb16_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void lamb16_prepare(float *k, struct hstep_prepare *p)
 {
     double ratio = 1.0;
     if (p->norm) {

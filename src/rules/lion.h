@@ -10,7 +10,7 @@
 
 enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY, lion_constants };
 
-static inline void lion_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void lion_prepare(float *k, struct hstep_prepare *p)
 {
     k[LION_BETA1] = (float)p->hyper[0];
     k[LION_NEW1] = (float)(1.0 - p->hyper[0]);

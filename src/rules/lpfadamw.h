@@ -13,7 +13,7 @@
 
 enum { LPF_BETA = ADAMW_BOUND + 1, LPF_NEW, LPF_AMPLIFY, lpfadamw_constants };
 
-static inline void lpfadamw_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void lpfadamw_prepare(float *k, struct hstep_prepare *p)
 {
     double beta = p->hyper[0], amplify = p->hyper[4];
     int published = p->hyper[5] != 0.0;

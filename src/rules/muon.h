@@ -21,7 +21,7 @@ enum {
     muon_constants = (int)muon_matrix_constants > (int)adamw_constants ? (int)muon_matrix_constants : (int)adamw_constants
 };
 
-static inline void muon_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)
 {
     const struct hstep_own *own = hstep_own(p);
     const double *hyper = p->hyper;

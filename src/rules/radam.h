@@ -14,7 +14,7 @@
 
 enum { radam_constants = adamw_constants };
 
-static inline void radam_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], t = (double)p->t;
     double power = hstep_powi(beta2, p->t), all = 2.0 / (1.0 - beta2) - 1.0, now = all - 2.0 * t * power / (1.0 - power);

@@ -13,7 +13,7 @@
 
 enum { RANGER_ALPHA = ADAMW_BOUND + 1, ranger_constants };
 
-static inline void ranger_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void ranger_prepare(float *k, struct hstep_prepare *p)
 {
     radam_prepare(k, p);
     p->copy = p->lr != 0.0 && p->full % (uint64_t)p->hyper[3] == 0;

@@ -19,7 +19,7 @@ enum {
     rmsprop_constants
 };
 
-static inline void rmsprop_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
 {
     double alpha = p->hyper[0];
     int centered = p->hyper[3] != 0.0, debias = p->hyper[4] != 0.0;

@@ -1,7 +1,7 @@
 /* What every rule header builds on. A rule is a list of its constants and two functions, or three:
  *
  *   enum { NAME_..., NAME_constants }, the places in k[] and, in lower case like the functions, how many there are;
- *   static inline void NAME_prepare(float *k, struct hstep_prepare *p)
+ *   HSTEP_INLINE void NAME_prepare(float *k, struct hstep_prepare *p)
  *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to fp32
  *       once, with + - * / sqrt and detmath.h only;
  *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int mode)
@@ -49,7 +49,7 @@ struct hstep_prepare {
 
 /* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of the group
  * takes them over. */
-static inline const struct hstep_own *hstep_own(const struct hstep_prepare *p)
+HSTEP_INLINE const struct hstep_own *hstep_own(const struct hstep_prepare *p)
 {
     *p->looked = 1;
     return p->own;

@@ -16,7 +16,7 @@
 
 enum { SF_BETA2, SF_NEW2, SF_ROOT, SF_EPS, SF_LR, SF_DECAY, SF_MEAN, SF_STEP, schedulefree_constants };
 
-static inline void schedulefree_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void schedulefree_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], mean = 0.0;
     double *sum = &hstep_own(p)->scalar[0], *most = &hstep_own(p)->scalar[1];

@@ -12,7 +12,7 @@
 
 enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY, sgd_constants };
 
-static inline void sgd_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void sgd_prepare(float *k, struct hstep_prepare *p)
 {
     double momentum = p->hyper[0], dampening = p->hyper[1];
     int first = p->t == 1 || momentum == 0.0, nesterov = p->hyper[2] != 0.0 && momentum != 0.0;

@@ -13,7 +13,7 @@
 
 enum { stableadamw_constants = adamw_constants };
 
-static inline void stableadamw_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void stableadamw_prepare(float *k, struct hstep_prepare *p)
 {
     double divisor = 1.0;
     adamw_prepare(k, p);

@@ -20,6 +20,7 @@ typedef __m256 vm; /* all bits of a lane, or none */
 typedef struct { __m256d quarter[4]; } va;
 
 #define V_OP static inline __attribute__((always_inline, unused))
+#define V_TABLE static const
 
 V_OP vf v_set(float x) { return _mm256_set1_ps(x); }
 V_OP vi vi_set(uint32_t x) { return _mm256_set1_epi32((int)x); }

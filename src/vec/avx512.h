@@ -21,6 +21,7 @@ typedef __mmask16 vm;
 typedef struct { __m512d half[2]; } va;
 
 #define V_OP static inline __attribute__((always_inline, unused))
+#define V_TABLE static const
 
 /* Every odd 16-bit element of a vector. */
 #define V_ODD16 ((__mmask32)0xAAAAAAAAu)

@@ -23,6 +23,7 @@ typedef uint32x4_t vm; /* all bits of a lane, or none */
 typedef struct { float64x2_t pair[8]; } va;
 
 #define V_OP static inline __attribute__((always_inline, unused))
+#define V_TABLE static const
 
 V_OP vf v_set(float x) { return vdupq_n_f32(x); }
 V_OP vi vi_set(uint32_t x) { return vdupq_n_u32(x); }

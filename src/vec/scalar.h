@@ -16,6 +16,7 @@ typedef int vm;
 typedef struct { double lane[16]; } va;
 
 #define V_OP static inline __attribute__((always_inline, unused))
+#define V_TABLE static const
 
 V_OP vf v_set(float x) { return x; }
 V_OP vi vi_set(uint32_t x) { return x; }

@@ -1,0 +1,9 @@
+/* How small functions are declared that hosts and devices both compile: a device's compiler defines HSTEP_INLINE first. */
+#ifndef HSTEP_INLINE_H
+#define HSTEP_INLINE_H
+
+#ifndef HSTEP_INLINE
+#define HSTEP_INLINE static inline
+#endif
+
+#endif
