@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What this library's sources claim for themselves, measured through halfstep.compat with their own usage snippets.
+"""What this library's sources claim for themselves, measured through halfstep.compat with their own usage snippets. Over 500 lines
+because every claim is a small experiment.
 
     python bench/claims.py                     every row of docs/claims.md
     python bench/claims.py --only release      rows whose name contains the word, or matches as a regular expression

@@ -16,7 +16,8 @@ targets=$(cd fuzz && ls fuzz_*.c | sed 's/\.c$//')
 python=$source/build/venv/bin/python
 count=$(echo "$targets" | wc -w)
 [ ! -e "$python" ] || count=$((count + 1))
-seconds=$((minutes * 60 / count))
+# 0 would be no limit to libFuzzer.
+seconds=$((minutes > 0 ? minutes * 60 / count : 1))
 status=0
 printf '| target | seconds | executions | found |\n|---|---|---|---|\n'
 for target in $targets; do

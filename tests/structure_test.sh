@@ -61,6 +61,15 @@ judge "no fused multiply-add" "$(having '\b(v_fma|fmaf?)\(|_mm[0-9]*_(mask_)?f?n
 judge "the library does not print, exit or abort" \
     "$(having '\b(printf|puts|perror|exit|abort|assert)\(|fprintf\(std(out|err)|# *include *<assert\.h>' $(sources src))"
 
+# A long file says why in its first comment; a short one that says so has a comment that is no longer true.
+lengths=
+for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|tests/python)/'); do
+    lines=$(wc -l <"$file") says=$(head -n 60 "$file" | tr -d '*\n' | tr -s ' ' | grep -ciE '(over|longer than) 500 lines' || true)
+    [ "$lines" -le 500 ] || [ "$says" != 0 ] || lengths="$lengths$file: $lines lines, and does not say why"$'\n'
+    [ "$lines" -gt 500 ] || [ "$says" = 0 ] || lengths="$lengths$file: $lines lines, and says it is longer"$'\n'
+done
+judge "files over 500 lines say why" "$lengths"
+
 # A list kept in a build file would be a second one.
 isas=$(sed -nE 's/^ISA\( *([a-z0-9_]+).*/\1/p' src/vec/isas.def | grep -v '^scalar$' | paste -sd '|')
 [ -n "$isas" ] || fail "src/vec/isas.def has no rows"

@@ -1,6 +1,6 @@
 /* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against plain C
  * loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the largest
- * shapes. */
+ * shapes. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
 #include "dispatch.h"

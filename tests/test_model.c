@@ -1,5 +1,6 @@
 /* The language model and the text loader of the trainer. The model is judged against a second, plain implementation in
- * double precision below: its loss, and by central differences of that loss every tensor's gradient. Long because that second implementation and the helpers serve all groups. */
+ * double precision below: its loss, and by central differences of that loss every tensor's gradient. Over 500 lines because that second
+ * implementation and the helpers serve all groups. */
 #include <errno.h>
 #include <math.h>
 #include <stdint.h>

@@ -1,5 +1,6 @@
 /* Steps of more than one pass and states of more than one kind: optimizer accumulation, sums over tensors, averages of
- * weights, copies of weights as states, blocks that do not follow rows. */
+ * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small reference
+ * of its own. */
 #include <math.h>
 
 #include "halfstep.h"

@@ -1,4 +1,5 @@
-"""`EMA`: an average of a model's weights that moves by less than the last place of BF16."""
+"""`EMA`: an average of a model's weights that moves by less than the last place of BF16. Over 500 lines because torch has the like of it
+in two classes, and files of both load here."""
 from __future__ import annotations
 
 import ctypes

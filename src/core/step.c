@@ -1,5 +1,5 @@
-/* One step over all tensors: statistics, sums, decision, update, in calls to the device. Over 500 lines because all, one tensor,
- * halves and micro-steps are the same steps, with a public face each. */
+/* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
+ * micro-steps are the same steps, with a public face each. */
 #include <math.h>
 #include <string.h>
 

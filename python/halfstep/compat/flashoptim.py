@@ -1,4 +1,5 @@
-"""FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW, cast_model`.
+"""FlashOptim's names over halfstep: `from halfstep.compat.flashoptim import FlashAdamW, cast_model`. Over 500 lines because it has
+many of them.
 
 Every public name and argument of flashoptim 0.1.4; no CUDA device and no Triton are needed. What its options mean here:
 

@@ -1,4 +1,4 @@
-/* Forward and backward of the language model. One file although it is long: the backward pass mirrors the forward pass
+/* Forward and backward of the language model. Over 500 lines because the backward pass mirrors the forward pass
  * phase by phase, and shares its buffers.
  *
  * Every phase is one batch of independent tasks: a block of rows (positions), one head of one sequence, or a tile of a
