@@ -28,6 +28,7 @@ struct halfstep_optimizer {
     struct hstep_group *groups;
     struct hstep_tensor *tensors;
     struct hstep_label *labels; /* one for each tensor */
+    int shows;                  /* some label has a place for the host's copies */
     int n_groups, n_tensors, capacity_groups, capacity_tensors, capacity_labels;
     /* Once it is settled what exists: */
     int settled;

@@ -101,7 +101,7 @@ void hstep_release_plan(halfstep_optimizer *o)
 
 void hstep_show(const halfstep_optimizer *o, int first, int n)
 {
-    for (int i = first; i < first + n; i++) {
+    for (int i = first; i < first + n && o->shows; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         const struct hstep_label *label = &o->labels[i];
         if (label->step) *label->step = (float)t->state_steps;

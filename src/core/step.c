@@ -38,9 +38,10 @@ static struct span span_of(halfstep_optimizer *o, int first, int n, int micro, c
 static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
-    for (int i = first; i < first + n; i++) {
+    for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
+    for (int i = first; i < first + n && !o->settled; i++) {
         struct hstep_tensor t = o->tensors[i];
-        if (!o->settled) hstep_lay_out(&t);
+        hstep_lay_out(&t);
         sums += t.sums;
     }
     return sums;

@@ -229,6 +229,7 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     o->labels[tensor].step = step;
+    o->shows = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }
@@ -242,6 +243,7 @@ int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, doub
     if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", o->labels[tensor].name, (int)slot);
     o->labels[tensor].grid[slot] = grid;
+    o->shows = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }
