@@ -84,7 +84,7 @@ struct hstep_device {
 
     /* Aligned to 64 bytes. */
     int (*allocate)(const struct hstep_context *c, uint64_t bytes, void **memory);
-    void (*release)(void *memory);
+    void (*release)(void *memory); /* or NULL; after all that is still to be done */
     int (*zero)(const struct hstep_context *c, void *memory, uint64_t bytes);
     /* Between the device's memory and that of the process, in either direction, or within the device's. */
     int (*copy)(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);

@@ -23,37 +23,6 @@ int main(void) { return 0; }
 #include "ref/fixture.h"
 #include <tools/halfstep/golden.c>
 
-/* ---- Memory ---- */
-
-/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a case. */
-#define ARENA ((size_t)256 << 20)
-
-static struct {
-    char *base;
-    size_t used, live;
-} arena;
-
-static void touchable(int yes) { mprotect(arena.base, arena.used, yes ? PROT_READ | PROT_WRITE : PROT_NONE); }
-
-static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **memory)
-{
-    (void)c;
-    size_t size = ((size_t)bytes + 4095) / 4096 * 4096 + 4096;
-    if (arena.used + size > ARENA) return HALFSTEP_ERROR_MEMORY;
-    *memory = arena.base + arena.used;
-    arena.used += size;
-    arena.live++;
-    return HALFSTEP_OK;
-}
-
-static void apart_release(void *memory)
-{
-    if (!memory || --arena.live) return;
-    madvise(arena.base, arena.used, MADV_DONTNEED);
-    mprotect(arena.base, arena.used, PROT_NONE);
-    arena.used = 0;
-}
-
 /* ---- Work that is put off ---- */
 
 enum what { ZERO, COPY, SCAN, DECIDE, SUM, DECIDE_SUMS, CARRY, UPDATE, TRANSFORM, COUNT, END_ROUND, ACCUMULATE, WRITE };
@@ -78,7 +47,45 @@ static struct {
     struct work *work[256];
     int n;
     long waits, done, forgets; /* forgets: waits that are to do nothing */
+    long refuses;              /* the call, counted down from here, that is refused */
 } queue;
+
+static int refused(void) { return queue.refuses && !--queue.refuses; }
+#define REFUSED() do { if (refused()) return HALFSTEP_ERROR_MEMORY; } while (0)
+
+/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a case. */
+#define ARENA ((size_t)256 << 20)
+
+static struct {
+    char *base;
+    size_t used, live;
+} arena;
+
+static void touchable(int yes) { mprotect(arena.base, arena.used, yes ? PROT_READ | PROT_WRITE : PROT_NONE); }
+
+static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **memory)
+{
+    (void)c;
+    REFUSED();
+    size_t size = ((size_t)bytes + 4095) / 4096 * 4096 + 4096;
+    if (arena.used + size > ARENA) return HALFSTEP_ERROR_MEMORY;
+    *memory = arena.base + arena.used;
+    arena.used += size;
+    arena.live++;
+    return HALFSTEP_OK;
+}
+
+static int work_off(void);
+
+static void apart_release(void *memory)
+{
+    if (!memory) return;
+    work_off();
+    if (--arena.live) return;
+    madvise(arena.base, arena.used, MADV_DONTNEED);
+    mprotect(arena.base, arena.used, PROT_NONE);
+    arena.used = 0;
+}
 
 static struct work *put_off(enum what what, const struct hstep_context *context)
 {
@@ -147,12 +154,14 @@ static int work_off(void)
 static int apart_wait(const struct hstep_context *c)
 {
     (void)c;
+    REFUSED();
     queue.waits++;
     return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
 }
 
 static int apart_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
 {
+    REFUSED();
     struct work *w = put_off(ZERO, c);
     w->to = memory;
     w->bytes = bytes;
@@ -161,6 +170,7 @@ static int apart_zero(const struct hstep_context *c, void *memory, uint64_t byte
 
 static int apart_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes)
 {
+    REFUSED();
     struct work *w = put_off(COPY, c);
     w->to = to;
     w->from = from;
@@ -170,6 +180,7 @@ static int apart_copy(const struct hstep_context *c, void *to, const void *from,
 
 static int apart_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
 {
+    REFUSED();
     struct work *w = put_off(CARRY, c);
     w->to = limbs;
     w->bytes = (uint64_t)n;
@@ -178,6 +189,7 @@ static int apart_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
 
 static int put_off_some(enum what what, const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
+    REFUSED();
     struct work *w = put_off_call(what, call);
     w->first = first;
     w->n = n;
@@ -199,6 +211,7 @@ static int apart_end_round(const struct hstep_call *call) { return put_off_some(
 
 static int apart_accumulate(const struct hstep_accumulation *a)
 {
+    REFUSED();
     struct work *w = put_off(ACCUMULATE, a->context);
     w->sum = *a;
     w->tensor = *a->tensor;
@@ -209,6 +222,7 @@ static int apart_accumulate(const struct hstep_accumulation *a)
 
 static int apart_write(const struct hstep_access *a, const float *in)
 {
+    REFUSED();
     struct work *w = put_off(WRITE, a->context);
     w->access = *a;
     w->tensor = *a->tensor;
@@ -220,6 +234,7 @@ static int apart_write(const struct hstep_access *a, const float *in)
 /* These two have their answer when they return. */
 static int apart_read(const struct hstep_access *a, float *out)
 {
+    REFUSED();
     int error = work_off();
     touchable(1);
     if (!error) error = hstep_host_device.read(a, out);
@@ -333,6 +348,50 @@ static void test_waits(void)
     }
 }
 
+/* A life whose calls are each refused by the device once: the code comes back to the caller, and nothing is left behind. */
+static int live(void)
+{
+    float w[32 * 64] = {0}, g[32 * 64], values[32 * 64] = {0};
+    void *weights[] = {w};
+    const void *gradients[] = {g};
+    int64_t statistics[512];
+    halfstep_optimizer *o;
+    int32_t group, tensor;
+    halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 32, .row_length = 64, .gradient = "f32"};
+    for (int i = 0; i < 32 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
+    int result = halfstep_create(NULL, &o);
+    if (result) return result;
+    if (!(result = halfstep_add_group(o, "lamb", &group)) &&
+        !(result = halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0)) &&
+        !(result = halfstep_add_tensor(o, &t, &tensor)) && !(result = halfstep_allocate_states(o)) &&
+        !(result = halfstep_step(o, weights, gradients)) && !(result = halfstep_step_begin(o, gradients, statistics)) &&
+        !(result = halfstep_step_norms(o, weights, gradients, statistics)) &&
+        !(result = halfstep_step_finish(o, weights, gradients, statistics)) &&
+        !(result = halfstep_step_tensor(o, tensor, w, g)) && !(result = halfstep_end_round_begin(o, statistics)) &&
+        !(result = halfstep_end_round_finish(o, statistics)) &&
+        !(result = halfstep_accumulate(o, tensor, values, "f32", g, "f32", 1.0)) &&
+        !(result = halfstep_write_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values)))
+        result = halfstep_read_slot(o, tensor, HALFSTEP_SLOT_STATE, NULL, 0, 32, values);
+    halfstep_destroy(o);
+    return result;
+}
+
+static void test_refusals(void)
+{
+    hstep_default_device = &apart;
+    for (long k = 1, fired = 1; fired; k++) {
+        queue.refuses = k;
+        int result = live();
+        fired = !queue.refuses;
+        CHECK(result == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "call %ld refused: %s", k, halfstep_strerror(result));
+        CHECK(!fired || k < 1000, "refused without end");
+        queue.refuses = 0;
+        work_off();
+        CHECK(!arena.live, "call %ld refused: %zu blocks of the device are left", k, arena.live);
+        if (!fired) printf("     %ld calls refused\n", k - 1);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
@@ -355,6 +414,7 @@ int main(int argc, char **argv)
         }
     TEST("rounds of single tensors") test_rounds();
     TEST("one wait a step") test_waits();
+    TEST("what the device refuses comes back as its code") test_refusals();
     /* The test can fail: a wait that does nothing is noticed, by a fault where memory is touched too early, else by the bits. */
     TEST("a missing wait is noticed") {
         pid_t child = fork();
