@@ -240,8 +240,8 @@ static void follow_reference(const struct reference *ref, int32_t geometry, int 
             double off = follow(&c, recipe), allowed = weights[k].bound[early] + state->bound[early];
             if (table && !k) printf("\n       %-11s", format.name);
             if (table) printf(" %9.2g", off);
-            CHECK(off <= allowed, "%s %s: %.3g of the way off after %d steps, %.3g allowed (%s; %s)", recipe, ref->options, off,
-                  steps, allowed, weights[k].reason, state->reason);
+            CHECK(off <= allowed, "%s %s: %.3g of the way off after %d steps, %.3g allowed (%s; %s); a rule that asks more of a format has "
+                  "a row in exceptions[]", recipe, ref->options, off, steps, allowed, weights[k].reason, state->reason);
         }
     }
     if (table) printf("\n");
