@@ -148,7 +148,7 @@ expect 2 'exclude each other' bench --grid --recipes lion/f32
 ok "bench"
 
 "$halfstep" verify --threads 1 --write hashes.txt >out
-cmp hashes.txt "$source_dir/tests/golden/hashes.txt" || fail "verify --write"
+cmp hashes.txt "$source_dir/tests/golden/hashes.txt" || fail "verify --write: not tests/golden/hashes.txt (after a new row: make golden, docs/adding.md)"
 "$halfstep" verify --json >verify.json
 valid verify.json "verify --json"
 ok "verify"

@@ -547,6 +547,72 @@ static void test_bounds(void)
                   worst[f][nonneg]);
 }
 
+/* What every block format of the library keeps, to nearest and seen from outside: an element is off by at most `relative` of itself
+ * and `part` of its block's largest, by role; and where a positive second moment may become zero. A format of formats.def needs a row
+ * here. About what the header states: a bound that no element comes near is none. */
+static const struct kept {
+    const char *format;
+    struct {
+        double relative, part;
+    } role[2]; /* signed, second moments */
+    int zeros;
+    const char *reason;
+} kept[] = {
+    {"int8", {{0, 8.1e-3}, {0x1p-4, 0x1p-21}}, 0, "roots in steps of 1/127; floats of 4 or 5 bits"},
+    {"int4", {{0, 0.13}, {0.57, 1.5e-3}}, 0, "steps of 1/7 at the largest; roots in half octaves"},
+    {"fp8", {{0x1.01p-4, 2.2e-6}, {0x1.01p-4, 9e-6}}, 0, "3 bits of mantissa"},
+    {"fp8-e5m2", {{0x1.01p-3, 1.4e-10}, {0x1.01p-3, 5.7e-10}}, 0, "2 bits of mantissa"},
+    {"dyn8", {{0, 7.1e-3}, {0, 3.6e-3}}, 0, "0.9 / 64 or 0.9 / 128 between the largest codes"},
+    {"dyn4", {{0, 0.113}, {0, 0.063}}, 0, "0.225 between the largest codes; from 1/16 up"},
+    {"fp8-lamb16", {{0, 1}, {0x1.01p-3, 2.8e-8}}, 1, "the published scale cuts off first moments"},
+};
+
+static void test_kept(void)
+{
+    enum { ROWS = 16, COLUMNS = 512, N = ROWS * COLUMNS };
+    static float in[N], out[N];
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info info = {.struct_size = sizeof info};
+        MUST(halfstep_get_format_info(row, &info));
+        if (!info.block) continue;
+        const struct kept *k = NULL;
+        for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++)
+            if (!strcmp(kept[i].format, info.name)) k = &kept[i];
+        CHECK(k, "kept[] of tests/test_block_formats.c has no bound for '%s' (docs/adding.md)", info.name);
+        for (int nonneg = 0; k && nonneg < 2; nonneg++) {
+            if (!(info.roles & (nonneg ? HALFSTEP_ROLE_NONNEG : HALFSTEP_ROLE_SIGNED))) continue;
+            double worst = 0;
+            int zeros = 0, block = info.block < N ? info.block : N;
+            for (int round = 0; round < (short_run ? 8 : 80); round++) {
+                struct one t;
+                char recipe[64];
+                snprintf(recipe, sizeof recipe, nonneg ? "adamw/f32/f32+%s" : "lion/f32/%s", info.name);
+                one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
+                one_start(&t);
+                /* Three magnitudes, at which no format's scale is at the end of its range. */
+                for (int i = 0; i < N; i++) in[i] = some_value(some_largest(i / block % 3), nonneg);
+                one_write(&t, HALFSTEP_SLOT_STATE + nonneg, in);
+                one_read(&t, HALFSTEP_SLOT_STATE + nonneg, out);
+                one_close(&t);
+                for (int first = 0; first < N; first += block) {
+                    double most = 0;
+                    for (int i = first; i < first + block; i++) most = fmax(most, fabs((double)in[i]));
+                    for (int i = first; i < first + block; i++) {
+                        double x = fabs((double)in[i]), off = fabs((double)out[i] - (double)in[i]);
+                        double allowed = k->role[nonneg].relative * x + k->role[nonneg].part * most + 0x1p-149;
+                        worst = fmax(worst, off / allowed);
+                        zeros += nonneg && x > 0 && out[i] == 0;
+                        CHECK(off <= allowed, "%s, nonneg %d: %a in a block of %a became %a: off by %g, and %g is stated (%s)",
+                              info.name, nonneg, (double)in[i], most, (double)out[i], off, allowed, k->reason);
+                    }
+                }
+            }
+            CHECK(worst > 0.75, "%s, nonneg %d: errors stay below %g of the stated bound", info.name, nonneg, worst);
+            CHECK(!zeros == !(nonneg && k->zeros), "%s: %d positive second moments became zero", info.name, zeros);
+        }
+    }
+}
+
 /* I-25, I-34: what is positive stays so, whatever the random bits. LAMB16's published form is the counter-check. */
 static void test_positive(void)
 {
@@ -759,6 +825,7 @@ int main(int argc, char **argv)
     TEST("dynamic codes, searched") test_dynamic_codes();
     TEST("every random word") test_unbiased();
     TEST("worst cases as stated") test_bounds();
+    TEST("every block format keeps what is stated of it") test_kept();
     TEST("positive second moments") test_positive();
     for (int i = 0; i < hstep_isa_count(); i++) {
         char title[64];

@@ -1,8 +1,10 @@
-/* A checkpoint of every format that stores weights or states, kept in tests/compat, is loaded and gone on from with the bits
- * that tests/compat/expected.txt states, on every instruction set. What an older version has written stays readable.
+/* Checkpoints of every format that stores weights or states, kept in tests/compat, tests/compat-2 and so on, are loaded and gone on
+ * from with the bits that each one's expected.txt states, on every instruction set. What an older version has written stays
+ * readable: a new format gets a checkpoint beside those that are there.
  *
- *   test_compat                        the test; HALFSTEP_SOURCE is the source tree, else the working directory
- *   test_compat --write tests/compat   writes the checkpoint and the list anew: only where the bits are meant to change */
+ *   test_compat                  the test; HALFSTEP_SOURCE is the source tree, else the working directory
+ *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first that is not there
+ *                                yet, or an older one where its bits are meant to change */
 #include <inttypes.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,7 +13,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-enum { MOST = 64, COLUMNS = 256, SAVED = 20, MORE = 10 };
+enum { MOST = 64, COLUMNS = 256, SAVED = 20, MORE = 10, MOST_FOLDERS = 99 };
 
 struct member {
     char recipe[64];
@@ -19,18 +21,23 @@ struct member {
     uint64_t loaded, ended; /* sums of all that it stores */
 };
 
-static struct member members[MOST];
-static int count;
+/* All that there should be, and those of the folder at hand. */
+static struct member wanted[MOST], members[MOST];
+static int wanted_count, count;
 
 static void add(int64_t rows, const char *rule, const char *weight, const char *states)
 {
-    struct member *m = &members[count++];
+    if (wanted_count == MOST) {
+        printf("FAIL MOST of tests/test_compat.c is too small\n");
+        exit(1);
+    }
+    struct member *m = &wanted[wanted_count++];
     m->rows = rows;
     snprintf(m->recipe, sizeof m->recipe, "%s/%s%s%s", rule, weight, states ? "/" : "", states ? states : "");
 }
 
 /* One tensor for every weight format and for every state format, and some for what rules keep besides. */
-static void list_members(void)
+static void list_wanted(void)
 {
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         halfstep_format_info info = {.struct_size = sizeof info};
@@ -68,7 +75,7 @@ static void open_run(struct run *r)
         char name[80];
         snprintf(name, sizeof name, "%d.%.63s", i, members[i].recipe);
         MUST(halfstep_add_group(r->o, members[i].recipe, &group));
-        if (i == count - 1) MUST(halfstep_set_hyper(r->o, group, "amsgrad", 1));
+        if (!strncmp(members[i].recipe, "adam/", 5)) MUST(halfstep_set_hyper(r->o, group, "amsgrad", 1));
         halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = name, .ndim = 2, .rows = members[i].rows,
                              .row_length = COLUMNS, .gradient = "f32"};
         MUST(halfstep_add_tensor(r->o, &d, &index));
@@ -206,39 +213,93 @@ static void judge(const char *folder)
     close_run(&r);
 }
 
-/* The list is of these tensors, in this order. */
+static struct member *wanted_member(const char *recipe)
+{
+    for (int i = 0; i < wanted_count; i++)
+        if (!strcmp(wanted[i].recipe, recipe)) return &wanted[i];
+    return NULL;
+}
+
+/* The members of a folder, in the order of its list; 0 where there is no folder, -1 where a line is none of `wanted`. */
 static int read_list(const char *folder)
 {
     FILE *file = fopen(at(folder, "expected.txt"), "r");
-    int good = file != NULL, n = 0, number;
+    int number, result = file != NULL;
     char recipe[64];
     uint64_t loaded, ended;
-    while (good && n < count && fscanf(file, "%d %63s %" SCNx64 " %" SCNx64, &number, recipe, &loaded, &ended) == 4) {
-        good = number == n && !strcmp(recipe, members[n].recipe);
-        members[n].loaded = loaded;
-        members[n++].ended = ended;
+    count = 0;
+    while (file && count < MOST && fscanf(file, "%d %63s %" SCNx64 " %" SCNx64, &number, recipe, &loaded, &ended) == 4) {
+        const struct member *m = wanted_member(recipe);
+        if (number != count || !m) result = -1;
+        if (result < 0) break;
+        members[count] = *m;
+        members[count].loaded = loaded;
+        members[count++].ended = ended;
     }
+    if (file && !feof(file)) result = -1;
     if (file) fclose(file);
-    return good && n == count;
+    return result && !count ? -1 : result;
+}
+
+/* tests/compat, tests/compat-2, ... beside a source tree. */
+static const char *folder_at(int index)
+{
+    static char folder[900];
+    const char *source = getenv("HALFSTEP_SOURCE");
+    snprintf(folder, sizeof folder, index ? "%s/tests/compat-%d" : "%s/tests/compat", source ? source : ".", index + 1);
+    return folder;
+}
+
+/* Marks what the folders have, but for one or NULL, by its sum, which is never 0. */
+static void read_folders(const char *but)
+{
+    for (int index = 0; index < MOST_FOLDERS; index++) {
+        struct stat a, b;
+        const char *folder = folder_at(index);
+        if (but && !stat(folder, &a) && !stat(but, &b) && a.st_ino == b.st_ino && a.st_dev == b.st_dev) continue;
+        int result = read_list(folder);
+        if (!result) return;
+        CHECK(result > 0, "%s/expected.txt has a line of a tensor that test_compat.c does not list, or out of order", folder);
+        for (int i = 0; i < count; i++) wanted_member(members[i].recipe)->loaded = members[i].loaded;
+    }
+}
+
+/* The members are what no folder but this one has. */
+static int write_missing(const char *folder)
+{
+    read_folders(folder);
+    count = 0;
+    for (int i = 0; i < wanted_count; i++)
+        if (!wanted[i].loaded) members[count++] = wanted[i];
+    if (count) return write_all(folder);
+    printf("other folders have every format\n");
+    return 1;
 }
 
 int main(int argc, char **argv)
 {
-    list_members();
-    if (argc == 3 && !strcmp(argv[1], "--write")) return write_all(argv[2]);
+    list_wanted();
+    if (argc == 3 && !strcmp(argv[1], "--write")) return write_missing(argv[2]);
     test_init(argc, argv);
-    const char *source = getenv("HALFSTEP_SOURCE");
-    char folder[900];
-    snprintf(folder, sizeof folder, "%s/tests/compat", source ? source : ".");
-    int listed = read_list(folder);
-    TEST("the list names every format") CHECK(listed, "%s/expected.txt is not of these %d tensors", folder, count);
+    int folders = 0;
+    while (folders < MOST_FOLDERS && read_list(folder_at(folders))) folders++;
+    TEST("the lists name every format") {
+        read_folders(NULL);
+        CHECK(folders > 0, "%s/expected.txt is missing", folder_at(0));
+        for (int i = 0; i < wanted_count; i++)
+            CHECK(wanted[i].loaded, "no checkpoint has %s: 'test_compat --write tests/compat-%d' (docs/adding.md)", wanted[i].recipe,
+                  folders + 1);
+    }
     for (int32_t i = 0; i < halfstep_isa_count(); i++) {
         char title[96];
         if (!halfstep_isa_available(i)) continue;
         snprintf(title, sizeof title, "a checkpoint of every format is loaded and gone on from, %s", halfstep_isa_name(i));
         TEST(title) {
             MUST(halfstep_set_isa(halfstep_isa_name(i)));
-            judge(folder);
+            for (int index = 0; index < folders; index++) {
+                CHECK(read_list(folder_at(index)) > 0, "%s/expected.txt is no list", folder_at(index));
+                judge(folder_at(index));
+            }
             test_close_group();
         }
     }

@@ -277,9 +277,10 @@ static void run_golden(const char *list, const struct golden_case *c, const stru
 {
     uint64_t hash = 0, expected = 0;
     char error[300] = "";
+    /* What is not listed test_golden.c reports. */
+    if (!golden_expected(list, c, &expected)) return;
     int failed = golden_run(c, layout, &hash, error, sizeof error);
     CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
-    golden_expected(list, c, &expected);
     CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients, c->generator,
           hash, expected);
     CHECK(!queue.n, "%s: %d calls were never waited for", c->recipe, queue.n);

@@ -659,6 +659,13 @@ int main(int argc, char **argv)
     test_init(argc - short_run, argv + short_run);
     test_program = argv[0];
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) half_words[i] = 0x80008000u;
+    TEST("every format over IEEE half is judged here") {
+        for (int row = 0; row < HSTEP_FORMATS; row++) {
+            int judged = strcmp(hstep_formats[row].code_dtype, "F16") != 0;
+            for (int f = 0; f < FORMATS; f++) judged |= formats[f].format == row;
+            CHECK(judged, "formats[] of tests/test_f16_formats.c lacks '%s' (docs/adding.md)", hstep_formats[row].name);
+        }
+    }
     test_codes();
     test_stochastic();
     test_errors();

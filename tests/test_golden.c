@@ -60,6 +60,17 @@ static void test_environment(void)
 }
 #endif
 
+/* Whether a line of hashes.txt is that of a case. */
+static int listed(const struct golden_case *cases, int n, const char *line)
+{
+    for (int i = 0; i < n; i++) {
+        char key[GOLDEN_RECIPE + 64];
+        int length = snprintf(key, sizeof key, "%s %s %s ", cases[i].recipe, cases[i].gradients, cases[i].generator);
+        if (!strncmp(line, key, (size_t)length)) return 1;
+    }
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
@@ -72,15 +83,21 @@ int main(int argc, char **argv)
     struct golden_case *cases = golden_cases(&n);
     int variant_count = sizeof variants / sizeof variants[0];
     TEST("every case is listed once, and every line is a case") {
-        int lines = 0;
         CHECK(cases && n > 0, "no cases");
-        for (const char *p = list; *p; p++) lines += *p == '\n';
-        CHECK(lines == n, "hashes.txt has %d lines, there are %d cases", lines, n);
+        int lacking = 0, lines = 0, lost = 0;
         for (int i = 0; i < n; i++) {
             uint64_t hash;
-            CHECK(golden_expected(list, &cases[i], &hash), "hashes.txt lacks %s %s %s", cases[i].recipe, cases[i].gradients,
-                  cases[i].generator);
+            if (!golden_expected(list, &cases[i], &hash) && !lacking++)
+                printf("     not listed: %s %s %s\n", cases[i].recipe, cases[i].gradients, cases[i].generator);
         }
+        CHECK(!lacking, "tests/golden/hashes.txt lacks %d of %d cases: after a new row 'make golden' adds them (docs/adding.md)",
+              lacking, n);
+        for (const char *line = list; *line; line += strcspn(line, "\n"), line += *line == '\n', lines++) {
+            if (listed(cases, n, line)) continue;
+            if (!lost++) printf("     no case: %.*s\n", (int)strcspn(line, "\n"), line);
+        }
+        CHECK(!lost, "%d lines of tests/golden/hashes.txt are no case: a new row takes no promise away (docs/adding.md)", lost);
+        CHECK(lines - lost == n - lacking, "%d lines for %d cases: some are listed twice", lines - lost, n - lacking);
     }
     for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
         if (!halfstep_isa_available(isa)) continue;
@@ -97,9 +114,10 @@ int main(int argc, char **argv)
                 for (int i = (v + isa * variant_count) % stride; i < n; i += stride) {
                     uint64_t hash = 0, expected = 0;
                     char error[300] = "";
+                    /* What is not listed has been reported above. */
+                    if (!golden_expected(list, &cases[i], &expected)) continue;
                     int failed = golden_run(&cases[i], &layout, &hash, error, sizeof error);
                     CHECK(!failed, "%s", error);
-                    golden_expected(list, &cases[i], &expected);
                     CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, cases[i].recipe,
                           cases[i].gradients, cases[i].generator, hash, expected);
                 }

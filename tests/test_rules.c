@@ -18,7 +18,7 @@ static float wide(struct source *s, int low, int high)
 
 /* ---- Rules -------------------------------------------------------------------------------------------------------------- */
 
-/* Values that a rule's own hyper-parameters take; others keep their default. */
+/* Values that a rule's own hyper-parameters take; 0 of them where it keeps its default. Every name of rules.def has a row. */
 static const struct {
     const char *name;
     int n;
@@ -46,6 +46,10 @@ static const struct {
     {"weight_lr_power", 3, {2, 0, 3}},
     {"ns_steps", 2, {5, 1}},
     {"match_rms", 2, {0, 1}},
+    {"ns_a", 0, {0}},
+    {"ns_b", 0, {0}},
+    {"ns_c", 0, {0}},
+    {"ns_eps", 0, {0}},
 };
 
 static struct ref_hyper random_hyper(struct source *s, int32_t row)
@@ -62,7 +66,7 @@ static struct ref_hyper random_hyper(struct source *s, int32_t row)
     for (int32_t i = common_hypers(); i < info.hypers; i++) {
         halfstep_hyper_info hyper = hyper_info(row, i);
         for (size_t c = 0; c < sizeof choices / sizeof choices[0]; c++)
-            if (!strcmp(choices[c].name, hyper.name))
+            if (choices[c].n && !strcmp(choices[c].name, hyper.name))
                 *ref_hyper_at(&h, hyper.name) = fmax(choices[c].value[next64(s) % (uint64_t)choices[c].n], hyper.minimum);
     }
     return h;
@@ -224,13 +228,25 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     one_close(&t);
 }
 
+static int has_choice(const char *hyper)
+{
+    for (size_t c = 0; c < sizeof choices / sizeof choices[0]; c++)
+        if (!strcmp(choices[c].name, hyper)) return 1;
+    return 0;
+}
+
 static void test_steps(void)
 {
     TEST("every rule has a reference") {
-        for (int32_t row = 0; row < halfstep_rule_count(); row++)
-            CHECK(reference_of(rule_info(row).name), "%s has none in ref/table.h", rule_info(row).name);
+        for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+            halfstep_rule_info info = rule_info(row);
+            CHECK(reference_of(info.name), "tests/ref/table.h has no reference for the rule '%s' (docs/adding.md)", info.name);
+            for (int32_t i = common_hypers(); i < info.hypers; i++)
+                CHECK(has_choice(hyper_info(row, i).name), "choices[] of tests/test_rules.c has no values for '%s' of the rule '%s' "
+                      "(docs/adding.md)", hyper_info(row, i).name, info.name);
+        }
         for (int k = 0; k < REFERENCES; k++)
-            CHECK(halfstep_rule_find(references[k].rule) >= 0, "ref/table.h: there is no rule '%s'", references[k].rule);
+            CHECK(halfstep_rule_find(references[k].rule) >= 0, "tests/ref/table.h: there is no rule '%s'", references[k].rule);
     }
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
         const struct reference *ref = reference_of(rule_info(row).name);
@@ -251,20 +267,42 @@ static void test_steps(void)
 
 /* ---- Formats ------------------------------------------------------------------------------------------------------------ */
 
-/* Formats built on IEEE halves have another range; test_f16_formats.c judges them. */
-static int is_half(const char *format) { return !strncmp(format, "f16", 3); }
+/* What a format of single elements keeps, to nearest: the error is at most 2^-bits of the value, or the floor. An element format of
+ * formats.def needs a row here. */
+static const struct kept {
+    const char *format;
+    int bits; /* 0: every bit of fp32 */
+    double floor;
+    int half; /* has another range: formats[] of test_f16_formats.c judges it as a weight or state */
+} kept[] = {
+    /* The error of rounding to so many significant bits is half a unit; below 2^-126 units no longer shrink. */
+    {"f32", 0, 0, 0},
+    {"bf16", 8, 0x1p-134, 0},
+    {"bf16-sr", 8, 0x1p-134, 0},
+    /* A residual is a BF16 number itself, whose last place is 2^-133. */
+    {"bf16-kahan", 16, 0x1p-134, 0},
+    {"bf16-ecc8", 16, 0x1p-142, 0},
+    {"bf16-ecc16", 0, 0, 0},
+    {"f16", 11, 0x1p-25, 1},
+    {"f16-sr", 0, 0, 1},
+    {"f16-kahan", 0, 0, 1},
+    {"f16-ecc8", 0, 0, 1},
+    {"f16-ecc16", 0, 0, 1},
+};
+
+static const struct kept *kept_of(const char *format)
+{
+    for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++)
+        if (!strcmp(kept[i].format, format)) return &kept[i];
+    return NULL;
+}
 
 /* Writes values of all magnitudes through a slot and judges what comes back, by what the format's header promises. */
 static double element_error(const char *format, double value, double back)
 {
-    double magnitude = fabs(value), off = fabs(back - value);
-    if (!strcmp(format, "f32") || !strcmp(format, "bf16-ecc16")) return off == 0 ? 0 : INFINITY;
-    if (!strcmp(format, "f16")) return off / fmax(ldexp(magnitude, -11), 0x1p-25);
-    /* A residual is a BF16 number itself, whose last place is 2^-133. */
-    if (!strcmp(format, "bf16-kahan")) return off / fmax(ldexp(magnitude, -16), 0x1p-134);
-    double bits = !strcmp(format, "bf16") || !strcmp(format, "bf16-sr") ? 8 : 16;
-    /* The error of rounding to so many significant bits is half a unit; below 2^-126 units no longer shrink. */
-    return off / ldexp(fmax(magnitude, 0x1p-126), (int)-bits);
+    const struct kept *k = kept_of(format);
+    double off = fabs(back - value);
+    return k->bits ? off / fmax(ldexp(fabs(value), -k->bits), k->floor) : off == 0 ? 0 : INFINITY;
 }
 
 static void judge_elements(const char *format, const char *recipe, const char *gradient, int slot, int low, int high)
@@ -344,13 +382,17 @@ static void test_formats(void)
             const char *state = format_for(row, HALFSTEP_ROLE_SIGNED);
             halfstep_format_info info = {.struct_size = sizeof info};
             MUST(halfstep_get_format_info(row, &info));
-            if (weight && !is_half(weight)) {
+            if (info.block) continue; /* kept[] of test_block_formats.c has them */
+            const struct kept *k = kept_of(info.name);
+            CHECK(k, "kept[] of tests/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
+            if (!k) continue;
+            if (weight && !k->half) {
                 snprintf(recipe, sizeof recipe, "adamw/%s", weight);
                 judge_elements(weight, recipe, "f32", HALFSTEP_SLOT_WEIGHT, -140, 126);
             }
             if (gradient)
-                judge_elements(gradient, "adamw", gradient, HALFSTEP_SLOT_GRADIENT, -30, strcmp(gradient, "f16") ? 120 : 15);
-            if (state && !info.block && !is_half(state)) {
+                judge_elements(gradient, "adamw", gradient, HALFSTEP_SLOT_GRADIENT, -30, k->half ? 15 : 120);
+            if (state && !k->half) {
                 snprintf(recipe, sizeof recipe, "lion/f32/%s", state);
                 judge_elements(state, recipe, "f32", HALFSTEP_SLOT_STATE, -125, 126);
             }

@@ -11,6 +11,8 @@ from halfstep import _abi, _layout
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
+#: steps by which every rule has moved a weight: the first may do no more than begin a second moment
+FIRST_MOVEMENT = 2
 #: recipe by a short name -> dtype of the parameters, options
 RECIPES = {
     "f32": (torch.float32, {}),

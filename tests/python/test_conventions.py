@@ -237,7 +237,8 @@ def test_each_option_can_be_set_for_a_group(rule):
             assert torch.equal(params[name], alone[name]), f"{key} of a group"
             assert torch.equal(late[name], alone[name]), f"{key} of a group added later"
         changed = any(not torch.equal(params[name], plain_params[name]) for name in params)
-        assert changed or (rule, key) in SILENT, f"{key}={option[key]!r} in place of {value!r} changes nothing"
+        assert changed or (rule, key) in SILENT, (f"{key}={option[key]!r} in place of {value!r} changes nothing: other_value() "
+                                                  "has a value that does, or SILENT names it (docs/adding.md)")
 
 
 @rules
@@ -256,7 +257,7 @@ def test_options_are_read_at_each_step(rule):
         run(opt, params, 2, 8)
         run(other, others, 2, 8)
         moved = any(not torch.equal(params[n], others[n]) for n in params)
-        assert moved, f"{key} is not read again"
+        assert moved, f"{key} is not read again, or SILENT has to name it (docs/adding.md)"
 
 
 def test_lists_edited_in_place_are_read():

@@ -96,7 +96,7 @@ static inline double *ref_hyper_at(struct ref_hyper *h, const char *name)
     };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
         if (!strcmp(known[i].name, name)) return (double *)(void *)((char *)h + known[i].offset);
-    printf("FAIL REF_HYPERS of ref/ref.h does not have '%s'\n", name);
+    printf("FAIL REF_HYPERS of tests/ref/ref.h lacks the hyper-parameter '%s' (docs/adding.md)\n", name);
     exit(1);
 }
 

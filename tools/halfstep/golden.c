@@ -33,54 +33,81 @@ static int append(struct list *list, const struct golden_case *c)
     return 0;
 }
 
-/* The format at a position among those that serve a role; past the last it starts again. NULL if there is none. */
-static const char *serving(int32_t role, int index)
-{
-    int n = 0;
-    for (int pass = 0; pass < 2; pass++) {
-        int at = pass ? index % n : -1;
-        for (int32_t row = 0; row < halfstep_format_count(); row++) {
-            halfstep_format_info info = {.struct_size = sizeof info};
-            if (halfstep_get_format_info(row, &info) != HALFSTEP_OK || !(info.roles & role)) continue;
-            if (!pass)
-                n++;
-            else if (at-- == 0)
-                return info.name;
-        }
-        if (!n) return NULL;
-    }
-    return NULL;
-}
+/* What a case is follows from names alone, never from a row's position or from how many rows there are: a new rule or format
+ * adds cases, and those that are promised stay. */
 
-static int count_serving(int32_t role)
+/* The name of the format in a row if it serves a role, else NULL. */
+static const char *serving(int32_t role, int32_t row)
 {
-    int n = 0;
-    for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        n += halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & role);
-    }
-    return n;
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(row, &info) == HALFSTEP_OK && (info.roles & role) ? info.name : NULL;
 }
 
 /* How much of the grid a recipe stands for. */
 enum depth {
-    ONCE,     /* one gradient format, by turns */
+    ONCE,     /* f32 and bf16 gradients, the recipes below bf16 only */
     MIXED,    /* f32 and bf16 gradients */
     THOROUGH  /* those and every generator */
 };
+
+/* Recipes, or their ends, whose cases of depth ONCE have bf16 gradients only. It is complete: new rules and formats have both. */
+static const char *const bf16_only[] = {
+    "adam/f32/bf16",    "lion/f32/bf16",          "adan/f32/bf16",         "radam/f32/bf16",       "ranger/f32/bf16",
+    "rmsprop/f32/bf16", "compass/f32/bf16",       "lpfadamw/f32/bf16",     "lamb/f32/bf16",        "stableadamw/f32/bf16",
+    "lamb16/f32/f32",   "adamw-delayed/f32/bf16", "schedulefree/f32/bf16", "/f32+bf16+bf16-sr",
+};
+
+/* adamw's states in formats that differ, by the format of the first. It is complete: mixture() says what a new format is mixed
+ * with. */
+static const char *const mixtures[] = {
+    "f32+bf16+bf16-sr",           "bf16+bf16-sr+bf16-ecc8",   "bf16-sr+bf16-ecc8+bf16-ecc16",
+    "bf16-kahan+bf16-ecc16+int8", "bf16-ecc8+int8+int4",      "bf16-ecc16+int4+fp8",
+    "f16+fp8+fp8-e5m2",           "f16-sr+fp8-e5m2+dyn8",     "f16-kahan+dyn8+dyn4",
+    "f16-ecc8+dyn4+fp8-lamb16",   "f16-ecc16+fp8-lamb16+f32", "int8+f32+bf16",
+    "int4+bf16+bf16-sr",          "fp8+bf16-sr+bf16-ecc8",    "fp8-e5m2+bf16-ecc8+bf16-ecc16",
+    "dyn8+bf16-ecc16+int8",       "dyn4+int8+int4",           "fp8-lamb16+int4+fp8",
+};
+
+static int narrow(const char *recipe)
+{
+    size_t length = strlen(recipe);
+    for (size_t i = 0; i < sizeof bf16_only / sizeof bf16_only[0]; i++) {
+        size_t end = strlen(bf16_only[i]);
+        if (length >= end && (length == end || bf16_only[i][0] == '/') && !strcmp(recipe + length - end, bf16_only[i])) return 1;
+    }
+    return 0;
+}
+
+static void mixture(char *states, size_t size, int32_t row, const char *format)
+{
+    size_t length = strlen(format);
+    for (size_t i = 0; i < sizeof mixtures / sizeof mixtures[0]; i++)
+        if (!strncmp(mixtures[i], format, length) && mixtures[i][length] == '+') {
+            snprintf(states, size, "%s", mixtures[i]);
+            return;
+        }
+    /* Beside a block format, and alone among the second moments where it may not be the first. */
+    if (serving(HALFSTEP_ROLE_SIGNED, row))
+        snprintf(states, size, "%s+int8+%s", format, serving(HALFSTEP_ROLE_NONNEG, row) ? format : "f32");
+    else
+        snprintf(states, size, "bf16-sr+%s+int8", format);
+}
 
 /* uniform: one state format for all states. */
 static int add_recipe(struct list *list, const char *recipe, const char *defaults, enum depth depth, int uniform)
 {
     struct golden_case c = {.large = 0};
+    int result = halfstep_recipe_full(recipe, c.recipe, sizeof c.recipe);
     /* Not every format serves every role: what is no recipe is no case. */
-    if (halfstep_recipe_full(recipe, c.recipe, sizeof c.recipe) != HALFSTEP_OK) return 0;
+    if (result == HALFSTEP_ERROR_UNSUPPORTED) return 0;
+    if (result != HALFSTEP_OK) return -1;
     int by_default = !strcmp(c.recipe, defaults);
-    for (int32_t i = 0; i < count_serving(HALFSTEP_ROLE_GRADIENT); i++) {
-        c.gradients = serving(HALFSTEP_ROLE_GRADIENT, i);
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        c.gradients = serving(HALFSTEP_ROLE_GRADIENT, row);
+        if (!c.gradients) continue;
         int f32 = !strcmp(c.gradients, "f32"), bf16 = !strcmp(c.gradients, "bf16");
         if (!f32 && !bf16 && !(by_default && depth == THOROUGH)) continue;
-        if (depth == ONCE && bf16 == (list->n % 2)) continue;
+        if (depth == ONCE && !bf16 && narrow(c.recipe)) continue;
         for (int32_t g = 0; (c.generator = halfstep_choice_value("generator", g)); g++) {
             if (g && !(depth == THOROUGH && (bf16 || by_default))) continue;
             c.large = uniform && bf16;
@@ -95,20 +122,22 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
 static int add_rule(struct list *list, const halfstep_rule_info *rule)
 {
     int all = !strcmp(rule->name, "adamw");
-    for (int w = 0; w < count_serving(HALFSTEP_ROLE_WEIGHT); w++) {
-        char prefix[48], recipe[160], defaults[64];
+    for (int32_t w = 0; w < halfstep_format_count(); w++) {
+        char prefix[64], recipe[GOLDEN_RECIPE], defaults[GOLDEN_RECIPE], states[80];
         const char *weight = serving(HALFSTEP_ROLE_WEIGHT, w);
+        if (!weight) continue;
+        int f32 = !strcmp(weight, "f32");
         snprintf(prefix, sizeof prefix, "%s/%s", rule->name, weight);
         if (halfstep_recipe_full(prefix, defaults, sizeof defaults) != HALFSTEP_OK) return -1;
-        if (add_recipe(list, prefix, defaults, all || !w ? THOROUGH : MIXED, 1)) return -1;
-        if (!all && strcmp(weight, "f32") && strcmp(weight, "bf16-sr")) continue;
-        for (int k = 0; rule->states && k < count_serving(rule->state_role[0]); k++) {
-            snprintf(recipe, sizeof recipe, "%s/%s", prefix, serving(rule->state_role[0], k));
+        if (add_recipe(list, prefix, defaults, all || f32 ? THOROUGH : MIXED, 1)) return -1;
+        if (!all && !f32 && strcmp(weight, "bf16-sr")) continue;
+        for (int32_t row = 0; rule->states && row < halfstep_format_count(); row++) {
+            const char *format = serving(rule->state_role[0] | (all ? HALFSTEP_ROLE_NONNEG : 0), row);
+            if (!format) continue;
+            snprintf(recipe, sizeof recipe, "%s/%s", prefix, format);
             if (add_recipe(list, recipe, defaults, all ? MIXED : ONCE, 1)) return -1;
-            int used = snprintf(recipe, sizeof recipe, "%s", prefix);
-            for (int i = 0; all && i < rule->states; i++)
-                used += snprintf(recipe + used, sizeof recipe - (size_t)used, "%c%s", i ? '+' : '/',
-                                 serving(rule->state_role[i], k + i));
+            mixture(states, sizeof states, row, format);
+            snprintf(recipe, sizeof recipe, "%s/%s", prefix, states);
             if (all && add_recipe(list, recipe, defaults, ONCE, 0)) return -1;
         }
     }
@@ -131,7 +160,7 @@ struct golden_case *golden_cases(int *n)
 
 int golden_expected(const char *list, const struct golden_case *c, uint64_t *hash)
 {
-    char key[160];
+    char key[GOLDEN_RECIPE + 64];
     int length = snprintf(key, sizeof key, "%s %s %s ", c->recipe, c->gradients, c->generator);
     for (const char *line = list; *line; line += strcspn(line, "\n"), line += *line == '\n') {
         if (strncmp(line, key, (size_t)length)) continue;
@@ -295,6 +324,15 @@ static int exists(const struct run *r, int tensor)
     return shapes[tensor].large == 2 ? r->flat : r->c->large || !shapes[tensor].large;
 }
 
+/* Whole names: that of one format may be part of another's. */
+static int recipe_has(const char *recipe, const char *format)
+{
+    size_t length = strlen(format);
+    for (const char *part = recipe; *(part += strcspn(part, "/+")); )
+        if (!strncmp(++part, format, length) && strchr("/+", part[length])) return 1;
+    return 0;
+}
+
 /* The longest block of a recipe that a row can hold, 1 for none: column cuts must not part it. */
 static int block_of(const char *recipe, int64_t row_length)
 {
@@ -302,7 +340,7 @@ static int block_of(const char *recipe, int64_t row_length)
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         halfstep_format_info info = {.struct_size = sizeof info};
         if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_ROWS &&
-            info.block > block && info.block <= row_length && strstr(recipe, info.name))
+            info.block > block && info.block <= row_length && recipe_has(recipe, info.name))
             block = info.block;
     }
     return block;
@@ -313,7 +351,7 @@ static int has_flat(const char *recipe)
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         halfstep_format_info info = {.struct_size = sizeof info};
         if (halfstep_get_format_info(row, &info) == HALFSTEP_OK && info.geometry == HALFSTEP_GEOMETRY_FLAT &&
-            strstr(recipe, info.name))
+            recipe_has(recipe, info.name))
             return 1;
     }
     return 0;

@@ -9,8 +9,11 @@
 
 #include "halfstep.h"
 
+/* Room for a recipe and the 0 after it. */
+enum { GOLDEN_RECIPE = 160 };
+
 struct golden_case {
-    char recipe[64];
+    char recipe[GOLDEN_RECIPE];
     const char *gradients, *generator;
     int large; /* with tensors that span several chunks and segments of random words */
 };
@@ -27,7 +30,8 @@ struct golden_layout {
 
 enum { GOLDEN_MAX_PARTS = 4 };
 
-/* All cases, from the tables of the library; NULL when memory is out. The caller frees them. */
+/* All cases, from the tables of the library: a new row adds some and takes none away. NULL when memory is out. The caller frees
+ * them. */
 struct golden_case *golden_cases(int *n);
 
 /* 0, or -1 and one line. */

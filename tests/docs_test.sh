@@ -1,0 +1,28 @@
+#!/bin/bash
+# Every rule and storage format of the tables is where users look for it: README.md, the defaults in docs/differences.md, the classes in
+# docs/python.md, the bytes in docs/formats.md.
+. "$(dirname "$0")/lib.sh"
+cd "$source_dir"
+failures=0
+
+# named FILE TEXT WHAT: FILE contains TEXT.
+named() {
+    grep -qF -- "$2" "$1" && return
+    echo "FAIL $1 lacks $2 of the $3 (docs/adding.md)"
+    failures=$((failures + 1))
+}
+
+rules=$(sed -nE 's/^RULE\( *[0-9]+ *, *"([^"]+)" *, *[a-z0-9_]+ *, *"([^"]+)".*/\1 \2/p' src/rules/rules.def)
+formats=$(sed -nE 's/^(ELEMENT|BLOCK)_FORMAT *\( *([0-9]+) *, *"([^"]+)".*/\3 \2/p' src/formats/formats.def)
+[ -n "$rules" ] && [ -n "$formats" ] || fail "rules.def or formats.def has no rows"
+while read -r name label; do
+    named README.md "\`$name\`" "rule '$name'"
+    named docs/differences.md "\`$name\`" "rule '$name'"
+    named docs/python.md "\`$label\`" "rule '$name'"
+done <<<"$rules"
+while read -r name id; do
+    named README.md "\`$name\`" "format '$name'"
+    named docs/formats.md "| \`$name\` | $id |" "format '$name'"
+done <<<"$formats"
+[ "$failures" = 0 ] || fail "$failures places do not know a rule or a format"
+echo "ok   $(wc -l <<<"$rules") rules and $(wc -l <<<"$formats") formats are in the documents"
