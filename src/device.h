@@ -88,7 +88,7 @@ struct hstep_device {
     int (*zero)(const struct hstep_context *c, void *memory, uint64_t bytes);
     /* Between the device's memory and that of the process, in either direction, or within the device's. */
     int (*copy)(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);
-    /* Until all that was asked for is done. */
+    /* Until all that was asked for is done; after an error nothing of it is on its way any more. */
     int (*wait)(const struct hstep_context *c);
 
     /* The device's fused row for a tensor, or -1; floats of workspace that a matrix needs. At once. */

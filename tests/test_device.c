@@ -151,11 +151,24 @@ static int work_off(void)
     return error;
 }
 
+/* Nothing of it is on its way any more. */
+static void forget(void)
+{
+    while (queue.n) {
+        struct work *w = queue.work[--queue.n];
+        for (int j = 0; j < 2; j++) free(w->owned[j]);
+        free(w);
+    }
+}
+
 static int apart_wait(const struct hstep_context *c)
 {
     (void)c;
-    REFUSED();
     queue.waits++;
+    if (refused()) {
+        forget();
+        return HALFSTEP_ERROR_MEMORY;
+    }
     return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
 }
 

@@ -22,9 +22,9 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
         hstep_cut_tensor(&t, 0, chunks);
         a->chunks = chunks;
     }
-    int error = o->device->accumulate(a);
+    int error = hstep_wait(o, o->device->accumulate(a));
     free(chunks);
-    return error ? error : o->device->wait(&o->context);
+    return error;
 }
 
 static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,

@@ -84,6 +84,12 @@ int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *n
     return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
 }
 
+int hstep_wait(const halfstep_optimizer *o, int error)
+{
+    int waited = o->device->wait(&o->context);
+    return error ? error : waited;
+}
+
 int hstep_grow(void **array, int count, int *capacity, size_t size)
 {
     if (count < *capacity) return HALFSTEP_OK;

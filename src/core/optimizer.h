@@ -61,6 +61,9 @@ int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
 int hstep_check_group(const halfstep_optimizer *o, int32_t group);
 /* Errors with RANGE unless it can be counted on from; `of` begins the sentence. */
 int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count);
+/* Waits for the device, after an error too: what was asked for before it may still be on its way to memory of the caller's.
+ * Returns the error, or the wait's own. */
+int hstep_wait(const halfstep_optimizer *o, int error);
 /* Room for one more element; on failure the array is as it was. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);
 

@@ -79,8 +79,7 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     struct layout layout = {memory, 0};
     int error = o->device->zero(&o->context, memory, bytes);
-    if (!error) error = o->device->wait(&o->context);
-    if (error) return error;
+    if ((error = hstep_wait(o, error))) return error;
     each_stream(o, place_stream, &layout);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
@@ -226,8 +225,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
                           o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
-    error = o->device->write(&a, in);
-    return error ? error : o->device->wait(&o->context);
+    return hstep_wait(o, o->device->write(&a, in));
 }
 
 static int read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,

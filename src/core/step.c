@@ -1,8 +1,5 @@
 /* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
  * micro-steps are the same steps, with a public face each. */
-#include <math.h>
-#include <string.h>
-
 #include "core/layout.h"
 #include "core/lock.h"
 #include "core/optimizer.h"
@@ -166,7 +163,7 @@ static int wait_for_verdict(const struct span *s, struct hstep_verdict *verdict)
     const halfstep_optimizer *o = s->o;
     int error = hand_over(s, 1);
     if (!error) error = o->device->copy(&o->context, verdict, s->call.verdict, sizeof *verdict);
-    return error ? error : o->device->wait(&o->context);
+    return hstep_wait(o, error);
 }
 
 /* ---- Steps ---- */
@@ -270,8 +267,9 @@ static int finish(const struct span *s)
     struct hstep_verdict verdict;
     int error;
     if ((error = o->device->decide(c)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)) ||
-        (error = o->device->count(c)) || (error = wait_for_verdict(s, &verdict)))
-        return error;
+        (error = o->device->count(c)))
+        return hstep_wait(o, error);
+    if ((error = wait_for_verdict(s, &verdict))) return error;
     *s->norms_made = 0;
     hstep_show(o, c->first, c->n);
     if (!verdict.refused && !c->micro && !c->single) o->gradient_norm = verdict.norm;
@@ -284,25 +282,18 @@ enum call { BEGIN, NORMS, FINISH, ALONE };
 /* statistics: written by BEGIN and NORMS, read by FINISH. own: room of the device for as many. */
 static int make(struct span *s, enum call call, int64_t *statistics, int64_t *own)
 {
-    const struct hstep_device *device = s->o->device;
+    const halfstep_optimizer *o = s->o;
     int error = check_ready(s);
-    if (error || (error = check_accumulates(s))) return error;
-    if (call != BEGIN && (error = check_preparable(s))) return error;
+    if (error || (error = check_accumulates(s)) || (call != BEGIN && (error = check_preparable(s))) ||
+        (call == FINISH && (error = check_norms(s))) || (call == ALONE && (error = check_alone(s))))
+        return error;
     s->call.statistics = call == BEGIN || call == NORMS ? statistics : own;
-    if ((error = hand_over(s, 0))) return error;
-    switch (call) {
-    case BEGIN:
-        return (error = begin(s)) ? error : device->wait(s->call.context);
-    case NORMS:
-        return (error = norms(s)) ? error : device->wait(s->call.context);
-    case FINISH:
-        if ((error = check_norms(s))) return error;
-        error = device->copy(s->call.context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
-        return error ? error : finish(s);
-    default:
-        if ((error = check_alone(s)) || (error = begin(s))) return error;
-        return finish(s);
-    }
+    error = hand_over(s, 0);
+    if (!error && call == FINISH)
+        error = o->device->copy(&o->context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
+    if (!error && (call == BEGIN || call == ALONE)) error = begin(s);
+    if (!error && call == NORMS) error = norms(s);
+    return error || call == BEGIN || call == NORMS ? hstep_wait(o, error) : finish(s);
 }
 
 /* ---- The public faces: arguments, and the floating-point environment for what is computed on the caller's thread ---- */
@@ -452,7 +443,8 @@ static int end_round(halfstep_optimizer *o, const int64_t *statistics)
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
     int error = hand_over(&s, 0);
-    if (!error && !(error = o->device->end_round(&s.call))) error = wait_for_verdict(&s, &verdict);
+    if (!error) error = o->device->end_round(&s.call);
+    error = error ? hstep_wait(o, error) : wait_for_verdict(&s, &verdict);
     hstep_fp_leave(fp);
     if (error) return error;
     if (verdict.refused) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the round is not finite");
@@ -478,7 +470,7 @@ int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
     if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
     int error = o->device->copy(&o->context, statistics, o->plan.round_squares, HSTEP_EXACT_LIMBS * sizeof *statistics);
     if (!error) error = o->device->carry(&o->context, statistics, 1);
-    return error ? error : o->device->wait(&o->context);
+    return hstep_wait(o, error);
 }
 
 int halfstep_end_round_finish(halfstep_optimizer *o, const int64_t *statistics)
