@@ -5,21 +5,10 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include "../tests/folders.h"
+
 /* FOLDER/halfstep-fuzz-PID, removed when the process ends. */
 static char scratch[512];
-
-static void remove_tree(const char *path)
-{
-    char inner[1024];
-    DIR *stream = opendir(path);
-    for (struct dirent *entry; stream && (entry = readdir(stream));) {
-        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
-        if (unlink(inner)) remove_tree(inner);
-    }
-    if (stream) closedir(stream);
-    rmdir(path);
-}
 
 static void remove_scratch(void) { remove_tree(scratch); }
 

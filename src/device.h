@@ -127,12 +127,13 @@ struct hstep_device {
 #define HSTEP_STATISTICS_HEAD HSTEP_EXACT_LIMBS
 #define HSTEP_MAX_SUMS (HSTEP_MAX_NORMS + HALFSTEP_MAX_STATES)
 
-/* Places in call->statistics, in numbers. */
+/* Places in call->statistics, in numbers. hstep_sum_offset() is for devices: it looks into their plan. */
 static inline int64_t hstep_flags_offset(void) { return HSTEP_STATISTICS_HEAD; }
 static inline int64_t hstep_sums_offset(int n_tensors) { return HSTEP_STATISTICS_HEAD + n_tensors; }
 
-static inline int64_t hstep_sum_offset(const struct hstep_call *call, const struct hstep_tensor *tensors, int tensor)
+static inline int64_t hstep_sum_offset(const struct hstep_call *call, int tensor)
 {
+    const struct hstep_tensor *tensors = call->plan.tensors;
     int before = tensors[tensor].first_sum - tensors[call->first].first_sum;
     return hstep_sums_offset(call->n) + (int64_t)before * HSTEP_EXACT_LIMBS;
 }

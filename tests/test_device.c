@@ -33,7 +33,7 @@ struct work {
     const struct hstep_context *context;
     void *to;
     const void *from;
-    uint64_t bytes;
+    uint64_t size;
     struct hstep_call call;
     int first, n;
     enum hstep_pass pass;
@@ -46,7 +46,7 @@ struct work {
 static struct {
     struct work *work[256];
     int n;
-    long waits, done, forgets; /* forgets: waits that are to do nothing */
+    long waits, forgets; /* forgets: waits that are to do nothing */
     long refuses;              /* the call, counted down from here, that is refused */
 } queue;
 
@@ -117,13 +117,13 @@ static int run(const struct work *w)
 {
     const struct hstep_device *host = &hstep_host_device;
     switch (w->what) {
-    case ZERO: return host->zero(w->context, w->to, w->bytes);
-    case COPY: return host->copy(w->context, w->to, w->from, w->bytes);
+    case ZERO: return host->zero(w->context, w->to, w->size);
+    case COPY: return host->copy(w->context, w->to, w->from, w->size);
     case SCAN: return host->scan(&w->call);
     case DECIDE: return host->decide(&w->call);
     case SUM: return host->sum(&w->call, w->first, w->n);
     case DECIDE_SUMS: return host->decide_sums(&w->call, w->first, w->n);
-    case CARRY: return host->carry(w->context, w->to, (int64_t)w->bytes);
+    case CARRY: return host->carry(w->context, w->to, (int64_t)w->size);
     case UPDATE: return host->update(&w->call, w->first, w->n, w->pass);
     case TRANSFORM: return host->transform(&w->call, w->first);
     case COUNT: return host->count(&w->call);
@@ -134,17 +134,19 @@ static int run(const struct work *w)
     return HALFSTEP_ERROR_ARGUMENT;
 }
 
+static void drop(struct work *w)
+{
+    for (int j = 0; j < 2; j++) free(w->owned[j]);
+    free(w);
+}
+
 static int work_off(void)
 {
     int error = HALFSTEP_OK;
     touchable(1);
     for (int i = 0; i < queue.n; i++) {
-        struct work *w = queue.work[i];
-        int result = error ? error : run(w);
-        error = error ? error : result;
-        queue.done++;
-        for (int j = 0; j < 2; j++) free(w->owned[j]);
-        free(w);
+        if (!error) error = run(queue.work[i]);
+        drop(queue.work[i]);
     }
     queue.n = 0;
     touchable(0);
@@ -154,11 +156,7 @@ static int work_off(void)
 /* Nothing of it is on its way any more. */
 static void forget(void)
 {
-    while (queue.n) {
-        struct work *w = queue.work[--queue.n];
-        for (int j = 0; j < 2; j++) free(w->owned[j]);
-        free(w);
-    }
+    while (queue.n) drop(queue.work[--queue.n]);
 }
 
 static int apart_wait(const struct hstep_context *c)
@@ -172,32 +170,30 @@ static int apart_wait(const struct hstep_context *c)
     return queue.forgets && queue.forgets-- ? HALFSTEP_OK : work_off();
 }
 
-static int apart_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
+/* size: bytes, or sums of limbs. */
+static int put_off_memory(enum what what, const struct hstep_context *c, void *to, const void *from, uint64_t size)
 {
     REFUSED();
-    struct work *w = put_off(ZERO, c);
-    w->to = memory;
-    w->bytes = bytes;
+    struct work *w = put_off(what, c);
+    w->to = to;
+    w->from = from;
+    w->size = size;
     return HALFSTEP_OK;
+}
+
+static int apart_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
+{
+    return put_off_memory(ZERO, c, memory, NULL, bytes);
 }
 
 static int apart_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes)
 {
-    REFUSED();
-    struct work *w = put_off(COPY, c);
-    w->to = to;
-    w->from = from;
-    w->bytes = bytes;
-    return HALFSTEP_OK;
+    return put_off_memory(COPY, c, to, from, bytes);
 }
 
 static int apart_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
 {
-    REFUSED();
-    struct work *w = put_off(CARRY, c);
-    w->to = limbs;
-    w->bytes = (uint64_t)n;
-    return HALFSTEP_OK;
+    return put_off_memory(CARRY, c, limbs, NULL, (uint64_t)n);
 }
 
 static int put_off_some(enum what what, const struct hstep_call *call, int first, int n, enum hstep_pass pass)

@@ -23,6 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "folders.h"
 #include "halfstep_io.h"
 #include "faults/inject.h"
 #include "test.h"
@@ -403,15 +404,7 @@ static unsigned entries(const char *path, int *odd)
 static void remove_all(const char *path)
 {
     inject_hold(1);
-    DIR *stream = opendir(path);
-    char inner[1024];
-    for (struct dirent *entry; stream && (entry = readdir(stream));) {
-        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
-        if (unlink(inner)) remove_all(inner);
-    }
-    if (stream) closedir(stream);
-    rmdir(path);
+    remove_tree(path);
     inject_hold(0);
 }
 

@@ -20,6 +20,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "folders.h"
 #include "halfstep_io.h"
 #include "test.h"
 
@@ -336,18 +337,6 @@ static char *get_file(const char *path, size_t *bytes)
     *bytes = file && data ? fread(data, 1, 1 << 22, file) : 0;
     if (file) fclose(file);
     return data;
-}
-
-static int count_entries(const char *path, const char *prefix)
-{
-    int count = 0;
-    DIR *stream = opendir(path);
-    if (!stream) return -1;
-    struct dirent *entry;
-    while ((entry = readdir(stream)))
-        count += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..") && !strncmp(entry->d_name, prefix, strlen(prefix));
-    closedir(stream);
-    return count;
 }
 
 static uint64_t random_state = 1;

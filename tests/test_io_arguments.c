@@ -5,12 +5,12 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include <dirent.h>
 #include <stdint.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include "folders.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
 #include "test.h"
@@ -32,28 +32,7 @@ static char scratch[256], text[1024];
 
 /* ---- Scratch -------------------------------------------------------------------------------------------------------- */
 
-/* The path of a name in the scratch directory; good for the next few calls. */
-static const char *at(const char *name)
-{
-    static char paths[8][600];
-    static unsigned turn;
-    char *path = paths[turn++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", scratch, name);
-    return path;
-}
-
-static void remove_tree(const char *path)
-{
-    char inner[1024];
-    DIR *stream = opendir(path);
-    for (struct dirent *entry; stream && (entry = readdir(stream));) {
-        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        snprintf(inner, sizeof inner, "%.700s/%s", path, entry->d_name);
-        if (unlink(inner)) remove_tree(inner);
-    }
-    if (stream) closedir(stream);
-    rmdir(path);
-}
+static const char *at(const char *name) { return path_in(scratch, name); }
 
 static void remove_scratch(void) { remove_tree(scratch); }
 
@@ -74,17 +53,6 @@ static const char *get_file(const char *path)
     data[file ? fread(data, 1, sizeof data - 1, file) : 0] = 0;
     if (file) fclose(file);
     return data;
-}
-
-/* How many entries of a folder begin so. */
-static int count_entries(const char *path, const char *prefix)
-{
-    int count = 0;
-    DIR *stream = opendir(path);
-    for (struct dirent *entry; stream && (entry = readdir(stream));)
-        count += !strncmp(entry->d_name, prefix, strlen(prefix));
-    if (stream) closedir(stream);
-    return count;
 }
 
 /* A save of one file and one value, which nothing is wrong with. */

@@ -15,6 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "folders.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
 #include "test.h"
@@ -145,14 +146,7 @@ static char scratch[256], message[1024];
 static int is_short;
 #define TEXT message, sizeof message
 
-static const char *at(const char *name)
-{
-    static char paths[8][512];
-    static unsigned next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", scratch, name);
-    return path;
-}
+static const char *at(const char *name) { return path_in(scratch, name); }
 
 typedef struct shape {
     const char *name;

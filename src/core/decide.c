@@ -65,7 +65,7 @@ int hstep_decide_sums(const struct hstep_call *call, int first, int n)
         struct hstep_update *u = &call->plan.updates[i];
         if (u->skip || !hstep_needs_sums(t, call->micro)) continue;
         double norms[HSTEP_MAX_SUMS];
-        const int64_t *limbs = call->statistics + hstep_sum_offset(call, call->plan.tensors, i);
+        const int64_t *limbs = call->statistics + hstep_sum_offset(call, i);
         for (int j = 0; j < t->sums; j++) norms[j] = sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS));
         hstep_prepare_update(call, i, call->verdict->clip, norms, NULL, u);
     }

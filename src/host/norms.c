@@ -107,7 +107,7 @@ static void sum_task(void *argument, int64_t i)
             length -= count;
         }
     }
-    int64_t *total = b->call->statistics + hstep_sum_offset(b->call, b->call->plan.tensors, c->tensor);
+    int64_t *total = b->call->statistics + hstep_sum_offset(b->call, c->tensor);
     for (int64_t j = 0; j < t->sums; j++)
         hstep_merge_squares(total + j * HSTEP_EXACT_LIMBS, limbs + j * HSTEP_EXACT_LIMBS);
     hstep_fp_leave(fp);

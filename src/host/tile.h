@@ -16,7 +16,6 @@ struct hstep_work {
     enum hstep_pass pass;
     int format[HSTEP_WORK_SLOTS]; /* of the slots that this pass touches, else HSTEP_FORMAT_NONE */
     char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* of the whole part held here */
-    struct hstep_key stream[HSTEP_SLOTS];
     float mean; /* taken from the scaled gradient */
 };
 
