@@ -22,6 +22,12 @@ check:
 	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
 	@cd $(BUILD) && ctest -C check -j$(JOBS) -LE long --output-on-failure --no-tests=error
 
+# The C sources, as .clang-format says; a test holds them to it.
+format:
+	@bash scripts/setup.sh test
+	@bash scripts/venv.sh $(BUILD)/venv
+	@bash scripts/format.sh $(BUILD)/venv/bin/clang-format
+
 # Branches and lines that the tests reach, by folder, and those that they do not.
 coverage:
 	@bash scripts/setup.sh test
@@ -64,4 +70,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test check coverage bench golden stats faults fuzz experiments install clean
+.PHONY: build demo test check format coverage bench golden stats faults fuzz experiments install clean

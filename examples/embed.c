@@ -1,5 +1,5 @@
-/* Embedding halfstep: every byte belongs to the caller, and so do the threads. The library allocates no memory for states
- * and starts no thread; weights, gradients and states lie in one arena.
+/* Embedding halfstep: every byte belongs to the caller, and so do the threads. The library allocates no memory for
+ * states and starts no thread; weights, gradients and states lie in one arena.
  *
  *   cc embed.c -lhalfstep */
 #include <halfstep.h>
@@ -33,8 +33,13 @@ int main(void)
     check(halfstep_create(&options, &optimizer), NULL);
     check(halfstep_add_group(optimizer, "adamw/bf16-ecc8/int8", &group), optimizer);
     check(halfstep_set_hyper(optimizer, group, "lr", 0.01), optimizer);
-    halfstep_tensor t = {.struct_size = sizeof t, .group = group, .name = "weight", .ndim = 2, .rows = ROWS,
-                         .row_length = COLUMNS, .gradient = "bf16"};
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .group = group,
+                         .name = "weight",
+                         .ndim = 2,
+                         .rows = ROWS,
+                         .row_length = COLUMNS,
+                         .gradient = "bf16"};
     check(halfstep_add_tensor(optimizer, &t, &tensor), optimizer);
 
     uint64_t states;
@@ -58,7 +63,8 @@ int main(void)
         check(halfstep_step(optimizer, (void *[]){weight}, (const void *[]){gradient}), optimizer);
     }
     check(halfstep_read_slot(optimizer, tensor, HALFSTEP_SLOT_WEIGHT, weight, 0, ROWS, values), optimizer);
-    printf("w = %.3f after %d steps, %.3f bytes a parameter, %lld tasks\n", values[0], STEPS, (double)bytes / (double)n, (long long)tasks);
+    printf("w = %.3f after %d steps, %.3f bytes a parameter, %lld tasks\n", values[0], STEPS, (double)bytes / (double)n,
+           (long long)tasks);
     halfstep_destroy(optimizer);
     int bad = !(values[0] > 0.4f && values[0] < 0.7f) || tasks == 0;
     free(values);

@@ -1,5 +1,5 @@
-/* Gradient release: each layer's weights are stepped as soon as the backward pass has its gradient, so that one buffer, the
- * size of the largest layer, serves all gradients. A deep linear network y = W8 ... W1 x learns the identity.
+/* Gradient release: each layer's weights are stepped as soon as the backward pass has its gradient, so that one buffer,
+ * the size of the largest layer, serves all gradients. A deep linear network y = W8 ... W1 x learns the identity.
  *
  *   cc release.c -lhalfstep -lm */
 #include <halfstep.h>
@@ -75,8 +75,13 @@ int main(void)
     for (int l = 0; l < LAYERS; l++) {
         char name[16];
         snprintf(name, sizeof name, "layer.%d", l);
-        halfstep_tensor t = {.struct_size = sizeof t, .group = group, .name = name, .ndim = 2, .rows = WIDTH,
-                             .row_length = WIDTH, .gradient = "f32"};
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = group,
+                             .name = name,
+                             .ndim = 2,
+                             .rows = WIDTH,
+                             .row_length = WIDTH,
+                             .gradient = "f32"};
         check(halfstep_add_tensor(optimizer, &t, &tensor), optimizer);
         for (int i = 0; i < WIDTH; i++)
             for (int j = 0; j < WIDTH; j++) weights[l][i][j] = 1.7f * uniform() / sqrtf(WIDTH);
@@ -93,7 +98,8 @@ int main(void)
     }
     uint64_t all;
     check(halfstep_memory(optimizer, NULL, &all, NULL, NULL, NULL), optimizer);
-    printf("loss %.3f -> %.3f; gradients took %zu bytes instead of %llu\n", first, last, sizeof gradient, (unsigned long long)all);
+    printf("loss %.3f -> %.3f; gradients took %zu bytes instead of %llu\n", first, last, sizeof gradient,
+           (unsigned long long)all);
     halfstep_destroy(optimizer);
     return !(last < first);
 }

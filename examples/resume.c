@@ -1,6 +1,6 @@
-/* A trainer that may be killed at any instant: it saves every few steps, and when it is started again it goes on where the
- * last checkpoint was made, with the bits of a run that was never stopped. A small network learns a function; its weights are
- * BF16 with residuals, its states 8 bits.
+/* A trainer that may be killed at any instant: it saves every few steps, and when it is started again it goes on where
+ * the last checkpoint was made, with the bits of a run that was never stopped. A small network learns a function; its
+ * weights are BF16 with residuals, its states 8 bits.
  *
  *   cc resume.c -lhalfstep_io -lhalfstep -lm
  *   ./a.out run 2000            kill it, start it again, as often as you like */
@@ -17,11 +17,13 @@ static const struct {
     const char *name;
     int32_t ndim;
     int64_t rows, row_length;
-} shapes[TENSORS] = {{"hidden.weight", 2, HIDDEN, INPUTS}, {"hidden.bias", 1, HIDDEN, 1},
-                     {"output.weight", 2, 1, HIDDEN},      {"output.bias", 1, 1, 1}};
+} shapes[TENSORS] = {{"hidden.weight", 2, HIDDEN, INPUTS},
+                     {"hidden.bias", 1, HIDDEN, 1},
+                     {"output.weight", 2, 1, HIDDEN},
+                     {"output.bias", 1, 1, 1}};
 
 static halfstep_optimizer *optimizer;
-static uint16_t stored[TENSORS][MOST];                 /* BF16, as it is saved */
+static uint16_t stored[TENSORS][MOST]; /* BF16, as it is saved */
 static float values[TENSORS][MOST], gradients[TENSORS][MOST];
 static void *weights[TENSORS] = {stored[0], stored[1], stored[2], stored[3]};
 
@@ -51,8 +53,12 @@ static void build(void)
     check(halfstep_set_hyper(optimizer, HALFSTEP_ALL_GROUPS, "lr", 0.003), NULL);
     check(halfstep_set_hyper(optimizer, biases, "weight_decay", 0.0), NULL);
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_tensor t = {.struct_size = sizeof t, .group = shapes[i].ndim == 2 ? matrices : biases, .name = shapes[i].name,
-                             .ndim = shapes[i].ndim, .rows = shapes[i].rows, .row_length = shapes[i].row_length,
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = shapes[i].ndim == 2 ? matrices : biases,
+                             .name = shapes[i].name,
+                             .ndim = shapes[i].ndim,
+                             .rows = shapes[i].rows,
+                             .row_length = shapes[i].row_length,
                              .gradient = "f32"};
         check(halfstep_add_tensor(optimizer, &t, &index), NULL);
     }
@@ -151,9 +157,12 @@ int main(int argc, char **argv)
     uint64_t step = resume(dir);
     while (step < steps) {
         for (int i = 0; i < TENSORS; i++)
-            check(halfstep_read_slot(optimizer, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, shapes[i].rows, values[i]), NULL);
+            check(halfstep_read_slot(optimizer, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, shapes[i].rows, values[i]),
+                  NULL);
         loss = backward(step);
-        check(halfstep_step(optimizer, weights, (const void *[]){gradients[0], gradients[1], gradients[2], gradients[3]}), NULL);
+        check(
+            halfstep_step(optimizer, weights, (const void *[]){gradients[0], gradients[1], gradients[2], gradients[3]}),
+            NULL);
         if (++step % SAVE_EVERY == 0 || step == steps) save(dir, step);
     }
     printf("step %llu loss %.4f hash %016llx\n", (unsigned long long)step, loss, (unsigned long long)fingerprint());

@@ -1,16 +1,17 @@
 /* Copy this to src/formats/NAME.h, rename, and add one row (and the include above it) to src/formats/formats.def
  * (docs/adding.md).
  *
- * Say here the byte layout, the rounding and the worst-case error. This one is a block format: 8-bit linear codes,
- * code = floor((round(x * 65536 / s) + r) / 65536) with r the element's 16 random bits (2^15 for nearest), decode code * s,
- * s = BF16, rounded up, of max |x| / 127. Error at most s/2 to nearest, below s stochastic. It has no place in the library:
- * linear codes of a second moment round small elements to zero.
+ * Say here the byte layout, the rounding and the worst-case error. This one is a block format: 8-bit linear codes, code
+ * = floor((round(x * 65536 / s) + r) / 65536) with r the element's 16 random bits (2^15 for nearest), decode code * s,
+ * s = BF16, rounded up, of max |x| / 127. Error at most s/2 to nearest, below s stochastic. It has no place in the
+ * library: linear codes of a second moment round small elements to zero.
  *
  * An element format has three functions instead, NAME_decode, NAME_encode and NAME_apply: see src/formats/bf16_sr.h. */
 #ifndef HSTEP_SKELETON_FORMAT_H
 #define HSTEP_SKELETON_FORMAT_H
 
-/* From the largest stashed magnitude of each block (one per lane) to its scale, an fp32 pattern with the low half zero. */
+/* From the largest stashed magnitude of each block (one per lane) to its scale, an fp32 pattern with the low half
+ * zero. */
 V_OP vi skeleton_scale(vf maximum, const int nonneg)
 {
     vf step = v_mul(maximum, v_set(nonneg ? 1.0f / 255.0f : 1.0f / 127.0f));
@@ -46,10 +47,8 @@ V_OP vf skeleton_value(vi code, vf scale, const int nonneg)
 
 V_OP void skeleton_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 {
-    if (nonneg)
-        vp_load_u8(code + i, e, o);
-    else
-        vp_load_s8(code + i, e, o);
+    if (nonneg) vp_load_u8(code + i, e, o);
+    else vp_load_s8(code + i, e, o);
 }
 
 V_OP void skeleton_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }

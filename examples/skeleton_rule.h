@@ -1,6 +1,7 @@
 /* Copy this to src/rules/NAME.h, rename, and add one row to src/rules/rules.def (docs/adding.md).
  *
- * Say here what the rule is, the paper, and the equations as they are computed. This one is Signum (Bernstein et al. 2018):
+ * Say here what the rule is, the paper, and the equations as they are computed. This one is Signum (Bernstein et al.
+ * 2018):
  *
  *   m = b m + (1 - b) g        d = lr * sign(m) + decay * w
  *

@@ -9,7 +9,8 @@
  *   fuzz_NAME --short                   the corpus, and few rounds
  *   fuzz_NAME --seconds N               as many rounds as fit
  *   fuzz_NAME FILE...                   replays
- *   fuzz_NAME --input SEED NUMBER FILE  writes the input of one round to a file, for the corpus (fuzz/corpus/fuzz_NAME) */
+ *   fuzz_NAME --input SEED NUMBER FILE  writes the input of one round to a file, for the corpus
+ *                                       (fuzz/corpus/fuzz_NAME) */
 #ifndef HALFSTEP_FUZZ_H
 #define HALFSTEP_FUZZ_H
 
@@ -45,7 +46,8 @@ static inline void demand(int condition, const char *what)
     abort();
 }
 
-/* Inputs that the code under test has taken, and refused: in the end both must be frequent, or the mutations test nothing. */
+/* Inputs that the code under test has taken, and refused: in the end both must be frequent, or the mutations test
+ * nothing. */
 __attribute__((unused)) static unsigned long fuzz_accepted, fuzz_rejected;
 
 /* Changes that files of text and bytes suffer. */
@@ -173,13 +175,15 @@ static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, 
            fuzz_clock() - start);
     if (fuzz_accepted + fuzz_rejected) printf("; %lu accepted, %lu rejected", fuzz_accepted, fuzz_rejected);
     printf("\n");
-    return fuzz_accepted + fuzz_rejected && rounds >= 1000 && (fuzz_accepted * 50 < rounds || fuzz_rejected * 50 < rounds);
+    return fuzz_accepted + fuzz_rejected && rounds >= 1000 &&
+           (fuzz_accepted * 50 < rounds || fuzz_rejected * 50 < rounds);
 }
 
 static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned long rounds_long)
 {
     char *end = NULL;
-    int is_short = argc > 1 && !strcmp(argv[1], "--short"), timed = argc > 2 && !strcmp(argv[1], "--seconds"), status = 1;
+    int is_short = argc > 1 && !strcmp(argv[1], "--short"), timed = argc > 2 && !strcmp(argv[1], "--seconds"),
+        status = 1;
     unsigned long rounds = is_short ? rounds_short : rounds_long;
     if (argc > 1 && !is_short && !timed) rounds = strtoul(argv[1], &end, 10);
     int replay = end && *end;
@@ -191,7 +195,8 @@ static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned
     pid_t child = fork();
     if (!child) {
         int failed = 0;
-        if (argc == 5 && !strcmp(argv[1], "--input")) exit(fuzz_write(strtoul(argv[2], NULL, 10), strtoul(argv[3], NULL, 10), argv[4]));
+        if (argc == 5 && !strcmp(argv[1], "--input"))
+            exit(fuzz_write(strtoul(argv[2], NULL, 10), strtoul(argv[3], NULL, 10), argv[4]));
         for (int i = 1; replay && i < argc; i++) failed |= fuzz_replay(argv[i]);
         exit(replay ? failed : fuzz_rounds(first, rounds, timed ? strtod(argv[2], NULL) : 0, !end));
     }

@@ -1,5 +1,5 @@
-/* Any bytes at all as the manifest of a checkpoint directory, or of one checkpoint in it. What opens holds together: every file
- * that it lists is there, inside the directory, with that size.
+/* Any bytes at all as the manifest of a checkpoint directory, or of one checkpoint in it. What opens holds together:
+ * every file that it lists is there, inside the directory, with that size.
  *
  * The first byte of an input says which manifest it is, and how the directory is opened. */
 #define FUZZ_NAME "fuzz_checkpoint"
@@ -43,7 +43,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!size) return 0;
     prepare();
     int which = data[0] & 1;
-    halfstep_open_options options = {.struct_size = sizeof options, .fallback = data[0] >> 1 & 1, .skip_contents = data[0] >> 2 & 1};
+    halfstep_open_options options = {
+        .struct_size = sizeof options, .fallback = data[0] >> 1 & 1, .skip_contents = data[0] >> 2 & 1};
     const char *name = which ? "run/checkpoint-4/manifest.json" : "run/manifest.json";
     put_file(name, data + 1, size - 1);
     int code = halfstep_open_checkpoint(&checkpoint, directory, &options, error, sizeof error);
@@ -72,7 +73,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     } else {
         fuzz_rejected++;
         demand(strlen(error) > 20 && !strchr(error, '\n'), "no sentence");
-        demand(code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_IO || code == HALFSTEP_ERROR_NAME, "an odd failure");
+        demand(code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_IO || code == HALFSTEP_ERROR_NAME,
+               "an odd failure");
     }
     halfstep_close_checkpoint(checkpoint);
     put_file(name, which ? inner : outer, which ? inner_bytes : outer_bytes);

@@ -1,6 +1,7 @@
 /* Any bytes at all as training text, gzip or not, and as the IDX files of digits: what is accepted is all there.
  *
- * The first byte of an input says what it is: 0 text, else one of the four IDX files, its upper bit that it is called .gz. */
+ * The first byte of an input says what it is: 0 text, else one of the four IDX files, its upper bit that it is called
+ * .gz. */
 #define FUZZ_NAME "fuzz_data"
 #include "fuzz.h"
 
@@ -80,7 +81,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         demand(!failed || (!sets[s]->images && !sets[s]->n), "a set after an error");
         for (int64_t i = 0; i < sets[s]->n; i++) {
             demand(sets[s]->labels[i] < IMAGE_CLASSES, "a label out of range");
-            for (int p = 0; p < sets[s]->side * sets[s]->side; p++) sum += sets[s]->images[i * sets[s]->side * sets[s]->side + p];
+            for (int p = 0; p < sets[s]->side * sets[s]->side; p++)
+                sum += sets[s]->images[i * sets[s]->side * sets[s]->side + p];
         }
     }
     image_set_free(&train);
@@ -94,7 +96,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 #ifndef HALFSTEP_LIBFUZZER
 static size_t pack(const uint8_t *in, size_t bytes, uint8_t *out, size_t room)
 {
-    z_stream stream = {.next_in = (uint8_t *)(uintptr_t)in, .avail_in = (unsigned)bytes, .next_out = out, .avail_out = (unsigned)room};
+    z_stream stream = {
+        .next_in = (uint8_t *)(uintptr_t)in, .avail_in = (unsigned)bytes, .next_out = out, .avail_out = (unsigned)room};
     demand(deflateInit2(&stream, 6, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) == Z_OK, "no deflate");
     demand(deflate(&stream, Z_FINISH) == Z_STREAM_END, "no room");
     deflateEnd(&stream);

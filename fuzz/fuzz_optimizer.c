@@ -1,5 +1,5 @@
-/* Any bytes at all, given to halfstep_read_optimizer() as a file: it is taken whole, or refused with a text and every bit of
- * the optimizer as it was. fuzz.h says how to run it. */
+/* Any bytes at all, given to halfstep_read_optimizer() as a file: it is taken whole, or refused with a text and every
+ * bit of the optimizer as it was. fuzz.h says how to run it. */
 #define FUZZ_NAME "fuzz_optimizer"
 #include "fuzz.h"
 
@@ -53,15 +53,21 @@ static uint64_t fingerprint(void)
 
 static void build(void)
 {
-    static const char *const recipes[2] = {"adamw/bf16-ecc8/int4", "lamb/bf16-kahan/f32"}, *const names[] = {"a", "b/c", "d"};
+    static const char *const recipes[2] = {"adamw/bf16-ecc8/int4", "lamb/bf16-kahan/f32"}, *const names[] = {"a", "b/c",
+                                                                                                             "d"};
     float values[ROWS * LENGTH], gradients[TENSORS][ROWS * LENGTH];
     const void *pointers[TENSORS] = {gradients[0], gradients[1], gradients[2]};
     int32_t group[2], index;
     demand(!halfstep_create(NULL, &optimizer), "no optimizer");
     for (int i = 0; i < 2; i++) demand(!halfstep_add_group(optimizer, recipes[i], &group[i]), "no group");
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_tensor t = {.struct_size = sizeof t, .group = group[i % 2], .name = names[i], .ndim = 2, .rows = ROWS,
-                             .row_length = LENGTH, .gradient = "f32"};
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = group[i % 2],
+                             .name = names[i],
+                             .ndim = 2,
+                             .rows = ROWS,
+                             .row_length = LENGTH,
+                             .gradient = "f32"};
         demand(!halfstep_add_tensor(optimizer, &t, &index), "no tensor");
     }
     demand(!halfstep_allocate_states(optimizer), "no states");
@@ -108,7 +114,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         demand(strlen(error) > 10 && !strchr(error, '\n') && !strstr(error, "is only partly loaded"), "an odd text");
     } else {
         fuzz_accepted++;
-        /* From the same start it leads to the same end, also by way of another file: what this one does not say stays. */
+        /* From the same start it leads to the same end, also by way of another file: what this one does not say
+         * stays. */
         uint64_t taken[2];
         for (int i = 0; i < 2; i++) {
             demand(!read_bytes(good, good_bytes, error, sizeof error), "the good file is refused");

@@ -1,5 +1,5 @@
-/* Any text at all as a recipe, as a name of something, as a hyper-parameter or a choice: an error code and a sentence, or a full
- * form that means the same again. */
+/* Any text at all as a recipe, as a name of something, as a hyper-parameter or a choice: an error code and a sentence,
+ * or a full form that means the same again. */
 #define FUZZ_NAME "fuzz_recipes"
 #include "fuzz.h"
 
@@ -24,7 +24,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         demand(strlen(full) < sizeof full && !halfstep_recipe_full(full, again, sizeof again) && !strcmp(full, again),
                "the full form is no fixed point");
         halfstep_recipe_bytes(text, 2, (int64_t)size * 3, 1 + size % 77, &weight, &extra, &states);
-        halfstep_tensor tensor = {.struct_size = sizeof tensor, .group = group, .name = text, .ndim = 2, .rows = 3, .row_length = 40,
+        halfstep_tensor tensor = {.struct_size = sizeof tensor,
+                                  .group = group,
+                                  .name = text,
+                                  .ndim = 2,
+                                  .rows = 3,
+                                  .row_length = 40,
                                   .gradient = "bf16"};
         if (!halfstep_add_tensor(optimizer, &tensor, &index))
             demand(halfstep_tensor_find(optimizer, text) == index, "a tensor is not found by its name");
@@ -62,7 +67,8 @@ static size_t make_input(uint8_t *data, size_t room)
     size_t used = (size_t)snprintf(text, sizeof text, "%s", rule.name), parts = draw(7);
     for (size_t i = 0; i < parts; i++) {
         halfstep_get_format_info((int32_t)draw((uint64_t)halfstep_format_count()), &format);
-        used += (size_t)snprintf(text + used, sizeof text - used, "%c%s", i < 2 ? '/' : "+/"[draw(8) == 0], format.name);
+        used +=
+            (size_t)snprintf(text + used, sizeof text - used, "%c%s", i < 2 ? '/' : "+/"[draw(8) == 0], format.name);
     }
     memcpy(data, text, used);
     return draw(2) ? mutate(data, used, room, "/+-0123456789 abcdefs") : used;

@@ -1,5 +1,5 @@
-/* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full, and
- * survive being written again by our own writer. fuzz.h says how to run it. */
+/* Any bytes at all, given to the safetensors reader as a file. What it accepts must hold together, be readable in full,
+ * and survive being written again by our own writer. fuzz.h says how to run it. */
 #define FUZZ_NAME "fuzz_safetensors"
 #include "fuzz.h"
 
@@ -38,31 +38,37 @@ static void check_copy(halfstep_safetensors *file)
     demand(!halfstep_create_safetensors_writer(&writer), "no writer");
     for (uint64_t i = 0; i < count; i++) {
         demand(!halfstep_get_safetensor_info(file, i, &info), "no info");
-        demand(!halfstep_declare_safetensor(writer, info.name, info.dtype, info.ndim, info.shape, NULL, error, sizeof error),
+        demand(!halfstep_declare_safetensor(writer, info.name, info.dtype, info.ndim, info.shape, NULL, error,
+                                            sizeof error),
                "a tensor that was read cannot be declared");
     }
     for (uint64_t i = 0; i < pairs; i++) {
         demand(!halfstep_get_safetensors_metadata(file, i, &key, &value), "no metadata");
-        demand(!halfstep_declare_safetensors_metadata(writer, key, value, error, sizeof error), "metadata cannot be declared");
+        demand(!halfstep_declare_safetensors_metadata(writer, key, value, error, sizeof error),
+               "metadata cannot be declared");
     }
     /* The memory file has no directory for a temporary beside it, so a real one is used. */
     const char *base = getenv("TMPDIR");
     snprintf(path, sizeof path, "%.500s/halfstep-fuzz-%ld", base && *base ? base : P_tmpdir, (long)getpid());
-    demand(!halfstep_write_safetensors(writer, path, copy_tensor, file, error, sizeof error), "the copy cannot be written");
+    demand(!halfstep_write_safetensors(writer, path, copy_tensor, file, error, sizeof error),
+           "the copy cannot be written");
     demand(!halfstep_open_safetensors(&copy, path, error, sizeof error), "the copy cannot be opened");
     unlink(path);
-    demand(halfstep_safetensor_count(copy) == count && halfstep_safetensors_metadata_count(copy) == pairs, "counts differ");
+    demand(halfstep_safetensor_count(copy) == count && halfstep_safetensors_metadata_count(copy) == pairs,
+           "counts differ");
     for (uint64_t i = 0; i < count; i++) {
         halfstep_get_safetensor_info(file, i, &info);
         demand(!halfstep_safetensor_find(copy, info.name, &index), "a name is lost");
         halfstep_get_safetensor_info(copy, index, &other);
-        demand(info.bytes == other.bytes && info.ndim == other.ndim && !strcmp(info.dtype, other.dtype), "a tensor differs");
+        demand(info.bytes == other.bytes && info.ndim == other.ndim && !strcmp(info.dtype, other.dtype),
+               "a tensor differs");
         demand(!info.ndim || !memcmp(info.shape, other.shape, info.ndim * sizeof *info.shape), "a shape differs");
         unsigned char *first = malloc(info.bytes + 1), *second = malloc(info.bytes + 1);
         demand(first && second, "out of memory");
         demand(!halfstep_read_safetensor(file, i, 0, first, info.bytes, error, sizeof error) &&
-               !halfstep_read_safetensor(copy, index, 0, second, info.bytes, error, sizeof error) &&
-               !memcmp(first, second, info.bytes), "the contents differ");
+                   !halfstep_read_safetensor(copy, index, 0, second, info.bytes, error, sizeof error) &&
+                   !memcmp(first, second, info.bytes),
+               "the contents differ");
         free(first);
         free(second);
     }
@@ -83,10 +89,12 @@ static void check_accepted(halfstep_safetensors *file, size_t size)
     demand(names != NULL, "out of memory");
     for (uint64_t i = 0; i < count; i++) {
         demand(!halfstep_get_safetensor_info(file, i, &info), "no info");
-        demand(info.begin == reached && info.end - info.begin == info.bytes && info.end <= size, "a hole or an overlap");
+        demand(info.begin == reached && info.end - info.begin == info.bytes && info.end <= size,
+               "a hole or an overlap");
         demand(!halfstep_safetensor_find(file, info.name, &index) && index == i, "a name is not found");
         demand(halfstep_safetensors_dtype_bits(info.dtype) == info.dtype_bits, "dtype");
-        demand((unsigned __int128)info.elements * info.dtype_bits == (unsigned __int128)info.bytes * 8, "shape and bytes");
+        demand((unsigned __int128)info.elements * info.dtype_bits == (unsigned __int128)info.bytes * 8,
+               "shape and bytes");
         names[i] = info.name;
         reached = info.end;
     }
@@ -123,8 +131,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 /* A file that is good, except that now and then something about it is not. */
 static size_t make_file(uint8_t *out, size_t room)
 {
-    static const char *const oddities[] = {"-1", "1.0", "1e3", "01", "18446744073709551615", "9223372036854775807", "null",
-                                           "\"1\"", "[]", "4294967296"};
+    static const char *const oddities[] = {
+        "-1", "1.0", "1e3", "01", "18446744073709551615", "9223372036854775807", "null", "\"1\"", "[]", "4294967296"};
     char header[4096];
     size_t used = 0, offset = 0, tensors = draw(6);
     int odd = draw(3) == 0;

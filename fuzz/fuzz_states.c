@@ -1,9 +1,9 @@
-/* Any bytes at all in weights, residuals, states and scales: decoding them and stepping on them stays inside its memory, on
- * every instruction set, and all of them give the same bits. Checkpoints and state_dicts bring such bytes.
+/* Any bytes at all in weights, residuals, states and scales: decoding them and stepping on them stays inside its
+ * memory, on every instruction set, and all of them give the same bits. Checkpoints and state_dicts bring such bytes.
  *
- * An input chooses rule, formats, shape and hyper-parameters by its first bytes; the rest fills the streams, and when it is used
- * up goes on as pseudo-random numbers that depend on all of it. Without libFuzzer the rounds go through all rules and formats
- * in turn. */
+ * An input chooses rule, formats, shape and hyper-parameters by its first bytes; the rest fills the streams, and when
+ * it is used up goes on as pseudo-random numbers that depend on all of it. Without libFuzzer the rounds go through all
+ * rules and formats in turn. */
 #define FUZZ_NAME "fuzz_states"
 #include "fuzz.h"
 
@@ -18,16 +18,14 @@ struct input {
     size_t size, at;
 };
 
-static uint8_t next_byte(struct input *in)
-{
-    return in->at < in->size ? in->data[in->at++] : (uint8_t)draw_bits();
-}
+static uint8_t next_byte(struct input *in) { return in->at < in->size ? in->data[in->at++] : (uint8_t)draw_bits(); }
 
 /* Bytes that mean something to a number: not only noise, whose exponents are nearly all extreme. */
 static void fill(struct input *in, uint8_t *bytes, size_t count)
 {
-    static const uint32_t words[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc00001, 0x00000001, 0x80000001, 0x80000000,
-                                     0xbf800000, 0x7f7fffff, 0xff7fffff, 0x3f800000, 0x00800000, 0xb089705f, 0x5e800000};
+    static const uint32_t words[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc00001, 0x00000001,
+                                     0x80000001, 0x80000000, 0xbf800000, 0x7f7fffff, 0xff7fffff,
+                                     0x3f800000, 0x00800000, 0xb089705f, 0x5e800000};
     uint8_t style = next_byte(in);
     uint32_t word = words[next_byte(in) % (sizeof words / sizeof *words)];
     for (size_t i = 0; i < count; i++) {
@@ -38,8 +36,12 @@ static void fill(struct input *in, uint8_t *bytes, size_t count)
         case 2: byte = 0xff; break;
         case 3: byte = (uint8_t)(word >> 8 * (i % 4)); break;
         case 4: byte = (uint8_t)(word >> (16 + 8 * (i % 2))); break;
-        case 5: byte = byte % 16 ? (uint8_t)(i % 4 == 3 ? 0x3c : byte) : (uint8_t)(word >> 8 * (i % 4)); break; /* fp32 near 0.01 */
-        case 6: byte = byte % 16 ? (uint8_t)(i % 2 ? 0x3c : byte) : (uint8_t)(word >> (16 + 8 * (i % 2))); break; /* 16 bits */
+        case 5:
+            byte = byte % 16 ? (uint8_t)(i % 4 == 3 ? 0x3c : byte) : (uint8_t)(word >> 8 * (i % 4));
+            break; /* fp32 near 0.01 */
+        case 6:
+            byte = byte % 16 ? (uint8_t)(i % 2 ? 0x3c : byte) : (uint8_t)(word >> (16 + 8 * (i % 2)));
+            break; /* 16 bits */
         default: byte = (uint8_t)(byte % 16 ? 0x80 : word >> 24);
         }
         bytes[i] = byte;
@@ -73,7 +75,8 @@ static int format_with(int32_t role, unsigned choice, char *name, size_t room)
     if (!found) return 0;
     found = (int32_t)(choice % (unsigned)found);
     for (int32_t i = 0; i < formats; i++)
-        if (!halfstep_get_format_info(i, &info) && (info.roles & role) && found-- == 0) snprintf(name, room, "%s", info.name);
+        if (!halfstep_get_format_info(i, &info) && (info.roles & role) && found-- == 0)
+            snprintf(name, room, "%s", info.name);
     return 1;
 }
 
@@ -91,7 +94,8 @@ static void choose_recipe(struct input *in, char *recipe, size_t room)
     for (int i = 0; i < rule.states; i++) {
         int32_t role = rule.state_role[i];
         if (!uniform) choice = next_byte(in);
-        if (role & HALFSTEP_ROLE_WEIGHT || !format_with(role & ~HALFSTEP_ROLE_WEIGHT, choice, state, sizeof state)) continue;
+        if (role & HALFSTEP_ROLE_WEIGHT || !format_with(role & ~HALFSTEP_ROLE_WEIGHT, choice, state, sizeof state))
+            continue;
         used += (size_t)snprintf(text + used, sizeof text - used, "%c%s", separator, state);
         separator = '+';
     }
@@ -116,7 +120,9 @@ static void tame(struct subject *s)
     halfstep_slot_info slot = {.struct_size = sizeof slot};
     for (int i = 0; i < HALFSTEP_SLOT_STATE + MAX_STATES; i++) {
         if (halfstep_get_slot_info(s->optimizer, 0, i, &slot) || slot.format < 0) continue;
-        void *data = i == HALFSTEP_SLOT_WEIGHT ? (void *)s->weight : i == HALFSTEP_SLOT_GRADIENT ? (void *)s->gradient : NULL;
+        void *data = i == HALFSTEP_SLOT_WEIGHT     ? (void *)s->weight
+                     : i == HALFSTEP_SLOT_GRADIENT ? (void *)s->gradient
+                                                   : NULL;
         float *plain = malloc((size_t)s->elements * sizeof *plain);
         demand(plain != NULL, "no memory");
         must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, s->rows, plain), "read");
@@ -193,7 +199,8 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     s->elements = tensor.rows * tensor.row_length;
     for (int i = 0; i < HALFSTEP_SLOT_STATE + MAX_STATES; i++) {
         if (halfstep_get_slot_info(s->optimizer, 0, i, &slot) || slot.format < 0) continue;
-        uint8_t *code = add_stream(s, slot.code_bytes), *extra = slot.extra_bytes ? add_stream(s, slot.extra_bytes) : NULL;
+        uint8_t *code = add_stream(s, slot.code_bytes),
+                *extra = slot.extra_bytes ? add_stream(s, slot.extra_bytes) : NULL;
         fill(&in, code, slot.code_bytes);
         if (extra) fill(&in, extra, slot.extra_bytes);
         if (i == HALFSTEP_SLOT_WEIGHT) s->weight = code;
@@ -255,7 +262,9 @@ static void read_all(struct subject *s, int which, int write)
     demand(plain != NULL, "no memory");
     for (int i = 0; i < HALFSTEP_SLOT_STATE + MAX_STATES; i++) {
         if (halfstep_get_slot_info(s->optimizer, 0, i, &slot) || slot.format < 0) continue;
-        void *data = i == HALFSTEP_SLOT_WEIGHT ? (void *)s->weight : i == HALFSTEP_SLOT_GRADIENT ? (void *)s->gradient : NULL;
+        void *data = i == HALFSTEP_SLOT_WEIGHT     ? (void *)s->weight
+                     : i == HALFSTEP_SLOT_GRADIENT ? (void *)s->gradient
+                                                   : NULL;
         must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, s->rows, plain), "read");
         for (int64_t e = 0; e < s->elements; e++) {
             /* A NaN is one whatever its bits. */
@@ -282,7 +291,8 @@ static void use_subject(struct subject *s, int which, int steps)
     for (int step = 0; step < steps; step++) {
         int code = halfstep_step(s->optimizer, weights, gradients);
         /* Not every hyper-parameter goes with every other and every format. */
-        if (code != HALFSTEP_NONFINITE && code != HALFSTEP_ERROR_UNSUPPORTED && code != HALFSTEP_ERROR_RANGE) must(s, code, "step");
+        if (code != HALFSTEP_NONFINITE && code != HALFSTEP_ERROR_UNSUPPORTED && code != HALFSTEP_ERROR_RANGE)
+            must(s, code, "step");
         note(which, "step", step, (uint32_t)code, 1);
         read_all(s, which, 0);
     }
@@ -318,8 +328,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                 /* What comes of infinities and NaN is only required to stay inside its memory. */
                 if (!a->is_code && (a->bits & 0x7f800000) == 0x7f800000) break;
                 if (a->bits == b->bits) continue;
-                fprintf(stderr, "%s: %s[%lld] is %08x, with %s %08x (%zu of %zu)\n", recipe, a->what, (long long)a->index, a->bits,
-                        halfstep_isa_name(isa), b->bits, i, outcome_count[0]);
+                fprintf(stderr, "%s: %s[%lld] is %08x, with %s %08x (%zu of %zu)\n", recipe, a->what,
+                        (long long)a->index, a->bits, halfstep_isa_name(isa), b->bits, i, outcome_count[0]);
                 demand(0, "the instruction sets differ");
             }
         which = 1;

@@ -1,8 +1,8 @@
-/* Any bytes at all as one of the files of a training checkpoint, with checksums that say they are right: inspect, generate,
- * train --init and train --resume end with status 0, or 1 or 2 and one sentence.
+/* Any bytes at all as one of the files of a training checkpoint, with checksums that say they are right: inspect,
+ * generate, train --init and train --resume end with status 0, or 1 or 2 and one sentence.
  *
- * The first byte of an input says which checkpoint (its recipe), the second which file: trainer.json, config.json, or the
- * header of a safetensors file, whose tensors stay as they are; the rest is its contents. */
+ * The first byte of an input says which checkpoint (its recipe), the second which file: trainer.json, config.json, or
+ * the header of a safetensors file, whose tensors stay as they are; the rest is its contents. */
 #define FUZZ_NAME "fuzz_trainer"
 #include "fuzz.h"
 
@@ -12,8 +12,10 @@
 
 #include <jansson.h>
 
-static const char *const recipes[] = {"adamw/bf16-kahan/int8", "schedulefree/f32", "adamw-delayed/bf16-ecc8/bf16-sr", "lamb/f16/dyn8"};
-static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors", "model.safetensors"};
+static const char *const recipes[] = {"adamw/bf16-kahan/int8", "schedulefree/f32", "adamw-delayed/bf16-ecc8/bf16-sr",
+                                      "lamb/f16/dyn8"};
+static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors",
+                                    "model.safetensors"};
 enum { RECIPES = 4, FILES_OF_RUN = 5, ROOM = 1 << 17 };
 
 static struct {
@@ -22,7 +24,8 @@ static struct {
 } files[RECIPES][FILES_OF_RUN];
 static char values[RECIPES][8][2][256];
 
-#define WORDS(...) (char *[]){"halfstep", __VA_ARGS__, NULL}
+#define WORDS(...) \
+    (char *[]) { "halfstep", __VA_ARGS__, NULL }
 #define COUNT(...) (int)(sizeof((char *[]){"halfstep", __VA_ARGS__}) / sizeof(char *))
 #define PROGRAM(...) judge_program(COUNT(__VA_ARGS__), WORDS(__VA_ARGS__))
 
@@ -35,9 +38,10 @@ static void prepare(void)
     for (size_t i = 0; i < sizeof text; i++) text[i] = (char)(32 + i * i % 91);
     put_file("text", text, sizeof text);
     for (int r = 0; r < RECIPES; r++) {
-        int status = PROGRAM("train", "lm", "--data", "text", "--recipe", (char *)(uintptr_t)recipes[r], "--width", "8", "--depth", "1",
-                             "--heads", "2", "--context", "4", "--batch", "1", "--steps", "2", "--quiet", "--sample-bytes", "1",
-                             "--eval-batches", "1", "--threads", "1", "--checkpoint", "good");
+        int status =
+            PROGRAM("train", "lm", "--data", "text", "--recipe", (char *)(uintptr_t)recipes[r], "--width", "8",
+                    "--depth", "1", "--heads", "2", "--context", "4", "--batch", "1", "--steps", "2", "--quiet",
+                    "--sample-bytes", "1", "--eval-batches", "1", "--threads", "1", "--checkpoint", "good");
         demand(!status, program_errors);
         halfstep_checkpoint *checkpoint;
         demand(!halfstep_open_checkpoint(&checkpoint, "good", NULL, text, sizeof text), text);
@@ -61,8 +65,18 @@ static void prepare(void)
 /* Settings that are sound and take long, or much memory, tell nothing. */
 static int takes_long(const char *data, size_t bytes)
 {
-    static const char *const counts[] = {"batch", "micro-steps", "eval-batches", "sample-bytes", "val-every", "threads", "context",
-                                         "width", "depth", "max_position_embeddings", "num_hidden_layers", "hidden_size"};
+    static const char *const counts[] = {"batch",
+                                         "micro-steps",
+                                         "eval-batches",
+                                         "sample-bytes",
+                                         "val-every",
+                                         "threads",
+                                         "context",
+                                         "width",
+                                         "depth",
+                                         "max_position_embeddings",
+                                         "num_hidden_layers",
+                                         "hidden_size"};
     json_t *object = json_loadb(data, bytes, 0, NULL);
     int found = 0;
     for (int level = 0; level < 2; level++) {
@@ -115,9 +129,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     save(recipe, changed, data + 2, size - 2);
     int failed = PROGRAM("inspect", "run", "--json") != 0;
     failed |= PROGRAM("generate", "--checkpoint", "run", "--bytes", "2", "--threads", "1") != 0;
-    failed |= PROGRAM("train", "lm", "--data", "text", "--init", "run", "--steps", "0", "--batch", "1", "--eval-batches", "1", "--quiet",
-                      "--sample-bytes", "1", "--threads", "1") != 0;
-    failed |= PROGRAM("train", "lm", "--data", "text", "--checkpoint", "run", "--resume", "--steps", "3", "--quiet", "--threads", "1") != 0;
+    failed |= PROGRAM("train", "lm", "--data", "text", "--init", "run", "--steps", "0", "--batch", "1",
+                      "--eval-batches", "1", "--quiet", "--sample-bytes", "1", "--threads", "1") != 0;
+    failed |= PROGRAM("train", "lm", "--data", "text", "--checkpoint", "run", "--resume", "--steps", "3", "--quiet",
+                      "--threads", "1") != 0;
     if (failed) fuzz_rejected++;
     else fuzz_accepted++;
     remove_tree("run");
@@ -137,8 +152,9 @@ static size_t make_input(uint8_t *data, size_t room)
     uint64_t kind = draw(4);
     /* Another number for a number, so that it stays JSON. */
     if (kind < 2) {
-        static const char *const numbers[] = {"-1", "0", "1e308", "18446744073709551615", "9223372036854775808", "3.5", "nan", "1",
-                                              "4294967296", "-0", "1e-320", "inf", "99"};
+        static const char *const numbers[] = {"-1",     "0",   "1e308", "18446744073709551615", "9223372036854775808",
+                                              "3.5",    "nan", "1",     "4294967296",           "-0",
+                                              "1e-320", "inf", "99"};
         size_t at = draw(bytes), end;
         while (at < bytes && (data[2 + at] < '0' || data[2 + at] > '9')) at++;
         for (end = at; end < bytes && data[2 + end] && strchr("0123456789.e-", data[2 + end]);) end++;

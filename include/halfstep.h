@@ -16,25 +16,25 @@
  *
  * WORDS. A *rule* is the arithmetic of one optimizer (adamw, lion, ...). A *format* is how one tensor is stored. A
  * *recipe* names both: "rule/weight format/state format", with "+" between the formats of several states
- * ("adamw/bf16-sr/int8+bf16-sr"). Parts left out take the rule's defaults: f32 weights and f32 states; bf16-sr states for
- * any bf16 weight. A *slot* is one stored tensor of a parameter: its weight, its gradient, each of its states. A slot may
- * have a second stream of bytes (*extra*): the Kahan residual, the error code, the scales of a block format.
+ * ("adamw/bf16-sr/int8+bf16-sr"). Parts left out take the rule's defaults: f32 weights and f32 states; bf16-sr states
+ * for any bf16 weight. A *slot* is one stored tensor of a parameter: its weight, its gradient, each of its states. A
+ * slot may have a second stream of bytes (*extra*): the Kahan residual, the error code, the scales of a block format.
  *
- * ERRORS. Every function that can fail returns int: HALFSTEP_OK, or a negative code below. halfstep_strerror() gives the
- * kind, halfstep_error_detail() a sentence about the last failure on that handle. A failed call changes nothing. The
- * library never prints, exits or aborts, and allocates nothing inside a step.
+ * ERRORS. Every function that can fail returns int: HALFSTEP_OK, or a negative code below. halfstep_strerror() gives
+ * the kind, halfstep_error_detail() a sentence about the last failure on that handle. A failed call changes nothing.
+ * The library never prints, exits or aborts, and allocates nothing inside a step.
  *
- * STRUCTURES begin with struct_size, which the caller sets to the size that its header gives them. A smaller one is that of an
- * older header: what it lacks has its default, or is not filled in. A larger one is taken if what this library does not know
- * of it is zero, else ARGUMENT.
+ * STRUCTURES begin with struct_size, which the caller sets to the size that its header gives them. A smaller one is
+ * that of an older header: what it lacks has its default, or is not filled in. A larger one is taken if what this
+ * library does not know of it is zero, else ARGUMENT.
  *
  * BITS. The same inputs, seed and counters give the same bits in weights and states on every instruction set, compiler,
  * thread count and shard layout. docs/numerics.md states the contract.
  *
- * THREADS. Different handles may be used at the same time, and halfstep_step_tensor(), halfstep_accumulate_states_tensor() and
- * the functions they are in parts on different tensors of one handle. Everything else on one handle is the caller's to
- * serialise. After fork() the child may go on with its copy. The caller's floating-point mode (rounding, flushing of
- * subnormals) neither matters nor changes.
+ * THREADS. Different handles may be used at the same time, and halfstep_step_tensor(),
+ * halfstep_accumulate_states_tensor() and the functions they are in parts on different tensors of one handle.
+ * Everything else on one handle is the caller's to serialise. After fork() the child may go on with its copy. The
+ * caller's floating-point mode (rounding, flushing of subnormals) neither matters nor changes.
  *
  * MEMORY. Weights and gradients always belong to the caller and need only the alignment of their element. States belong
  * to the caller (halfstep_bind_states, halfstep_bind_slot) or to the library (halfstep_allocate_states). For best speed
@@ -65,7 +65,7 @@ extern "C" {
 HALFSTEP_API int32_t halfstep_version(void);
 HALFSTEP_API int32_t halfstep_abi(void);
 
-/* ---- Errors. Values are pinned and never reused. ------------------------------------------------------------------- */
+/* ---- Errors. Values are pinned and never reused. ----------------------------------------------------------------- */
 
 #define HALFSTEP_OK                  0
 #define HALFSTEP_ERROR_ARGUMENT    -10 /* NULL where a pointer is needed, a wrong struct_size, an index out of range */
@@ -86,7 +86,7 @@ HALFSTEP_API int32_t halfstep_abi(void);
 /* Static text for a code; never NULL. */
 HALFSTEP_API const char *halfstep_strerror(int code);
 
-/* ---- What there is: rules, formats, choices ------------------------------------------------------------------------ */
+/* ---- What there is: rules, formats, choices ---------------------------------------------------------------------- */
 
 /* Roles of a slot: what a format must be able to hold. */
 #define HALFSTEP_ROLE_WEIGHT   1 /* as a state: stored in the weight's format, starts as a copy of the weight */
@@ -160,23 +160,23 @@ HALFSTEP_API int halfstep_get_format_info(int32_t row, halfstep_format_info *inf
 HALFSTEP_API int32_t halfstep_format_find(const char *name);
 /* Hyper-parameter `index` (0 .. hypers - 1) of the rule in row `rule`; those common to all rules come first. */
 HALFSTEP_API int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info);
-/* The values a choice can take, or NULL past the last; the first is the default (for "decay", the rule's own is). Choices:
- * "decay", "schedule", "scan", "generator", "clip", "missing". */
+/* The values a choice can take, or NULL past the last; the first is the default (for "decay", the rule's own is).
+ * Choices: "decay", "schedule", "scan", "generator", "clip", "missing". */
 HALFSTEP_API const char *halfstep_choice_value(const char *choice, int32_t index);
 
 /* The full form of a recipe, every part spelled out, into text[size] (64 bytes are enough for any).
  * Errors: NAME (which part), UNSUPPORTED (a format that cannot serve the role; a wrong number of state formats). */
 HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t size);
 
-/* Bytes that one tensor takes under a recipe, before anything exists, with the rule's default hyper-parameters (sgd without
- * momentum). All out pointers may be NULL. */
+/* Bytes that one tensor takes under a recipe, before anything exists, with the rule's default hyper-parameters (sgd
+ * without momentum). All out pointers may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
 
-/* ---- Instruction sets and threads ---------------------------------------------------------------------------------- */
+/* ---- Instruction sets and threads -------------------------------------------------------------------------------- */
 
-/* All instruction sets that the library knows, in ascending order of preference; available = 1 where this build and this
- * processor have it. */
+/* All instruction sets that the library knows, in ascending order of preference; available = 1 where this build and
+ * this processor have it. */
 HALFSTEP_API int32_t halfstep_isa_count(void);
 HALFSTEP_API const char *halfstep_isa_name(int32_t index);
 HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
@@ -184,20 +184,21 @@ HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
  * created afterwards (NULL: back to the default). Any choice gives the same bits. */
 HALFSTEP_API const char *halfstep_isa(void);
 HALFSTEP_API int halfstep_set_isa(const char *name);
-/* One line if HALFSTEP_ISA is set to what is unknown or cannot run here, and so not followed; else NULL. Static text. */
+/* One line if HALFSTEP_ISA is set to what is unknown or cannot run here, and so not followed; else NULL. Static
+ * text. */
 HALFSTEP_API const char *halfstep_isa_warning(void);
 /* Features of the processor that matter here, separated by spaces. */
 HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);
 /* What "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the processors this process may use. */
 HALFSTEP_API int32_t halfstep_default_threads(void);
 
-/* ---- Optimizers ------------------------------------------------------------------------------------------------------ */
+/* ---- Optimizers -------------------------------------------------------------------------------------------------- */
 
 typedef struct halfstep_optimizer halfstep_optimizer;
 
-/* A host that has its own threads may lend them: run(host, task, argument, n) must call task(argument, i) once for every
- * i in 0 .. n - 1, in any order, on any threads, also one after another, and return when all are done. It must not begin
- * another call on the same handle on a thread that it borrows while it waits. */
+/* A host that has its own threads may lend them: run(host, task, argument, n) must call task(argument, i) once for
+ * every i in 0 .. n - 1, in any order, on any threads, also one after another, and return when all are done. It must
+ * not begin another call on the same handle on a thread that it borrows while it waits. */
 typedef void (*halfstep_task)(void *argument, int64_t index);
 typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argument, int64_t n);
 
@@ -215,11 +216,11 @@ HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optim
 HALFSTEP_API int halfstep_set_threads(halfstep_optimizer *optimizer, int32_t threads);
 /* Frees everything the library allocated for it; NULL is fine. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
-/* A sentence about the last error or refused step on this handle, "" if there was none: that of the calling thread's own last
- * error, where its last error was on this handle, else of any thread's. Valid until the thread's next call. */
+/* A sentence about the last error or refused step on this handle, "" if there was none: that of the calling thread's
+ * own last error, where its last error was on this handle, else of any thread's. Valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
 
-/* ---- Groups and hyper-parameters ------------------------------------------------------------------------------------ */
+/* ---- Groups and hyper-parameters --------------------------------------------------------------------------------- */
 
 #define HALFSTEP_ALL_GROUPS (-1)
 
@@ -229,12 +230,12 @@ HALFSTEP_API int32_t halfstep_group_count(const halfstep_optimizer *optimizer);
 /* The full form of a group's recipe, as halfstep_recipe_full() writes it (64 bytes are enough for any). */
 HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, int32_t group, char *text, size_t size);
 /* Hyper-parameters are doubles, set by name, checked against their bounds, and read at each step. NaN is out of bounds.
- * Those that belong to the optimizer ("gradient_scale", "clip_norm") and any that shall be set in every group that has it
- * take group = HALFSTEP_ALL_GROUPS. Common to all rules:
+ * Those that belong to the optimizer ("gradient_scale", "clip_norm") and any that shall be set in every group that has
+ * it take group = HALFSTEP_ALL_GROUPS. Common to all rules:
  *   lr               learning rate; 0 changes no bit of any weight
  *   weight_decay     coefficient of the group's decay mode
- *   reference_lr     "fully-decoupled" decay shrinks by (lr / reference_lr) * weight_decay; 0 (not set) is the group's lr
- *                    as it was first set
+ *   reference_lr     "fully-decoupled" decay shrinks by (lr / reference_lr) * weight_decay; 0 (not set) is the group's
+ *                    lr as it was first set
  *   maximize         1: ascend
  *   centralize       0 .. 1: this fraction of the mean over all dimensions but the first is taken from the gradient of
  *                    tensors with two or more dimensions (Yong et al. 2020)
@@ -242,13 +243,15 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)), the norm over all tensors after
  *                    gradient_scale; 0 turns clipping off
- * Errors: NAME, RANGE; ORDER where a value would change which states exist after they do (sgd's momentum from or to 0). */
+ * Errors: NAME, RANGE; ORDER where a value would change which states exist after they do (sgd's momentum from or to
+ * 0). */
 HALFSTEP_API int halfstep_set_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name, double value);
-HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name, double *value);
+HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name,
+                                    double *value);
 /* Choices are names. Per group:
  *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
- *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay) (Xie
- *              et al. 2022)
+ *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay)
+ *              (Xie et al. 2022)
  *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
  *              "inverse-power" (the schedule of the adamw_bfloat16 package)
  * Per optimizer (group = HALFSTEP_ALL_GROUPS):
@@ -259,17 +262,19 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *   generator  "lattice", "mixer" or "philox7": the source of random bits (docs/random.md)
  *   missing    "skip": a step leaves tensors alone whose gradient is NULL; "error": it refuses to be made
  * In a step the effective gradient g counts as non-finite if |g| >= 2^62 too: its square would leave fp32. */
-HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice, const char *value);
+HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice,
+                                     const char *value);
 HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
 /* The lr that the group's next step will use: "lr" times the schedule's factor. */
 HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_t group, double *lr);
 
-/* ---- Tensors ---------------------------------------------------------------------------------------------------------- */
+/* ---- Tensors ----------------------------------------------------------------------------------------------------- */
 
-/* A tensor is rows x row_length: dimension 0, and everything after it flattened. A tensor of one dimension has n rows of
- * length 1; from 4096 elements up the caller may declare it as 1 row of length n instead, which makes flat buffers eligible
- * for block formats. The part held here is a rectangle of it; its elements lie densely, row by row, in the weight,
- * gradient and state buffers. All that depends on shape (blocks, random bits, eligibility) depends on the whole tensor. */
+/* A tensor is rows x row_length: dimension 0, and everything after it flattened. A tensor of one dimension has n rows
+ * of length 1; from 4096 elements up the caller may declare it as 1 row of length n instead, which makes flat buffers
+ * eligible for block formats. The part held here is a rectangle of it; its elements lie densely, row by row, in the
+ * weight, gradient and state buffers. All that depends on shape (blocks, random bits, eligibility) depends on the whole
+ * tensor. */
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
     int32_t group;
@@ -286,15 +291,15 @@ typedef struct halfstep_tensor {
  * elements is fine. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
-/* A tensor as it was added, with the id and the part that zeros stood for; name lives as long as the handle. The caller sets
- * tensor->struct_size. */
+/* A tensor as it was added, with the id and the part that zeros stood for; name lives as long as the handle. The caller
+ * sets tensor->struct_size. */
 HALFSTEP_API int halfstep_get_tensor(const halfstep_optimizer *optimizer, int32_t index, halfstep_tensor *tensor);
 /* The hash that id 0 stands for; 0 for NULL. */
 HALFSTEP_API uint64_t halfstep_name_id(const char *name);
 /* Row by name, or -1. */
 HALFSTEP_API int32_t halfstep_tensor_find(const halfstep_optimizer *optimizer, const char *name);
 
-/* ---- Slots and their memory ------------------------------------------------------------------------------------------ */
+/* ---- Slots and their memory -------------------------------------------------------------------------------------- */
 
 #define HALFSTEP_SLOT_WEIGHT   0
 #define HALFSTEP_SLOT_GRADIENT 1
@@ -307,7 +312,7 @@ typedef struct halfstep_slot_info {
     uint64_t code_bytes;       /* of the part held here */
     uint64_t extra_bytes;
     int64_t blocks_per_row;    /* of the part held here, for block formats of geometry ROWS */
-    int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format that the recipe asks for */
+    int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format of the recipe */
     int32_t grid;              /* 1: stored on a grid, the scalar NAME.grid of the tensor: halfstep_get_scalar() */
     void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
 } halfstep_slot_info;
@@ -318,49 +323,52 @@ HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int
 /* Bytes that halfstep_bind_states() wants for everything that is stored beside weights and gradients: states, their
  * scales, residuals and error codes. Every stream starts on 64 bytes. */
 HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
-/* Gives the states their memory (64-byte aligned, at least that many bytes, the caller's until the handle is destroyed) and
- * sets them to their initial values. No tensor or group can be added afterwards. */
+/* Gives the states their memory (64-byte aligned, at least that many bytes, the caller's until the handle is destroyed)
+ * and sets them to their initial values. No tensor or group can be added afterwards. */
 HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memory, uint64_t bytes);
 /* The same with the library's memory: huge pages where large, slots staggered. */
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
-/* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is 0.
- * The bytes are taken as they are (all zero is the initial value of every format), on the grid that the slot has. Rebinding is
- * allowed at any time between steps. Once every slot that stores something is bound, steps may be made; an optimizer that stores
- * nothing at all (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to infinities or NaN harm nothing but the numbers.
- * The residuals or error codes of a live weight that an average follows (ema) are bound as extra of its gradient slot, with
- * code NULL; they are read only. */
-HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code, void *extra);
+/* The same slot by slot, for hosts that keep each state as an object of their own; extra may be NULL if extra_bytes is
+ * 0. The bytes are taken as they are (all zero is the initial value of every format), on the grid that the slot has.
+ * Rebinding is allowed at any time between steps. Once every slot that stores something is bound, steps may be made; an
+ * optimizer that stores nothing at all (sgd in f32) still needs halfstep_allocate_states(). Bytes that decode to
+ * infinities or NaN harm nothing but the numbers. The residuals or error codes of a live weight that an average follows
+ * (ema) are bound as extra of its gradient slot, with code NULL; they are read only. */
+HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *code,
+                                    void *extra);
 
-/* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as fp32,
- * n_rows x n_columns of them. `data` is the caller's weight or gradient buffer for those slots and NULL for states. Writes
- * round to nearest (ties away from zero where the format is stochastic), consume no random bits, and saturate; a weight
- * with a residual or error code gets both parts; a second moment with a grid is stored on the one that stands. RANGE: a value
- * that is not finite for a block format, and for a second moment one that is negative or not finite; its -0 is stored as +0. */
+/* Decode, and encode, rows first_row .. first_row + n_rows - 1 of the part held here (counted from its first row) as
+ * fp32, n_rows x n_columns of them. `data` is the caller's weight or gradient buffer for those slots and NULL for
+ * states. Writes round to nearest (ties away from zero where the format is stochastic), consume no random bits, and
+ * saturate; a weight with a residual or error code gets both parts; a second moment with a grid is stored on the one
+ * that stands. RANGE: a value that is not finite for a block format, and for a second moment one that is negative or
+ * not finite; its -0 is stored as +0. */
 HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, const void *data,
                                     int64_t first_row, int64_t n_rows, float *out);
 HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
                                      int64_t first_row, int64_t n_rows, const float *in);
-/* The weights to evaluate, decoded like halfstep_read_slot() of the weight: schedulefree's average x, for other rules the
- * weights themselves. */
+/* The weights to evaluate, decoded like halfstep_read_slot() of the weight: schedulefree's average x, for other rules
+ * the weights themselves. */
 HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
                                        int64_t first_row, int64_t n_rows, float *out);
 
-/* ---- Steps ------------------------------------------------------------------------------------------------------------ */
+/* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
 /* One update of every tensor: weights[i] and gradients[i] belong to tensor i and are read anew at each call. A NULL
- * gradient leaves that tensor alone, weights, states and counters, though the call counts as a step of every schedule; for a
- * part of no elements pass any other address, so that its counters keep pace with those of the other shards. NULL weights with
- * a gradient and n > 0 are an error. Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing changed, if a
- * gradient is not finite. UNSUPPORTED for a part of a tensor, unless nothing has to be known of the rest of it: scan
- * "known-finite", no clipping, a rule of one pass. */
+ * gradient leaves that tensor alone, weights, states and counters, though the call counts as a step of every schedule;
+ * for a part of no elements pass any other address, so that its counters keep pace with those of the other shards. NULL
+ * weights with a gradient and n > 0 are an error. Gradients are never written. Returns HALFSTEP_NONFINITE, with nothing
+ * changed, if a gradient is not finite. UNSUPPORTED for a part of a tensor, unless nothing has to be known of the rest
+ * of it: scan "known-finite", no clipping, a rule of one pass. */
 HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients);
 
 /* The same in two halves, so that ranks that hold parts of the tensors can agree. begin reads the gradients and writes
- * halfstep_statistics_count() integers; the caller may add those of all ranks, element by element (MPI_SUM, all_reduce);
- * finish makes the step they describe. Shards that together cover every element once give the bits of one process. */
-/* Rules that are two_pass need a third call, norms, between them, with the statistics as begin's were agreed on: it fills
- * those from halfstep_norms_offset() on, which are then added over the ranks in the same way. It does nothing for other
- * rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). */
+ * halfstep_statistics_count() integers; the caller may add those of all ranks, element by element (MPI_SUM,
+ * all_reduce); finish makes the step they describe. Shards that together cover every element once give the bits of one
+ * process. */
+/* Rules that are two_pass need a third call, norms, between them, with the statistics as begin's were agreed on: it
+ * fills those from halfstep_norms_offset() on, which are then added over the ranks in the same way. It does nothing for
+ * other rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). */
 HALFSTEP_API int64_t halfstep_statistics_count(const halfstep_optimizer *optimizer);
 HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_step_begin(halfstep_optimizer *optimizer, const void *const *gradients, int64_t *statistics);
@@ -369,16 +377,19 @@ HALFSTEP_API int halfstep_step_norms(halfstep_optimizer *optimizer, void *const 
 HALFSTEP_API int halfstep_step_finish(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients,
                                       const int64_t *statistics);
 
-/* Gradient release: one update of one tensor, as soon as its gradient exists. Not finite: that tensor is left alone and
- * HALFSTEP_NONFINITE returned. When all tensors of a round have had theirs, halfstep_end_round() advances the schedules and
- * the delayed clipping norm. UNSUPPORTED for parts, as in halfstep_step(), and where a round with clipping had any. */
-HALFSTEP_API int halfstep_step_tensor(halfstep_optimizer *optimizer, int32_t tensor, void *weight, const void *gradient);
+/* Gradient release: one update of one tensor, as soon as its gradient exists. Not finite: that tensor is left alone
+ * and HALFSTEP_NONFINITE returned. When all tensors of a round have had theirs, halfstep_end_round() advances the
+ * schedules and the delayed clipping norm. UNSUPPORTED for parts, as in halfstep_step(), and where a round with
+ * clipping had any. */
+HALFSTEP_API int halfstep_step_tensor(halfstep_optimizer *optimizer, int32_t tensor, void *weight,
+                                      const void *gradient);
 HALFSTEP_API int halfstep_end_round(halfstep_optimizer *optimizer);
 
-/* Both in halves, for ranks that hold parts. For one tensor as for all of them: begin, norms where the rule is two_pass, finish,
- * its statistics added over the ranks that share the tensor. A round: begin writes halfstep_round_statistics_count() integers,
- * to be added over all ranks among which the tensors are divided (not over replicas), whether or not they share tensors; finish
- * takes the norm from them. HALFSTEP_NONFINITE if that is not finite: then the round goes on. */
+/* Both in halves, for ranks that hold parts. For one tensor as for all of them: begin, norms where the rule is
+ * two_pass, finish, its statistics added over the ranks that share the tensor. A round: begin writes
+ * halfstep_round_statistics_count() integers, to be added over all ranks among which the tensors are divided (not over
+ * replicas), whether or not they share tensors; finish takes the norm from them. HALFSTEP_NONFINITE if that is not
+ * finite: then the round goes on. */
 HALFSTEP_API int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *optimizer, int32_t tensor);
 HALFSTEP_API int64_t halfstep_tensor_norms_offset(void);
 HALFSTEP_API int halfstep_step_tensor_begin(halfstep_optimizer *optimizer, int32_t tensor, const void *gradient,
@@ -391,24 +402,25 @@ HALFSTEP_API int64_t halfstep_round_statistics_count(void);
 HALFSTEP_API int halfstep_end_round_begin(halfstep_optimizer *optimizer, int64_t *statistics);
 HALFSTEP_API int halfstep_end_round_finish(halfstep_optimizer *optimizer, const int64_t *statistics);
 
-/* accumulator += scale * gradient for one tensor, in the given format ("f32", "bf16", "bf16-sr", "f16"); the accumulator has
- * the shape of the part held here. With "bf16-sr" it consumes random bits of the tensor's gradient slot. The accumulator
- * is then the gradient of a step. Not finite values go through: the step will judge them. Groups and tensors may still be added
- * afterwards. */
-HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tensor, void *accumulator, const char *format,
+/* accumulator += scale * gradient for one tensor, in the given format ("f32", "bf16", "bf16-sr", "f16"); the
+ * accumulator has the shape of the part held here. With "bf16-sr" it consumes random bits of the tensor's gradient
+ * slot. The accumulator is then the gradient of a step. Not finite values go through: the step will judge them. Groups
+ * and tensors may still be added afterwards. */
+HALFSTEP_API int halfstep_accumulate(halfstep_optimizer *optimizer, int32_t tensor, void *accumulator,
+                                     const char *format,
                                      const void *gradient, const char *gradient_format, double scale);
 
 /* Optimizer accumulation: a micro-step, which puts the gradients into the states and leaves the weights alone; the last
- * gradient of a step is given to halfstep_step(). Decay rates act on every micro-step, second moments see the squares of
- * micro-gradients, and gradients are not divided by their number: moments average. No clipping. Bias corrections count
- * micro-steps; schedules, Lookahead and averages of weights count steps. Not finite: as in a step.
- * Errors: UNSUPPORTED where micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree, ema) and for l2
+ * gradient of a step is given to halfstep_step(). Decay rates act on every micro-step, second moments see the squares
+ * of micro-gradients, and gradients are not divided by their number: moments average. No clipping. Bias corrections
+ * count micro-steps; schedules, Lookahead and averages of weights count steps. Not finite: as in a step. Errors:
+ * UNSUPPORTED where micro-gradients would be lost (sgd and rmsprop without momentum, schedulefree, ema) and for l2
  * decay, which only the last gradient would get. */
 HALFSTEP_API int halfstep_accumulate_states(halfstep_optimizer *optimizer, const void *const *gradients);
 /* The same for one tensor, in gradient release. */
 HALFSTEP_API int halfstep_accumulate_states_tensor(halfstep_optimizer *optimizer, int32_t tensor, const void *gradient);
-/* Both in halves, for ranks that hold parts (UNSUPPORTED above, as in a step, and here where the scale of a state is a sum over
- * the tensor); as many statistics as of a step. */
+/* Both in halves, for ranks that hold parts (UNSUPPORTED above, as in a step, and here where the scale of a state is a
+ * sum over the tensor); as many statistics as of a step. */
 HALFSTEP_API int halfstep_accumulate_states_begin(halfstep_optimizer *optimizer, const void *const *gradients,
                                                   int64_t *statistics);
 HALFSTEP_API int halfstep_accumulate_states_finish(halfstep_optimizer *optimizer, const void *const *gradients,
@@ -418,14 +430,15 @@ HALFSTEP_API int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *opt
 HALFSTEP_API int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *optimizer, int32_t tensor,
                                                           const void *gradient, const int64_t *statistics);
 
-/* ---- What happened ---------------------------------------------------------------------------------------------------- */
+/* ---- What happened ----------------------------------------------------------------------------------------------- */
 
-/* Steps (or, with "per-tensor" judging and in release, single tensors) refused so far because of a non-finite gradient. */
+/* Steps (or, with "per-tensor" judging and in release, single tensors) refused so far because of a non-finite
+ * gradient. */
 HALFSTEP_API uint64_t halfstep_skipped_steps(const halfstep_optimizer *optimizer);
 /* Name of the first offending tensor of the last refusal on this process, "" if none (it may be on another rank). */
 HALFSTEP_API const char *halfstep_nonfinite_tensor(const halfstep_optimizer *optimizer);
-/* Elements of a 16-bit weight that stand at the end of their format's range, +-65504 for IEEE half: weights saturate there
- * instead of becoming infinite. `weight` is the caller's buffer. 0 for formats of more bits. */
+/* Elements of a 16-bit weight that stand at the end of their format's range, +-65504 for IEEE half: weights saturate
+ * there instead of becoming infinite. `weight` is the caller's buffer. 0 for formats of more bits. */
 HALFSTEP_API int halfstep_saturated(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
                                     uint64_t *count);
 /* Global gradient norm (after gradient_scale, before clipping) of the last step that computed it (clip_norm > 0), else
@@ -445,28 +458,30 @@ typedef struct halfstep_counters {
     uint64_t id;
     uint64_t state_steps;  /* updates of its states (bias correction) */
     uint64_t full_steps;   /* updates of its weight */
-    uint64_t writes;       /* passes that may have drawn random bits: updates of its states and stochastic accumulations, so
-                              that writes - state_steps counts the latter */
+    uint64_t writes;       /* passes that may have drawn random bits: updates of its states and stochastic
+                              accumulations, so that writes - state_steps counts the latter */
 } halfstep_counters;
 
-HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor, halfstep_counters *counters);
+HALFSTEP_API int halfstep_get_counters(const halfstep_optimizer *optimizer, int32_t tensor,
+                                       halfstep_counters *counters);
 /* id may be 0 to keep the tensor's own. Errors: RANGE for a count above HALFSTEP_MAX_COUNT; DUPLICATE. */
-HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor, const halfstep_counters *counters);
+HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t tensor,
+                                       const halfstep_counters *counters);
 /* Keeps *step equal to state_steps, as a float: written now and whenever the count changes, for hosts that show a count
  * for each tensor. The library never reads it. NULL ends it; otherwise it must live as long as the handle. */
 HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
-/* What is kept for a tensor as a double, by name. Belongs in a checkpoint.
- * Of the rule, by the names of its rule_info: state (adamw-delayed's accumulated_decay), or what the last update was (lamb's
- * weight_norm, update_norm and trust_ratio).
- * Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in [1/4, 1] that the stored second
- * moment is to be multiplied by. 1 at first; each write of the state multiplies it by the state's decay rate (a maximum has
- * none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs to the bytes of the slot: set both, or
- * neither; bytes of checkpoints that have no such number are of 1.
- * Errors: NAME; RANGE for a value that no update leaves there. */
-HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
+/* What is kept for a tensor as a double, by name. Belongs in a checkpoint. Of the rule, by the names of its rule_info:
+ * state (adamw-delayed's accumulated_decay), or what the last update was (lamb's weight_norm, update_norm and
+ * trust_ratio). Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in [1/4, 1]
+ * that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by the
+ * state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
+ * to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1. Errors: NAME;
+ * RANGE for a value that no update leaves there. */
+HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name,
+                                     double *value);
 HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
-/* Keeps *grid equal to the scalar NAME.grid of a slot that has one, for hosts whose copies of a state are to be whole at any
- * time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
+/* Keeps *grid equal to the scalar NAME.grid of a slot that has one, for hosts whose copies of a state are to be whole
+ * at any time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
 HALFSTEP_API int halfstep_bind_grid(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, double *grid);
 /* Steps of the group so far, which its schedule goes by. RANGE above HALFSTEP_MAX_COUNT. */
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
@@ -475,24 +490,25 @@ HALFSTEP_API uint64_t halfstep_get_seed(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_set_seed(halfstep_optimizer *optimizer, uint64_t seed);
 HALFSTEP_API int halfstep_set_skipped_steps(halfstep_optimizer *optimizer, uint64_t skipped);
 
-/* Bytes held for the part here, in the whole optimizer: the weights' and gradients' own, the extra streams of weights, the
- * states with their scales and, once they exist, what muon works on a matrix in. And how many tensors fell back from a block
- * format. Any pointer may be NULL. */
+/* Bytes held for the part here, in the whole optimizer: the weights' and gradients' own, the extra streams of weights,
+ * the states with their scales and, once they exist, what muon works on a matrix in. And how many tensors fell back
+ * from a block format. Any pointer may be NULL. */
 HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *weights, uint64_t *gradients,
                                  uint64_t *weight_extras, uint64_t *states, int32_t *fell_back);
 
-/* ---- Tools of the trade ------------------------------------------------------------------------------------------------ */
+/* ---- Tools of the trade ------------------------------------------------------------------------------------------ */
 
 /* Schedule factor for a step, without an optimizer: name as in the choice "schedule", step counted from 0.
  * Errors: NAME, RANGE. */
 HALFSTEP_API int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                                           double final_fraction, double decay_start, double power, double *factor);
-/* Raw words of a generator ("lattice", "mixer", "philox7"): n 32-bit words from pair `first` of the stream (seed, id, write,
- * slot). "lattice" gives those of element formats; write then counts the writes of the slot itself (below 2^63) and words of
- * one element are related within 256 of them. Errors: NAME. For statistical testers. */
+/* Raw words of a generator ("lattice", "mixer", "philox7"): n 32-bit words from pair `first` of the stream (seed, id,
+ * write, slot). "lattice" gives those of element formats; write then counts the writes of the slot itself (below 2^63)
+ * and words of one element are related within 256 of them. Errors: NAME. For statistical testers. */
 HALFSTEP_API int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
                                        uint64_t first, uint32_t *out, size_t n);
-/* Round n floats to BF16 with the library's stochastic rule and the given words (one word serves elements 2k and 2k+1). */
+/* Round n floats to BF16 with the library's stochastic rule and the given words (one word serves elements 2k and
+ * 2k+1). */
 HALFSTEP_API int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uint32_t *words);
 
 #ifdef __cplusplus

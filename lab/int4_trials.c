@@ -1,32 +1,35 @@
-/* Which 4-bit codes for Adam's moments? Candidates are tables of levels, or windows on a grid of floats; one is a line of
- * make_levels() or a spec on the command line. `int8` and `int4` are the library's own arithmetic. lab/int4_trials.sh builds
- * and runs it.
+/* Which 4-bit codes for Adam's moments? Candidates are tables of levels, or windows on a grid of floats; one is a line
+ * of make_levels() or a spec on the command line. `int8` and `int4` are the library's own arithmetic.
+ * lab/int4_trials.sh builds and runs it.
  *
- *   int4_trials open TEXT SPEC...      fidelity of the update beside fp32 Adam, on gradients recorded while a small language
- *                                      model trains on TEXT, and on synthetic ones. What was stored feeds the next step;
- *                                      the gradients are given.
+ *   int4_trials open TEXT SPEC...      fidelity of the update beside fp32 Adam, on gradients recorded while a small
+ *                                      language model trains on TEXT, and on synthetic ones. What was stored feeds the
+ *                                      next step; the gradients are given.
  *   int4_trials train TEXT SEEDS SPEC...  trains that model with each; losses minus fp32 Adam's, paired by seed
  *
- * Environment: WIDTH 64, DEPTH 2, STEPS 400, LR 2e-3 of the model; VERBOSE: a line for each tensor; QUICK: without falls.
+ * Environment: WIDTH 64, DEPTH 2, STEPS 400, LR 2e-3 of the model; VERBOSE: a line for each tensor; QUICK: without
+ * falls.
  *
  * SPEC = M+V[+OPTION...]; M, V = CODE[-sr|-near][@BLOCK[.SCALE]] or f32
- *   CODE    m: softsign root uniform fp4 cube dyn int4 int8      v: lin quad p15 f22 f22s f31 sq31 sq40 logR dyn int4 int8
- *           (dyn: torchao's 4-bit maps; logR: logarithmic, R = range of the root; sqXX: levels of v instead of its root)
- *           v: wMaA[lLcC][nN]: N (16) neighbours of the floats with M bits of mantissa, a window that moves by A of them;
- *           the lowest L have C bits (A a multiple of 2^(M - C)); vw...: the same of v instead of its root
+ *   CODE    m: softsign root uniform fp4 cube dyn int4 int8
+ *           v: lin quad p15 f22 f22s f31 sq31 sq40 logR dyn int4 int8
+ *           (dyn: torchao's 4-bit maps; logR: logarithmic, R = range of the root; sqXX: levels of v)
+ *           v: wMaA[lLcC][nN]: N (16) neighbours of the floats with M bits of mantissa, a window that moves by A
+ *           of them; the lowest L have C bits (A a multiple of 2^(M - C)); vw...: the same of v instead of its root
  *   BLOCK   elements that share a scale, 32 unless given
- *   SCALE   bf16 (rounded up), f32, e8 (power of two; also the byte of a window), g1 g2 g3 (power of two and 1 .. 3 bits)
+ *   SCALE   bf16 (rounded up), f32, e8 (power of two; also the byte of a window), g1 g2 g3 (power of two and 1 .. 3
+ *           bits)
  *   OPTION  noclamp: without |m| <= C sqrt(v)
  *           norm, normq: m is stored as m / sqrt(v), with the new or with the stored v
  *           factor: v is coded relative to row mean x column mean / mean in fp32
  *
- * Columns of `open`, over all but the first fifth of the steps, mean of the recorded tensors: err = |u' - u| / |u|; cos;
- * rms = |u'| / |u|; max = largest |u'| over largest |u|; wcos, move: cosine and regression slope of the movement summed over
- * 50 steps (noise averages out, bias stays); <1/3 ...: that slope for elements of this size relative to the largest of 32.
- * Synthetic: gradients 0.3 + normal, times log-normal element scales (sigma 1, 2); one element of 32 300 times larger; 95 %
- * of rows without gradient; heavy tails over time. fall: mean |u'| / |u| long after gradients fell tenfold, a hundredfold,
- * for a whole block and for 31 of its 32 elements.
- * Over 500 lines because codecs, recorder, synthetic streams and trainer share everything and serve nobody else. */
+ * Columns of `open`, over all but the first fifth of the steps, mean of the recorded tensors: err = |u' - u| / |u|;
+ * cos; rms = |u'| / |u|; max = largest |u'| over largest |u|; wcos, move: cosine and regression slope of the movement
+ * summed over 50 steps (noise averages out, bias stays); <1/3 ...: that slope for elements of this size relative to the
+ * largest of 32. Synthetic: gradients 0.3 + normal, times log-normal element scales (sigma 1, 2); one element of 32 300
+ * times larger; 95 % of rows without gradient; heavy tails over time. fall: mean |u'| / |u| long after gradients fell
+ * tenfold, a hundredfold, for a whole block and for 31 of its 32 elements. Over 500 lines because codecs, recorder,
+ * synthetic streams and trainer share everything and serve nobody else. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -35,7 +38,13 @@
 
 #include "models/llama.h"
 
-#define MUST(x) do { if (!(x)) { fprintf(stderr, "int4_trials: %s:%d: %s\n", __FILE__, __LINE__, #x); exit(1); } } while (0)
+#define MUST(x)                                                                  \
+    do {                                                                         \
+        if (!(x)) {                                                              \
+            fprintf(stderr, "int4_trials: %s:%d: %s\n", __FILE__, __LINE__, #x); \
+            exit(1);                                                             \
+        }                                                                        \
+    } while (0)
 
 static void *zeroed(size_t n)
 {
@@ -58,7 +67,7 @@ static float from_bits(uint32_t u)
     return x;
 }
 
-/* ---- random numbers ------------------------------------------------------------------------------------------------ */
+/* ---- random numbers ---------------------------------------------------------------------------------------------- */
 
 static inline uint32_t hash32(uint32_t x)
 {
@@ -83,7 +92,7 @@ static double normal(uint64_t *s)
     return sqrt(-2 * log(a)) * cos(6.283185307179586 * b);
 }
 
-/* ---- codes --------------------------------------------------------------------------------------------------------- */
+/* ---- codes ------------------------------------------------------------------------------------------------------- */
 
 enum { EXACT, TABLE, INT8, WINDOW, INT4 };
 enum { SCALE_BF16, SCALE_F32, SCALE_E8, SCALE_G1, SCALE_G2, SCALE_G3 };
@@ -110,7 +119,8 @@ static int make_levels(struct map *q, const char *code)
             else if (!strcmp(code, "f22s"))
                 q->level[k] = (float)((k == 0 ? 0.5 : k < 4 ? k : (4 + k % 4) * (1 << (k / 4 - 1))) / 28.0);
             else if (!strcmp(code, "f31")) q->level[k] = (float)((2 + k % 2) * (1 << k / 2) / 384.0);
-            else if (!strcmp(code, "sq31")) q->level[k] = (float)sqrt((2 + k % 2) * (1 << k / 2) / 384.0), q->square = 1;
+            else if (!strcmp(code, "sq31"))
+                q->level[k] = (float)sqrt((2 + k % 2) * (1 << k / 2) / 384.0), q->square = 1;
             else if (!strcmp(code, "sq40")) q->level[k] = (float)sqrt(ldexp(1, k - 15)), q->square = 1;
             else if (!strcmp(code, "dyn")) q->level[k] = (float)sqrt(y), q->square = 1;
             else if (!strncmp(code, "log", 3)) q->level[k] = (float)pow(atof(code + 3), (k - 15) / 15.0);
@@ -118,8 +128,8 @@ static int make_levels(struct map *q, const char *code)
         }
         if (!strcmp(code, "dyn")) q->stochastic = 0;
     } else if (!strcmp(code, "dyn")) {
-        static const float dyn[16] = {-.8875f, -.6625f, -.4375f, -.2125f, -.0775f, -.0325f, -.0055f, 0, .0055f, .0325f,
-                                      .0775f, .2125f, .4375f, .6625f, .8875f, 1};
+        static const float dyn[16] = {-.8875f, -.6625f, -.4375f, -.2125f, -.0775f, -.0325f, -.0055f, 0,
+                                      .0055f,  .0325f,  .0775f,  .2125f,  .4375f,  .6625f,  .8875f,  1};
         memcpy(q->level, dyn, sizeof dyn);
     } else {
         static const float fp4[8] = {0, 1, 2, 3, 4, 6, 8, 12};
@@ -167,7 +177,8 @@ static int make_map(struct map *q, const char *text, int nonneg)
     if (!strcmp(code, "f32")) return 1;
     q->kind = TABLE;
     if (!strcmp(code, "int8")) q->kind = INT8;
-    else if (!strcmp(code, "int4")) q->kind = INT4, q->block = nonneg ? 16 : 32, q->scale = nonneg ? SCALE_E8 : SCALE_BF16;
+    else if (!strcmp(code, "int4"))
+        q->kind = INT4, q->block = nonneg ? 16 : 32, q->scale = nonneg ? SCALE_E8 : SCALE_BF16;
     else if (nonneg && sscanf(code + (*code == 'v'), "w%da%dl%dc%d", &q->mantissa, &q->align, &q->low, &q->coarse) >= 2)
         q->kind = WINDOW, q->square = *code == 'v', q->count = strchr(code, 'n') ? atoi(strchr(code, 'n') + 1) : 16;
     else if (!make_levels(q, code)) return 0;
@@ -204,13 +215,13 @@ static void int8_block(const struct map *q, float *x, int n, float max, uint32_t
     }
 }
 
-/* Sixteen neighbouring numbers of a fixed grid, the floats of a few bits of mantissa: the scale only says where they begin,
- * so that a moving scale re-rounds nothing. */
+/* Sixteen neighbouring numbers of a fixed grid, the floats of a few bits of mantissa: the scale only says where they
+ * begin, so that a moving scale re-rounds nothing. */
 static void window_block(const struct map *q, float *x, int n, float max, uint32_t seed)
 {
     int fine = 23 - q->mantissa, coarse = 23 - q->coarse, low = q->low;
     int top = (int)((bits(q->square ? max * max : max) + (1u << fine) - 1) >> fine);
-    int edge = (top + q->align) / q->align * q->align - q->count + low;     /* the first fine code */
+    int edge = (top + q->align) / q->align * q->align - q->count + low; /* the first fine code */
     uint32_t edge_bits = (uint32_t)edge << fine;
     int coarse_edge = (int)(edge_bits >> coarse);
     for (int i = 0; i < n; i++) {
@@ -219,7 +230,8 @@ static void window_block(const struct map *q, float *x, int n, float max, uint32
         int code = low + (bits(y) >= edge_bits ? (int)((bits(y) + (r << (fine - 16))) >> fine) - edge
                                                : (int)((bits(y) + (r << (coarse - 16))) >> coarse) - coarse_edge);
         code = code < 0 ? 0 : code > q->count - 1 ? q->count - 1 : code;
-        y = from_bits(code >= low ? (uint32_t)(code - low + edge) << fine : (uint32_t)(code - low + coarse_edge) << coarse);
+        y = from_bits(code >= low ? (uint32_t)(code - low + edge) << fine
+                                  : (uint32_t)(code - low + coarse_edge) << coarse);
         x[i] = max < 0x1p-63f ? 0 : q->square ? sqrtf(y) : y;
     }
 }
@@ -290,7 +302,7 @@ static void store(const struct map *q, float *x, int rows, int cols, uint32_t se
         }
 }
 
-/* ---- Adam ---------------------------------------------------------------------------------------------------------- */
+/* ---- Adam -------------------------------------------------------------------------------------------------------- */
 
 static const double BETA1 = 0.9, BETA2 = 0.999;
 
@@ -334,13 +346,14 @@ static double spec_bytes(const struct spec *s)
 struct adam {
     const struct spec *spec;
     int rows, cols;
-    float *m, *root, *row, *col;    /* decoded states; factors of the root */
+    float *m, *root, *row, *col; /* decoded states; factors of the root */
 };
 
 static struct adam adam_new(const struct spec *spec, int rows, int cols)
 {
     size_t n = (size_t)rows * (size_t)cols;
-    struct adam a = {spec, rows, cols, zeroed(n * 4), zeroed(n * 4), zeroed((size_t)rows * 4), zeroed((size_t)cols * 4)};
+    struct adam a = {
+        spec, rows, cols, zeroed(n * 4), zeroed(n * 4), zeroed((size_t)rows * 4), zeroed((size_t)cols * 4)};
     return a;
 }
 
@@ -410,7 +423,7 @@ static void adam_step(struct adam *a, const float *g, float *u, int t, double ep
     store(&s->m, a->m, a->rows, a->cols, salt + 0x5bd1e995u);
 }
 
-/* ---- the model and its text ------------------------------------------------------------------------------------------ */
+/* ---- the model and its text -------------------------------------------------------------------------------------- */
 
 static uint8_t *text;
 static size_t text_bytes;
@@ -444,7 +457,8 @@ static void model_open(struct model *w, uint64_t seed)
 {
     char error[256];
     memset(w, 0, sizeof *w);
-    w->config = (struct lm_config){.width = model_width, .depth = model_depth, .heads = model_width / 32, .context = LENGTH};
+    w->config =
+        (struct lm_config){.width = model_width, .depth = model_depth, .heads = model_width / 32, .context = LENGTH};
     MUST(lm_config_check(&w->config, error, sizeof error) == 0);
     struct lm_options o = {.batch = BATCH, .training = 1, .compute = LM_BF16, .gradients = LM_F32, .threads = 1};
     MUST((w->lm = lm_create(&w->config, &o, error, sizeof error)));
@@ -520,7 +534,8 @@ static double model_train(const struct spec *spec, uint64_t seed, double *late,
         struct lm_sink sink = {.buffers = (void *const *)w.gradient};
         MUST(lm_backward(w.lm, w.view, 1, &sink) == 0);
         for (int i = 0; i < w.count; i++)
-            for (int k = 0; k < w.rows[i] * w.cols[i]; k++) square += (double)w.gradient[i][k] * (double)w.gradient[i][k];
+            for (int k = 0; k < w.rows[i] * w.cols[i]; k++)
+                square += (double)w.gradient[i][k] * (double)w.gradient[i][k];
         float clip = (float)fmin(1, 1 / (sqrt(square) + 1e-6));
         double warm = t < train_steps / 20 ? (double)t / (train_steps / 20) : 1;
         float lr = (float)(train_lr * warm * (0.1 + 0.45 * (1 + cos(3.141592653589793 * t / train_steps))));
@@ -540,7 +555,7 @@ static double model_train(const struct spec *spec, uint64_t seed, double *late,
     return loss;
 }
 
-/* ---- streams of gradients --------------------------------------------------------------------------------------------- */
+/* ---- streams of gradients ---------------------------------------------------------------------------------------- */
 
 enum { MAX_STREAMS = 32 };
 
@@ -548,7 +563,7 @@ struct stream {
     char name[96];
     int rows, cols, steps;
     double eps;
-    float *g;                   /* steps x rows x cols */
+    float *g; /* steps x rows x cols */
 };
 
 static struct stream streams[MAX_STREAMS];
@@ -576,12 +591,12 @@ static void record(const struct model *w, int t)
             struct lm_tensor d;
             MUST(lm_tensor_info(&w->config, i, &d) == 0);
             if (d.ndim != 2) continue;
-            static const char *const wanted[] = {"embed", "0.self_attn.q", "0.self_attn.v", "0.mlp.gate", "1.self_attn.o",
-                                                 "1.mlp.down", "head"};
+            static const char *const wanted[] = {"embed",         "0.self_attn.q", "0.self_attn.v", "0.mlp.gate",
+                                                 "1.self_attn.o", "1.mlp.down",    "head"};
             int keep = 0;
             for (int k = 0; k < 7; k++) keep |= strstr(d.name, wanted[k]) != NULL;
             if (!keep) continue;
-            int from = d.rows == 256 ? 96 : 0;  /* letters */
+            int from = d.rows == 256 ? 96 : 0; /* letters */
             int rows = (int)d.rows - from < 48 ? (int)d.rows - from : 48;
             kept_tensor[stream_count] = i;
             kept_row[stream_count] = from;
@@ -600,8 +615,8 @@ static void record(const struct model *w, int t)
 static void synthesize(void)
 {
     enum { ROWS = 24, COLS = 64, STEPS = 1200 };
-    static const char *const names[] = {"equal scales", "log-normal 1", "log-normal 1.5", "log-normal 2", "one element 300x",
-                                        "sparse rows 5 %", "sparse elements 3 %", "heavy tails"};
+    static const char *const names[] = {"equal scales",     "log-normal 1",    "log-normal 1.5",      "log-normal 2",
+                                        "one element 300x", "sparse rows 5 %", "sparse elements 3 %", "heavy tails"};
     for (int k = 0; k < 8; k++) {
         struct stream *s = new_stream(names[k], ROWS, COLS, STEPS);
         uint64_t seed = 1000 + (uint64_t)k;
@@ -622,7 +637,9 @@ static void synthesize(void)
     }
 }
 
-struct fidelity { double err, cosine, rms, largest, exact_largest, window_cosine, move, small[4]; };
+struct fidelity {
+    double err, cosine, rms, largest, exact_largest, window_cosine, move, small[4];
+};
 
 static struct fidelity measure(const struct spec *spec, const struct stream *s)
 {
@@ -746,8 +763,9 @@ static void run_open(int count, char **specs)
         for (int i = 0; i < stream_count; i++) f[i] = measure(&s, &streams[i]);
         for (int i = 0; i < recorded; i++) {
             if (getenv("VERBOSE"))
-                fprintf(stderr, "    %-44s err %.3f rms %.3f max %.2f move %.3f, %.2f %.2f %.2f\n", streams[i].name, f[i].err,
-                        f[i].rms, f[i].largest / f[i].exact_largest, f[i].move, f[i].small[1], f[i].small[2], f[i].small[3]);
+                fprintf(stderr, "    %-44s err %.3f rms %.3f max %.2f move %.3f, %.2f %.2f %.2f\n", streams[i].name,
+                        f[i].err, f[i].rms, f[i].largest / f[i].exact_largest, f[i].move, f[i].small[1], f[i].small[2],
+                        f[i].small[3]);
             real.err += f[i].err / recorded;
             real.cosine += f[i].cosine / recorded;
             real.rms += f[i].rms / recorded;
@@ -758,12 +776,13 @@ static void run_open(int count, char **specs)
                 if (f[i].small[j] == f[i].small[j]) bins[j] += f[i].small[j], bin_count[j]++;
         }
         const struct fidelity *y = f + recorded;
-        printf("| `%s` | %.4f | %.3f | %.4f | %.3f | %.2f | %.4f | %.3f ", s.text, spec_bytes(&s), real.err, real.cosine,
-               real.rms, real.largest, real.window_cosine, real.move);
+        printf("| `%s` | %.4f | %.3f | %.4f | %.3f | %.2f | %.4f | %.3f ", s.text, spec_bytes(&s), real.err,
+               real.cosine, real.rms, real.largest, real.window_cosine, real.move);
         for (int j = 1; j < 4; j++) printf("| %.2f ", bins[j] / bin_count[j]);
         for (int j = LOG_NORMAL_1; j <= LOG_NORMAL_2; j += LOG_NORMAL_2 - LOG_NORMAL_1)
             printf("| %.3f | %.2f ", y[j].err, y[j].largest / y[j].exact_largest);
-        printf("| %.2f | %.3f | %.3f ", y[ONE_LARGE].largest / y[ONE_LARGE].exact_largest, y[SPARSE_ROWS].rms, y[HEAVY].err);
+        printf("| %.2f | %.3f | %.3f ", y[ONE_LARGE].largest / y[ONE_LARGE].exact_largest, y[SPARSE_ROWS].rms,
+               y[HEAVY].err);
         for (int j = 0; j < 4; j++)
             if (getenv("QUICK")) printf("| ");
             else printf("| %.3f ", fallen(&s, j < 2 ? 10 : 100, j & 1));
@@ -772,7 +791,7 @@ static void run_open(int count, char **specs)
     }
 }
 
-/* ---- training ---------------------------------------------------------------------------------------------------------- */
+/* ---- training ---------------------------------------------------------------------------------------------------- */
 
 static void run_train(int seeds, int count, char **specs)
 {
@@ -791,7 +810,8 @@ static void run_train(int seeds, int count, char **specs)
             for (int j = 0; j < 2; j++) sum[j] += d[j], squares[j] += d[j] * d[j];
         }
         double error[2];
-        for (int j = 0; j < 2; j++) error[j] = sqrt(fmax(0, squares[j] - sum[j] * sum[j] / seeds) / (seeds - 1) / seeds);
+        for (int j = 0; j < 2; j++)
+            error[j] = sqrt(fmax(0, squares[j] - sum[j] * sum[j] / seeds) / (seeds - 1) / seeds);
         printf("| `%s` | %.4f | %.4f | %+.4f ± %.4f | %+.4f ± %.4f |\n", s.text, spec_bytes(&s), sum[2] / seeds,
                sum[0] / seeds, error[0], sum[1] / seeds, error[1]);
         fflush(stdout);

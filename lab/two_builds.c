@@ -1,6 +1,6 @@
-/* Times one step of two builds of the library in turn, in one process: two_builds OLD.so NEW.so RECIPE TENSORS ROWS COLUMNS ROUNDS.
- * Each round steps both, the order changing; prints the medians and the median of the quotients new / old of the rounds, which a busy
- * machine disturbs least. lab/two_builds.sh runs a list of recipes. */
+/* Times one step of two builds of the library in turn, in one process: two_builds OLD.so NEW.so RECIPE TENSORS ROWS
+ * COLUMNS ROUNDS. Each round steps both, the order changing; prints the medians and the median of the quotients new /
+ * old of the rounds, which a busy machine disturbs least. lab/two_builds.sh runs a list of recipes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -46,10 +46,8 @@ static void fill(void *gradient, int wide, size_t n, uint32_t seed)
 {
     for (size_t i = 0; i < n; i++) {
         seed = seed * 1664525 + 1013904223;
-        if (wide)
-            ((float *)gradient)[i] = (float)(int32_t)seed * 1e-10f;
-        else
-            ((uint16_t *)gradient)[i] = (uint16_t)(0x3c00 | (seed >> 16 & 0x80ff));
+        if (wide) ((float *)gradient)[i] = (float)(int32_t)seed * 1e-10f;
+        else ((uint16_t *)gradient)[i] = (uint16_t)(0x3c00 | (seed >> 16 & 0x80ff));
     }
 }
 
@@ -59,9 +57,11 @@ static struct build open_build(const char *path, const char *recipe, int tensors
     void *library = must(dlmopen(LM_ID_NEWLM, path, RTLD_NOW | RTLD_LOCAL), path);
     int (*create)(const halfstep_options *, halfstep_optimizer **) = function(library, "halfstep_create");
     int (*add_group)(halfstep_optimizer *, const char *, int32_t *) = function(library, "halfstep_add_group");
-    int (*add_tensor)(halfstep_optimizer *, const halfstep_tensor *, int32_t *) = function(library, "halfstep_add_tensor");
+    int (*add_tensor)(halfstep_optimizer *, const halfstep_tensor *, int32_t *) =
+        function(library, "halfstep_add_tensor");
     int (*allocate)(halfstep_optimizer *) = function(library, "halfstep_allocate_states");
-    struct build b = {.step = function(library, "halfstep_step"), .weights = calloc((size_t)tensors, sizeof(void *)),
+    struct build b = {.step = function(library, "halfstep_step"),
+                      .weights = calloc((size_t)tensors, sizeof(void *)),
                       .gradients = calloc((size_t)tensors, sizeof(void *))};
     halfstep_options options = {.struct_size = sizeof options, .threads = 1};
     int32_t index;
@@ -71,7 +71,11 @@ static struct build open_build(const char *path, const char *recipe, int tensors
     for (int i = 0; i < tensors; i++) {
         char name[32];
         snprintf(name, sizeof name, "t%d", i);
-        halfstep_tensor t = {.struct_size = sizeof t, .name = name, .ndim = 2, .rows = rows, .row_length = columns,
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .name = name,
+                             .ndim = 2,
+                             .rows = rows,
+                             .row_length = columns,
                              .gradient = wide ? "f32" : "bf16"};
         void *gradient = must(aligned_alloc(64, n * 4 + 64), "no memory");
         b.weights[i] = must(calloc(n + 16, 4), "no memory");
@@ -105,7 +109,7 @@ int main(int argc, char **argv)
     }
     for (int i = 0; i < 2; i++) qsort(time[i], (size_t)rounds, sizeof **time, ascending);
     qsort(quotient, (size_t)rounds, sizeof *quotient, ascending);
-    printf("| `%s` | %d of %s x %s | %.1f | %.1f | %.3f |\n", argv[3], tensors, argv[5], argv[6], time[0][rounds / 2] * 1e6,
-           time[1][rounds / 2] * 1e6, quotient[rounds / 2]);
+    printf("| `%s` | %d of %s x %s | %.1f | %.1f | %.3f |\n", argv[3], tensors, argv[5], argv[6],
+           time[0][rounds / 2] * 1e6, time[1][rounds / 2] * 1e6, quotient[rounds / 2]);
     return 0;
 }

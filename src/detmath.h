@@ -1,8 +1,9 @@
-/* Double-precision functions with the same bits everywhere: only + - * / sqrt, comparisons and integers, in a fixed order, no
- * table and no libm beyond sqrt, which IEEE 754 defines exactly. Must be compiled without contraction into fused
- * multiply-adds; where a product's error matters it is formed explicitly.
+/* Double-precision functions with the same bits everywhere: only + - * / sqrt, comparisons and integers, in a fixed
+ * order, no table and no libm beyond sqrt, which IEEE 754 defines exactly. Must be compiled without contraction into
+ * fused multiply-adds; where a product's error matters it is formed explicitly.
  *
- * Bounds are in units of the last place of the exact result and are checked by tests/test_base.c against a wider format. */
+ * Bounds are in units of the last place of the exact result and are checked by tests/test_base.c against a wider
+ * format. */
 #ifndef HSTEP_DETMATH_H
 #define HSTEP_DETMATH_H
 
@@ -29,7 +30,9 @@ HSTEP_INLINE uint64_t hstep_bits64(double x)
 }
 
 /* A value as an unevaluated sum, |low| at most half a unit in the last place of high. */
-struct hstep_two { double high, low; };
+struct hstep_two {
+    double high, low;
+};
 
 HSTEP_INLINE struct hstep_two hstep_two_sum(double a, double b)
 {

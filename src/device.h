@@ -1,9 +1,10 @@
-/* The seam between bookkeeping (core/) and machines (host/, and whatever comes beside it). core/ calls a device only through this
- * table, and reads nothing that a device has written before it has waited for it.
+/* The seam between bookkeeping (core/) and machines (host/, and whatever comes beside it). core/ calls a device only
+ * through this table, and reads nothing that a device has written before it has waited for it.
  *
- * Entries may return before their work is done; the work of one handle is done in the order of the calls. What a call is given by
- * value or in an array of pointers is read before it returns; everything that these point to lies in the device's memory and
- * stays where it is until the next wait. All return HALFSTEP_OK, or the code of an error that left nothing half done. */
+ * Entries may return before their work is done; the work of one handle is done in the order of the calls. What a call
+ * is given by value or in an array of pointers is read before it returns; everything that these point to lies in the
+ * device's memory and stays where it is until the next wait. All return HALFSTEP_OK, or the code of an error that left
+ * nothing half done. */
 #ifndef HSTEP_DEVICE_H
 #define HSTEP_DEVICE_H
 
@@ -95,7 +96,8 @@ struct hstep_device {
     int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t);
     size_t (*workspace)(const struct hstep_tensor *t);
 
-    /* Statistics from zero: squares of the gradients where they are clipped, flags of those that are not finite or too large. */
+    /* Statistics from zero: squares of the gradients where they are clipped, flags of those that are not finite or too
+     * large. */
     int (*scan)(const struct hstep_call *call);
     /* From statistics and hyper-parameters to the verdict and the updates; those of a refused step are skipped. */
     int (*decide)(const struct hstep_call *call);
@@ -122,8 +124,8 @@ struct hstep_device {
     int (*saturated)(const struct hstep_access *a, uint64_t *count);
 };
 
-/* Statistics of a step: the limbs of the sum of squares, then for each tensor whether it is not finite, then the limbs of the
- * sums over single tensors. */
+/* Statistics of a step: the limbs of the sum of squares, then for each tensor whether it is not finite, then the limbs
+ * of the sums over single tensors. */
 #define HSTEP_STATISTICS_HEAD HSTEP_EXACT_LIMBS
 #define HSTEP_MAX_SUMS (HSTEP_MAX_NORMS + HALFSTEP_MAX_STATES)
 

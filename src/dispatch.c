@@ -21,7 +21,10 @@
 
 /* ---- Processor features ---- */
 
-struct feature { const char *label; int on; };
+struct feature {
+    const char *label;
+    int on;
+};
 #define FEATURES 32
 
 /* A build need not have compiled the row. */
@@ -29,7 +32,8 @@ struct feature { const char *label; int on; };
 
 #if defined(__x86_64__)
 
-/* X(name, leaf, register, bit, state the operating system must save): leaf 1 and 7 are subleaf 0, 71 is leaf 7 subleaf 1. */
+/* X(name, leaf, register, bit, state the operating system must save): leaf 1 and 7 are subleaf 0, 71 is leaf 7 subleaf
+ * 1. */
 #define X86_FEATURES(X)               \
     X(sse2, 1, d, 26, 0)              \
     X(sse42, 1, c, 20, 0)             \
@@ -52,13 +56,15 @@ enum x86_feature {
 #define X(name, ...) x86_##name,
     X86_FEATURES(X)
 #undef X
-    x86_features
+        x86_features
 };
 
 /* One bit for each row of the table. */
 static uint32_t x86_detect(void)
 {
-    struct { unsigned a, b, c, d; } leaf_1 = {0, 0, 0, 0}, leaf_7 = {0, 0, 0, 0}, leaf_71 = {0, 0, 0, 0};
+    struct {
+        unsigned a, b, c, d;
+    } leaf_1 = {0, 0, 0, 0}, leaf_7 = {0, 0, 0, 0}, leaf_71 = {0, 0, 0, 0};
     unsigned most = __get_cpuid_max(0, NULL), state = 0;
     if (most >= 1) __cpuid(1, leaf_1.a, leaf_1.b, leaf_1.c, leaf_1.d);
     if (most >= 7) {
@@ -220,10 +226,8 @@ static unsigned choice(void)
     const char *wanted = getenv("HALFSTEP_ISA");
     if (wanted && *wanted) {
         int isa = hstep_isa_find(wanted);
-        if (hstep_isa_available(isa))
-            best = isa;
-        else
-            reason = (unsigned)(isa < 0 ? ROWS : isa) + 1;
+        if (hstep_isa_available(isa)) best = isa;
+        else reason = (unsigned)(isa < 0 ? ROWS : isa) + 1;
     }
     unsigned found = (unsigned)best + 1 + 256 * reason;
     return atomic_compare_exchange_strong(&decided, &known, found) ? found : known;

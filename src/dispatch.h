@@ -24,12 +24,16 @@ const struct hstep_kernels *hstep_isa_in_use(void);
 /* One line if HALFSTEP_ISA is set but could not be followed, else NULL. */
 const char *hstep_isa_warning(void);
 
-/* Control word of the calling thread. Between the calls it is IEEE's default: to nearest even, subnormals kept, no traps. */
-struct hstep_fp { uint64_t saved; };
+/* Control word of the calling thread. Between the calls it is IEEE's default: to nearest even, subnormals kept, no
+ * traps. */
+struct hstep_fp {
+    uint64_t saved;
+};
 struct hstep_fp hstep_fp_enter(void);
 void hstep_fp_leave(struct hstep_fp fp);
 
-/* What this processor and operating system offer of the features that matter here, space separated; cut to fit n bytes. */
+/* What this processor and operating system offer of the features that matter here, space separated; cut to fit n
+ * bytes. */
 void hstep_cpu_features(char *out, size_t n);
 
 #endif

@@ -1,10 +1,10 @@
-/* Sums of doubles with exactly one value: a fixed-point number wide enough for every finite double, in int64 limbs of 32
- * bits each. Because nothing is rounded, any order of additions, any split over threads, shards or ranks, and any tree of
- * merges (integer atomics, MPI_SUM, all_reduce) ends in the same number, which is rounded to double once.
+/* Sums of doubles with exactly one value: a fixed-point number wide enough for every finite double, in int64 limbs of
+ * 32 bits each. Because nothing is rounded, any order of additions, any split over threads, shards or ranks, and any
+ * tree of merges (integer atomics, MPI_SUM, all_reduce) ends in the same number, which is rounded to double once.
  *
- * acc[k] counts units of 2^(32 k - 1074). An addition puts less than 2^32 into a limb, so 2^30 additions (counting those
- * inside merged sums) are safe before hstep_exact_normalize() must carry; it brings every limb but the top one back below
- * 2^32. The total may reach 2^1100. */
+ * acc[k] counts units of 2^(32 k - 1074). An addition puts less than 2^32 into a limb, so 2^30 additions (counting
+ * those inside merged sums) are safe before hstep_exact_normalize() must carry; it brings every limb but the top one
+ * back below 2^32. The total may reach 2^1100. */
 #ifndef HSTEP_EXACT_H
 #define HSTEP_EXACT_H
 
@@ -38,7 +38,8 @@ HSTEP_INLINE void hstep_exact_merge(int64_t acc[HSTEP_EXACT_LIMBS], const int64_
     for (k = 0; k < HSTEP_EXACT_LIMBS; k++) acc[k] += other[k];
 }
 
-/* Carries: limbs become 0 .. 2^32 - 1, the top one takes the sign. The value stays, and equal values get equal limbs. */
+/* Carries: limbs become 0 .. 2^32 - 1, the top one takes the sign. The value stays, and equal values get equal
+ * limbs. */
 HSTEP_INLINE void hstep_exact_normalize(int64_t acc[HSTEP_EXACT_LIMBS])
 {
     int64_t carry = 0;
@@ -67,7 +68,8 @@ HSTEP_INLINE double hstep_exact_round(const int64_t acc[HSTEP_EXACT_LIMBS])
         result = (uint64_t)1 << 63;
     }
     digits[HSTEP_EXACT_LIMBS] = 0;
-    for (top = HSTEP_EXACT_LIMBS - 1; top > 0 && digits[top] == 0; top--) {}
+    for (top = HSTEP_EXACT_LIMBS - 1; top > 0 && digits[top] == 0; top--) {
+    }
     int width = 0;
     while (digits[top] >> width) width++;
     /* The unit in the last place of a 53-bit result is bit `lowest`; bit 0 is the smallest subnormal. */

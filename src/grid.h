@@ -1,11 +1,12 @@
-/* The grid that block codes of second moments lie on (docs/formats.md): a state v is stored as v / grid, and the grid decays
- * with it, by the beta of every write. A pure decay then changes no code and rounds nothing; only what a gradient adds is
- * rounded, where on a grid that stands thousands of small roundings would make the stored value wander.
+/* The grid that block codes of second moments lie on (docs/formats.md): a state v is stored as v / grid, and the grid
+ * decays with it, by the beta of every write. A pure decay then changes no code and rounds nothing; only what a
+ * gradient adds is rounded, where on a grid that stands thousands of small roundings would make the stored value
+ * wander.
  *
- * Any positive numbers that all parts of a tensor agree on would give right values. That these follow beta as the kernels
- * have it, rounded to fp32, is what keeps a decayed value on its code: all roundings of one step together move it by at most
- * five units in the last place of fp32, and codes take seven as nothing. Powers of 4 keep the grid near 1: whatever is stored
- * then moves by whole octaves, also of the root, and scales alone change. */
+ * Any positive numbers that all parts of a tensor agree on would give right values. That these follow beta as the
+ * kernels have it, rounded to fp32, is what keeps a decayed value on its code: all roundings of one step together move
+ * it by at most five units in the last place of fp32, and codes take seven as nothing. Powers of 4 keep the grid near
+ * 1: whatever is stored then moves by whole octaves, also of the root, and scales alone change. */
 #ifndef HSTEP_GRID_H
 #define HSTEP_GRID_H
 
@@ -25,7 +26,8 @@ HSTEP_INLINE float hstep_next_grid(float grid, double beta)
     return (float)next;
 }
 
-/* What is coded is multiplied by: codes are of the value (root 1) or of its square root (root 2); root 0: there is no grid. */
+/* What is coded is multiplied by: codes are of the value (root 1) or of its square root (root 2); root 0: there is no
+ * grid. */
 HSTEP_INLINE float hstep_onto_grid(float grid, int root)
 {
     if (!root) return 1.0f;

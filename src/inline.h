@@ -1,4 +1,5 @@
-/* How small functions are declared that hosts and devices both compile: a device's compiler defines HSTEP_INLINE first. */
+/* How small functions are declared that hosts and devices both compile: a device's compiler defines HSTEP_INLINE
+ * first. */
 #ifndef HSTEP_INLINE_H
 #define HSTEP_INLINE_H
 

@@ -15,16 +15,16 @@
 
 /* X(CONSTANT, pinned id, "name", "one line for people"). Ids are stored in files and never reused; the first row is the
  * default, by the tests that docs/random.md reports. */
-#define HSTEP_GENERATORS(X)                                                             \
-    X(LATTICE, 3, "lattice", "the mixer's words on lattices over time: rounding errors cancel")  \
-    X(MIXER, 2, "mixer", "keyed two-multiply mixer, a Philox key per 65,536 elements")  \
+#define HSTEP_GENERATORS(X)                                                                     \
+    X(LATTICE, 3, "lattice", "the mixer's words on lattices over time: rounding errors cancel") \
+    X(MIXER, 2, "mixer", "keyed two-multiply mixer, a Philox key per 65,536 elements")          \
     X(PHILOX7, 1, "philox7", "Philox4x32 with 7 rounds (Salmon et al. 2011)")
 
 enum hstep_generator {
 #define HSTEP_GENERATOR_ENUM(constant, id, name, title) HSTEP_GENERATOR_##constant = id,
     HSTEP_GENERATORS(HSTEP_GENERATOR_ENUM)
 #undef HSTEP_GENERATOR_ENUM
-    HSTEP_GENERATOR_NONE = 0
+        HSTEP_GENERATOR_NONE = 0
 };
 
 enum {
@@ -36,7 +36,8 @@ enum {
 /* Rows run from 0 to HSTEP_GENERATOR_COUNT - 1 in the order of the table; 0 and NULL past the end. */
 static inline int hstep_generator_id(int row)
 {
-#define HSTEP_GENERATOR_ROW(constant, id, name, title) if (row-- == 0) return id;
+#define HSTEP_GENERATOR_ROW(constant, id, name, title) \
+    if (row-- == 0) return id;
     HSTEP_GENERATORS(HSTEP_GENERATOR_ROW)
 #undef HSTEP_GENERATOR_ROW
     return 0;
@@ -45,8 +46,9 @@ static inline int hstep_generator_id(int row)
 static inline const char *hstep_generator_name(int generator)
 {
     switch (generator) {
-#define HSTEP_GENERATOR_CASE(constant, id, name, title) case id: return name;
-    HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
+#define HSTEP_GENERATOR_CASE(constant, id, name, title) \
+    case id: return name;
+        HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
 #undef HSTEP_GENERATOR_CASE
     default: return NULL;
     }
@@ -55,8 +57,9 @@ static inline const char *hstep_generator_name(int generator)
 static inline const char *hstep_generator_title(int generator)
 {
     switch (generator) {
-#define HSTEP_GENERATOR_CASE(constant, id, name, title) case id: return title;
-    HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
+#define HSTEP_GENERATOR_CASE(constant, id, name, title) \
+    case id: return title;
+        HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
 #undef HSTEP_GENERATOR_CASE
     default: return NULL;
     }
@@ -65,7 +68,8 @@ static inline const char *hstep_generator_title(int generator)
 /* The pinned id, 0 if there is none of that name. */
 static inline int hstep_generator_find(const char *text)
 {
-#define HSTEP_GENERATOR_IF(constant, id, name, title) if (strcmp(text, name) == 0) return id;
+#define HSTEP_GENERATOR_IF(constant, id, name, title) \
+    if (strcmp(text, name) == 0) return id;
     HSTEP_GENERATORS(HSTEP_GENERATOR_IF)
 #undef HSTEP_GENERATOR_IF
     return 0;
@@ -92,8 +96,11 @@ HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const
     out[3] = d;
 }
 
-/* factor and offset are of 16 bits, each twice: what "lattice" makes of both halves of a mixer word. 1 and 0 leave it. */
-struct hstep_key { uint32_t k[4], factor, offset; };
+/* factor and offset are of 16 bits, each twice: what "lattice" makes of both halves of a mixer word. 1 and 0 leave
+ * it. */
+struct hstep_key {
+    uint32_t k[4], factor, offset;
+};
 
 /* The key of one slot of one tensor in one write pass. write < 2^56, slot < 256. */
 HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
@@ -116,9 +123,10 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
  *
  *   u = h + 2^8 t (8h + 3) = h (1 + 2^11 t) + 3 2^8 t  mod 2^16,  t = write mod 256
  *
- * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1, which
- * would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot itself, below
- * 2^63. Bit 55 of what keys the stream tells it from those of independent words, whose pass number never gets there. */
+ * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1,
+ * which would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot
+ * itself, below 2^63. Bit 55 of what keys the stream tells it from those of independent words, whose pass number never
+ * gets there. */
 #define HSTEP_LATTICE_SHIFT 8
 #define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
 
@@ -139,7 +147,8 @@ HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_
 }
 
 /* The key under which a generator gives write number `write` of a slot its words. */
-HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint64_t tensor_id, uint64_t write,
+                                              uint32_t slot)
 {
     return generator == HSTEP_GENERATOR_LATTICE ? hstep_key_lattice(seed, tensor_id, write, slot)
                                                 : hstep_key_stream(seed, tensor_id, write, slot);
@@ -175,9 +184,9 @@ HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *stream, 
 }
 
 /* Word i (0 .. 32767) of a segment: a Weyl sequence from a keyed start, through a two-multiply mixer (the shifts and
- * multipliers of C. Wellons' lowbias32) with a second key word between the multiplies. A loop over i needs no multiply for
- * the first line. A key word that only moved the start would make every segment a window of one and the same sequence; the
- * one in the middle makes them different functions. */
+ * multipliers of C. Wellons' lowbias32) with a second key word between the multiplies. A loop over i needs no multiply
+ * for the first line. A key word that only moved the start would make every segment a window of one and the same
+ * sequence; the one in the middle makes them different functions. */
 #define HSTEP_MIXER_STEP 0x9E3779B9u
 #define HSTEP_MIXER_MUL1 0x7FEB352Du
 #define HSTEP_MIXER_MUL2 0x846CA68Bu
@@ -193,8 +202,8 @@ HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint
     return x;
 }
 
-/* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent words for
- * one of hstep_key_stream(). Returns 0, or -1 for a generator that does not exist. */
+/* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent
+ * words for one of hstep_key_stream(). Returns 0, or -1 for a generator that does not exist. */
 HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
                                     uint32_t *out)
 {
@@ -222,8 +231,8 @@ HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *strea
     return -1;
 }
 
-/* The default id of a tensor: FNV-1a of its name, then a finaliser (D. Stafford's mix 13), because FNV leaves names that
- * differ in their last letters close together. Never 0, which means "no id given". */
+/* The default id of a tensor: FNV-1a of its name, then a finaliser (D. Stafford's mix 13), because FNV leaves names
+ * that differ in their last letters close together. Never 0, which means "no id given". */
 HSTEP_INLINE uint64_t hstep_hash_name(const char *name)
 {
     uint64_t h = 0xCBF29CE484222325u;

@@ -1,5 +1,5 @@
-/* Structures of callers, which begin with their struct_size and may be of another version than ours: both libraries read and fill
- * them so. */
+/* Structures of callers, which begin with their struct_size and may be of another version than ours: both libraries
+ * read and fill them so. */
 #ifndef HSTEP_STRUCTS_H
 #define HSTEP_STRUCTS_H
 
@@ -15,7 +15,8 @@ static inline uint32_t hstep_struct_size(const void *structure)
     return size % sizeof size || size > 4096 ? 0 : size;
 }
 
-/* The caller's structure as ours, in a zeroed `ours`: 0 if it asks for something that is unknown here, or has no such size. */
+/* The caller's structure as ours, in a zeroed `ours`: 0 if it asks for something that is unknown here, or has no such
+ * size. */
 static inline int hstep_take_struct(void *ours, size_t size, const void *theirs)
 {
     uint32_t given = hstep_struct_size(theirs);

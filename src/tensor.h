@@ -1,5 +1,5 @@
-/* What a device is told of groups and tensors: plain values and places in its own memory, so that an array of these can be copied
- * there as it is. Names, and whatever else only people ask for, are labels (core/optimizer.h). */
+/* What a device is told of groups and tensors: plain values and places in its own memory, so that an array of these can
+ * be copied there as it is. Names, and whatever else only people ask for, are labels (core/optimizer.h). */
 #ifndef HSTEP_TENSOR_H
 #define HSTEP_TENSOR_H
 
@@ -14,8 +14,8 @@
 
 struct hstep_slot {
     int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
-    int root;   /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
-    float grid; /* of what is stored now; 1 where root is 0 */
+    int root;                      /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
+    float grid;                    /* of what is stored now; 1 where root is 0 */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
 };
@@ -24,12 +24,12 @@ struct hstep_tensor {
     uint64_t id;
     int group, rule, ndim;
     int64_t rows, row_length, first_row, n_rows, first_column, n_columns;
-    /* The part held here as `runs` stretches of `run_length` elements, dense in memory one after another; run r starts at
-     * element index0 + r * index_stride of the space that random bits and blocks are indexed by. */
+    /* The part held here as `runs` stretches of `run_length` elements, dense in memory one after another; run r starts
+     * at element index0 + r * index_stride of the space that random bits and blocks are indexed by. */
     int64_t runs, run_length, index_stride;
     uint64_t index0;
-    /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length in
-     * index space where rows are dense in it, else at such a column. */
+    /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length
+     * in index space where rows are dense in it, else at such a column. */
     int unit, dense;
     int matrix; /* stepped as a matrix */
     int fused;  /* the device's row for just these formats, or -1 */
@@ -37,8 +37,8 @@ struct hstep_tensor {
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
-    /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one. Their
-     * limbs start at number `first_sum` of those of all tensors. */
+    /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one.
+     * Their limbs start at number `first_sum` of those of all tensors. */
     int sums, first_sum;
 };
 
@@ -71,15 +71,15 @@ struct hstep_chunk {
 struct hstep_update {
     float k[HSTEP_MAX_SCALARS];
     float gradient_scale, l2;
-    double centralize;     /* times the row mean of the raw gradient, or 0 */
-    int mode;              /* of the rule function */
-    uint32_t stochastic;   /* bit per slot */
-    uint32_t first;        /* bit per slot: a copy of the weight is made before the update, */
-    uint32_t copy;         /* and the weight made a copy of the slot after it */
+    double centralize;   /* times the row mean of the raw gradient, or 0 */
+    int mode;            /* of the rule function */
+    uint32_t stochastic; /* bit per slot */
+    uint32_t first;      /* bit per slot: a copy of the weight is made before the update, */
+    uint32_t copy;       /* and the weight made a copy of the slot after it */
     int skip, fused;
-    int still;             /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
-    int micro;             /* only states are written */
-    int own;               /* the constants come from the tensor itself: no other may take them over */
+    int still; /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int micro; /* only states are written */
+    int own;   /* the constants come from the tensor itself: no other may take them over */
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
     float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */

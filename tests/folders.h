@@ -29,7 +29,8 @@ __attribute__((unused)) static int count_entries(const char *path, const char *p
     if (!stream) return -1;
     struct dirent *entry;
     while ((entry = readdir(stream)))
-        count += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..") && !strncmp(entry->d_name, prefix, strlen(prefix));
+        count += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..") &&
+                 !strncmp(entry->d_name, prefix, strlen(prefix));
     closedir(stream);
     return count;
 }

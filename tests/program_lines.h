@@ -1,5 +1,5 @@
-/* For tests that run the program in their own process, in a folder of their own: a command line as one text, and checkpoints made
- * from others. */
+/* For tests that run the program in their own process, in a folder of their own: a command line as one text, and
+ * checkpoints made from others. */
 #ifndef HALFSTEP_TESTS_PROGRAM_LINES_H
 #define HALFSTEP_TESTS_PROGRAM_LINES_H
 
@@ -32,7 +32,8 @@ static int program(const char *line)
     demand(strlen(line) < sizeof copy, "a long line");
     strcpy(copy, line);
     words[n++] = (char *)(uintptr_t)"halfstep";
-    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) words[n++] = strcmp(word, "_") ? word : word + 1;
+    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " "))
+        words[n++] = strcmp(word, "_") ? word : word + 1;
     words[n] = NULL;
     int status = run_program(n, words);
     ssize_t got = pread(taken[0], printed, sizeof printed - 1, 0);
@@ -40,10 +41,11 @@ static int program(const char *line)
     return status;
 }
 
-static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors", "model.safetensors"};
+static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors",
+                                    "model.safetensors"};
 
-/* Saves the checkpoint `from` again as `to`, with one file changed: the first `old` in it becomes `new`, or it is left out where
- * `old` is NULL. Checksums say that all is right. */
+/* Saves the checkpoint `from` again as `to`, with one file changed: the first `old` in it becomes `new`, or it is left
+ * out where `old` is NULL. Checksums say that all is right. */
 static void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
 {
     static uint8_t data[1 << 18];

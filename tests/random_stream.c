@@ -41,7 +41,8 @@ int main(int argc, char **argv)
             hstep_random_words(generator, &key, n, CHUNK, words);
         } else if (kind == 1) {
             for (int j = 0; j < CHUNK; j++)
-                words[j] = at(generator, hstep_key_write(generator, seed, id, start + apart * (n + (uint64_t)j), 0), 12345);
+                words[j] =
+                    at(generator, hstep_key_write(generator, seed, id, start + apart * (n + (uint64_t)j), 0), 12345);
         } else if (kind == 2) {
             for (int j = 0; j < CHUNK; j++) {
                 char name[64];

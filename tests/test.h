@@ -46,8 +46,7 @@ static inline int test_open_group(const char *name)
 }
 
 /* Only the first few failures of a group are printed: one wrong kernel fails for millions of values. */
-__attribute__((format(printf, 3, 4)))
-static inline void test_fail(const char *file, int line, const char *format, ...)
+__attribute__((format(printf, 3, 4))) static inline void test_fail(const char *file, int line, const char *format, ...)
 {
     if (test_group_failed++ >= 8) return;
     va_list arguments;
@@ -65,8 +64,8 @@ static inline int test_done(void)
     return test_failed != 0;
 }
 
-/* How a forked child ends: exit() would write again what the parent has in its buffers. Where coverage is counted, the counts
- * are written. */
+/* How a forked child ends: exit() would write again what the parent has in its buffers. Where coverage is counted, the
+ * counts are written. */
 #ifndef _WIN32
 #ifdef HSTEP_COVERAGE
 void __gcov_dump(void);
@@ -98,8 +97,8 @@ static inline char *test_source_text(const char *name)
     return text;
 }
 
-/* For a test that calls every function of a header which takes a pointer: how many functions the header has; for each that takes
- * one and is not in the test's own source, a failure. */
+/* For a test that calls every function of a header which takes a pointer: how many functions the header has; for each
+ * that takes one and is not in the test's own source, a failure. */
 static inline int test_calls_all(const char *header, const char *source)
 {
     char *declared = test_source_text(header), *own = test_source_text(source);
@@ -120,13 +119,16 @@ static inline int test_calls_all(const char *header, const char *source)
     return functions;
 }
 
-/* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to real
- * processors. */
+/* qemu-user 7.2 dies when the child of a process with threads starts a thread of its own: groups that do are left to
+ * real processors. */
 #ifdef HSTEP_TEST_EMULATED
 #define TEST_UNLESS_EMULATED(name) if (0)
 #else
 #define TEST_UNLESS_EMULATED(name) TEST(name)
 #endif
-#define CHECK(condition, ...) do { if (!(condition)) test_fail(__FILE__, __LINE__, __VA_ARGS__); } while (0)
+#define CHECK(condition, ...)                                         \
+    do {                                                              \
+        if (!(condition)) test_fail(__FILE__, __LINE__, __VA_ARGS__); \
+    } while (0)
 
 #endif

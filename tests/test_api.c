@@ -22,22 +22,27 @@ const char *__tsan_default_options(void) { return "die_after_fork=0"; }
 
 static halfstep_tensor matrix(const char *name, int64_t rows, int64_t row_length)
 {
-    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor), .name = name, .ndim = 2, .rows = rows,
-                             .row_length = row_length, .gradient = "f32"};
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                             .name = name,
+                             .ndim = 2,
+                             .rows = rows,
+                             .row_length = row_length,
+                             .gradient = "f32"};
 }
 
-/* ---- Tables --------------------------------------------------------------------------------------------------------------- */
+/* ---- Tables ------------------------------------------------------------------------------------------------------ */
 
 static void test_tables(void)
 {
     TEST("version, ABI and error texts") {
-        CHECK(halfstep_version() == HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH,
+        CHECK(halfstep_version() ==
+                  HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH,
               "version %d", (int)halfstep_version());
         CHECK(halfstep_abi() == HALFSTEP_ABI, "ABI %d", (int)halfstep_abi());
         const int codes[] = {0, -10, -11, -12, -13, -14, -15, -20, -30, -40, -41, -42, -50};
         for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++)
-            CHECK(*halfstep_strerror(codes[i]) && strcmp(halfstep_strerror(codes[i]), halfstep_strerror(12345)), "code %d has no text",
-                  codes[i]);
+            CHECK(*halfstep_strerror(codes[i]) && strcmp(halfstep_strerror(codes[i]), halfstep_strerror(12345)),
+                  "code %d has no text", codes[i]);
     }
     TEST("infos need their struct_size and a row that exists") {
         halfstep_rule_info rule = {.struct_size = sizeof rule};
@@ -58,9 +63,11 @@ static void test_tables(void)
         EXPECT(halfstep_get_hyper_info(0, 0, &hyper), HALFSTEP_ERROR_ARGUMENT);
         CHECK(halfstep_rule_find("nonsense") == -1 && halfstep_rule_find(NULL) == -1, "a rule that is none was found");
         CHECK(halfstep_format_find("") == -1 && halfstep_format_find(NULL) == -1, "a format that is none was found");
-        CHECK(!halfstep_choice_value("decay", 99) && !halfstep_choice_value("nonsense", 0) && !halfstep_choice_value(NULL, 0) &&
-              !halfstep_choice_value("scan", -1), "choices go on past their end");
-        CHECK(!halfstep_isa_name(-1) && !halfstep_isa_name(halfstep_isa_count()), "instruction sets go on past their end");
+        CHECK(!halfstep_choice_value("decay", 99) && !halfstep_choice_value("nonsense", 0) &&
+                  !halfstep_choice_value(NULL, 0) && !halfstep_choice_value("scan", -1),
+              "choices go on past their end");
+        CHECK(!halfstep_isa_name(-1) && !halfstep_isa_name(halfstep_isa_count()),
+              "instruction sets go on past their end");
         EXPECT(halfstep_set_isa("nonsense"), HALFSTEP_ERROR_NAME);
     }
     TEST("labels are identifiers, no two alike, and the titles of switches say so") {
@@ -68,18 +75,20 @@ static void test_tables(void)
             halfstep_rule_info rule = {.struct_size = sizeof rule}, other = rule;
             MUST(halfstep_get_rule_info(row, &rule));
             CHECK(rule.label && *rule.label >= 'A' && *rule.label <= 'Z' &&
-                  strspn(rule.label, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789") == strlen(rule.label),
+                      strspn(rule.label, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789") ==
+                          strlen(rule.label),
                   "%s: the label '%s' names no class", rule.name, rule.label ? rule.label : "(null)");
             for (int32_t i = 0; i < row; i++) {
                 MUST(halfstep_get_rule_info(i, &other));
-                CHECK(strcmp(rule.label, other.label), "%s and %s have one label, %s", rule.name, other.name, rule.label);
+                CHECK(strcmp(rule.label, other.label), "%s and %s have one label, %s", rule.name, other.name,
+                      rule.label);
             }
             for (int32_t i = 0; i < rule.hypers; i++) {
                 halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
                 MUST(halfstep_get_hyper_info(row, i, &hyper));
                 if (strncmp(hyper.title, "0:", 2) && strncmp(hyper.title, "1:", 2)) continue;
                 CHECK(hyper.minimum == 0 && hyper.maximum == 1 && !hyper.exclusive_maximum &&
-                      (hyper.initial == 0 || hyper.initial == 1),
+                          (hyper.initial == 0 || hyper.initial == 1),
                       "%s: '%s' of %s is no switch", rule.name, hyper.title, hyper.name);
             }
         }
@@ -96,29 +105,45 @@ static void test_tables(void)
         CHECK(halfstep_name_id("layer.weight") == c.id && c.id, "id %016llx", (unsigned long long)c.id);
         /* Files keep ids: the hash may never change. */
         CHECK(c.id == 0x3e70bd8e9d8d95ba, "id %016llx of a name changed", (unsigned long long)c.id);
-        CHECK(halfstep_name_id("layer.bias") != c.id && halfstep_name_id("") && !halfstep_name_id(NULL), "ids of other names");
+        CHECK(halfstep_name_id("layer.bias") != c.id && halfstep_name_id("") && !halfstep_name_id(NULL),
+              "ids of other names");
         halfstep_destroy(o);
     }
     TEST("recipes") {
         char text[64];
         static const struct {
             const char *recipe, *full;
-        } good[] = {{"adamw", "adamw/f32/f32"}, {"adamw/bf16", "adamw/bf16/bf16-sr"}, {"lion/bf16-kahan", "lion/bf16-kahan/bf16-sr"},
-                    {"adamw/bf16-sr/int8+bf16-sr", "adamw/bf16-sr/int8+bf16-sr"}, {"adam/f32/int8+int8", "adam/f32/int8"},
-                    {"sgd", "sgd/f32/f32"}, {"adamw/f16/bf16", "adamw/f16/bf16"}, {"lamb16", "lamb16/f32/fp8+fp8-e5m2"},
-                    {"adan/bf16-sr/int8", "adan/bf16-sr/int8+int8+int8+bf16-sr"}, {"adan/f32/f32", "adan/f32/f32"},
-                    {"ranger/bf16-kahan/int8", "ranger/bf16-kahan/int8"}, {"ema/bf16-ecc8", "ema/bf16-ecc8"},
-                    {"rmsprop/f32/int8", "rmsprop/f32/int8"}, {"adamw/f32/bf16+f32+int8", "adamw/f32/bf16+f32+int8"}};
+        } good[] = {{"adamw", "adamw/f32/f32"},
+                    {"adamw/bf16", "adamw/bf16/bf16-sr"},
+                    {"lion/bf16-kahan", "lion/bf16-kahan/bf16-sr"},
+                    {"adamw/bf16-sr/int8+bf16-sr", "adamw/bf16-sr/int8+bf16-sr"},
+                    {"adam/f32/int8+int8", "adam/f32/int8"},
+                    {"sgd", "sgd/f32/f32"},
+                    {"adamw/f16/bf16", "adamw/f16/bf16"},
+                    {"lamb16", "lamb16/f32/fp8+fp8-e5m2"},
+                    {"adan/bf16-sr/int8", "adan/bf16-sr/int8+int8+int8+bf16-sr"},
+                    {"adan/f32/f32", "adan/f32/f32"},
+                    {"ranger/bf16-kahan/int8", "ranger/bf16-kahan/int8"},
+                    {"ema/bf16-ecc8", "ema/bf16-ecc8"},
+                    {"rmsprop/f32/int8", "rmsprop/f32/int8"},
+                    {"adamw/f32/bf16+f32+int8", "adamw/f32/bf16+f32+int8"}};
         for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
             EXPECT(halfstep_recipe_full(good[i].recipe, text, sizeof text), HALFSTEP_OK);
             CHECK(!strcmp(text, good[i].full), "%s became %s", good[i].recipe, text);
         }
-        static const char *const unknown[] = {"", "adamx", "adamw/", "adamw/bf17", "adamw/f32/x", "adamw/f32/f32/f32", "adamw/f32/f32+",
-                                              "adamw//f32", " adamw", "adamw/f32/", "ADAMW"};
+        static const char *const unknown[] = {
+            "",           "adamx",  "adamw/",     "adamw/bf17", "adamw/f32/x", "adamw/f32/f32/f32", "adamw/f32/f32+",
+            "adamw//f32", " adamw", "adamw/f32/", "ADAMW"};
         for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++)
             EXPECT(halfstep_recipe_full(unknown[i], text, sizeof text), HALFSTEP_ERROR_NAME);
-        static const char *const impossible[] = {"adamw/int8", "adamw/dyn4", "lion/f32/f32+f32", "adamw/f32/f16", "adamw/f32/f32+f32+f32+f32",
-                                                 "adamw/f32/f32+bf16-kahan", "adan/f32/int8+int8+int8+int8", "ema/f32/f32"};
+        static const char *const impossible[] = {"adamw/int8",
+                                                 "adamw/dyn4",
+                                                 "lion/f32/f32+f32",
+                                                 "adamw/f32/f16",
+                                                 "adamw/f32/f32+f32+f32+f32",
+                                                 "adamw/f32/f32+bf16-kahan",
+                                                 "adan/f32/int8+int8+int8+int8",
+                                                 "ema/f32/f32"};
         for (size_t i = 0; i < sizeof impossible / sizeof impossible[0]; i++)
             EXPECT(halfstep_recipe_full(impossible[i], text, sizeof text), HALFSTEP_ERROR_UNSUPPORTED);
         EXPECT(halfstep_recipe_full(NULL, text, sizeof text), HALFSTEP_ERROR_ARGUMENT);
@@ -152,7 +177,7 @@ static void test_tables(void)
     }
 }
 
-/* ---- Handles, groups, tensors ---------------------------------------------------------------------------------------------- */
+/* ---- Handles, groups, tensors ------------------------------------------------------------------------------------ */
 
 static void test_building(void)
 {
@@ -227,8 +252,10 @@ static void test_building(void)
         EXPECT(halfstep_set_choice(o, g, "scan", "scan"), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_set_choice(o, 7, "decay", "l2"), HALFSTEP_ERROR_ARGUMENT);
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "decay", "l2"));
-        CHECK(!strcmp(halfstep_get_choice(o, g, "decay"), "l2") && !strcmp(halfstep_get_choice(o, h, "decay"), "l2"), "decay is not l2");
-        CHECK(!halfstep_get_choice(o, g, "nonsense") && !halfstep_get_choice(o, 7, "decay"), "a choice that is none has a value");
+        CHECK(!strcmp(halfstep_get_choice(o, g, "decay"), "l2") && !strcmp(halfstep_get_choice(o, h, "decay"), "l2"),
+              "decay is not l2");
+        CHECK(!halfstep_get_choice(o, g, "nonsense") && !halfstep_get_choice(o, 7, "decay"),
+              "a choice that is none has a value");
         CHECK(!strcmp(halfstep_get_choice(o, HALFSTEP_ALL_GROUPS, "scan"), "scan"), "scan is not the default");
         halfstep_destroy(o);
     }
@@ -258,14 +285,20 @@ static void test_building(void)
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_NAME);
         t.gradient = "int8";
         EXPECT(halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_UNSUPPORTED);
-        static const int64_t shapes[][2] = {{-1, 100}, {10, -1}, {INT64_MAX, 1}, {1, INT64_MAX}, {INT64_MAX / 100, 101},
-                                            {(int64_t)1 << 32, (int64_t)1 << 32}, {(int64_t)1 << 40, (int64_t)1 << 20}};
+        static const int64_t shapes[][2] = {{-1, 100},
+                                            {10, -1},
+                                            {INT64_MAX, 1},
+                                            {1, INT64_MAX},
+                                            {INT64_MAX / 100, 101},
+                                            {(int64_t)1 << 32, (int64_t)1 << 32},
+                                            {(int64_t)1 << 40, (int64_t)1 << 20}};
         for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
             t = matrix("enormous", shapes[i][0], shapes[i][1]);
             EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_SHAPE, "enormous");
         }
-        static const int64_t parts[][4] = {{-1, 5, 0, 100}, {0, 11, 0, 100}, {6, 5, 0, 100}, {0, 10, 0, 101}, {0, 10, -1, 5},
-                                           {0, 10, 50, 51}, {INT64_MAX, 1, 0, 100}, {0, 10, INT64_MAX, 1}, {0, -1, 0, 100}};
+        static const int64_t parts[][4] = {{-1, 5, 0, 100},        {0, 11, 0, 100},       {6, 5, 0, 100},
+                                           {0, 10, 0, 101},        {0, 10, -1, 5},        {0, 10, 50, 51},
+                                           {INT64_MAX, 1, 0, 100}, {0, 10, INT64_MAX, 1}, {0, -1, 0, 100}};
         for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
             t = matrix("part", 10, 100);
             t.first_row = parts[i][0], t.n_rows = parts[i][1], t.first_column = parts[i][2], t.n_columns = parts[i][3];
@@ -305,7 +338,8 @@ static void test_building(void)
         t.id = 77;
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), HALFSTEP_ERROR_DUPLICATE, "third");
         CHECK(halfstep_tensor_count(o) == 6, "%d tensors exist", (int)halfstep_tensor_count(o));
-        CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1, "tensors are not found by name");
+        CHECK(halfstep_tensor_find(o, "other") == 5 && halfstep_tensor_find(o, "third") == -1,
+              "tensors are not found by name");
         halfstep_destroy(o);
     }
     TEST("groups and tensors tell what they were added as") {
@@ -332,15 +366,17 @@ static void test_building(void)
         MUST(halfstep_add_tensor(o, &t, &index));
         EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
         CHECK(!strcmp(found.name, "whole") && found.name != t.name && found.group == h && found.ndim == 2 &&
-              found.id == halfstep_name_id("whole") && found.rows == 7 && found.row_length == 64 && !found.first_row &&
-              found.n_rows == 7 && !found.first_column && found.n_columns == 64 && !strcmp(found.gradient, t.gradient),
+                  found.id == halfstep_name_id("whole") && found.rows == 7 && found.row_length == 64 &&
+                  !found.first_row && found.n_rows == 7 && !found.first_column && found.n_columns == 64 &&
+                  !strcmp(found.gradient, t.gradient),
               "a whole tensor");
         t = matrix("part", 7, 64);
         t.id = 5, t.first_row = 2, t.n_rows = 3, t.first_column = 32, t.n_columns = 32;
         MUST(halfstep_add_tensor(o, &t, &index));
         EXPECT(halfstep_get_tensor(o, index, &found), HALFSTEP_OK);
-        CHECK(found.group == g && found.id == 5 && found.first_row == 2 && found.n_rows == 3 && found.first_column == 32 &&
-              found.n_columns == 32 && found.rows == 7 && found.row_length == 64, "a part of a tensor");
+        CHECK(found.group == g && found.id == 5 && found.first_row == 2 && found.n_rows == 3 &&
+                  found.first_column == 32 && found.n_columns == 32 && found.rows == 7 && found.row_length == 64,
+              "a part of a tensor");
         EXPECT_NAMED(o, halfstep_get_tensor(o, 2, &found), HALFSTEP_ERROR_ARGUMENT, "2");
         EXPECT(halfstep_get_tensor(NULL, 0, &found), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_tensor(o, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
@@ -358,11 +394,12 @@ static void test_building(void)
         MUST(halfstep_add_tensor(o, &t, &index));
         halfstep_slot_info info = {.struct_size = sizeof info};
         EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
-        CHECK(info.format == -1 && info.code_bytes == 0, "without momentum the state takes %d bytes", (int)info.code_bytes);
+        CHECK(info.format == -1 && info.code_bytes == 0, "without momentum the state takes %d bytes",
+              (int)info.code_bytes);
         MUST(halfstep_set_hyper(o, g, "momentum", 0.9));
         EXPECT(halfstep_get_slot_info(o, 0, HALFSTEP_SLOT_STATE, &info), HALFSTEP_OK);
-        CHECK(info.format >= 0 && info.code_bytes == 256, "with momentum, set after the tensor, the state takes %d bytes",
-              (int)info.code_bytes);
+        CHECK(info.format >= 0 && info.code_bytes == 256,
+              "with momentum, set after the tensor, the state takes %d bytes", (int)info.code_bytes);
         MUST(halfstep_state_bytes(o, &bytes));
         CHECK(bytes >= 256 + 16, "state bytes are %d", (int)bytes);
         MUST(halfstep_allocate_states(o));
@@ -373,7 +410,7 @@ static void test_building(void)
     }
 }
 
-/* ---- Order, binding, slots --------------------------------------------------------------------------------------------------- */
+/* ---- Order, binding, slots --------------------------------------------------------------------------------------- */
 
 static void test_order(void)
 {
@@ -481,13 +518,14 @@ static void test_order(void)
             halfstep_slot_info stored = {.struct_size = sizeof stored}; /* which may be what the format falls back to */
             MUST(halfstep_get_slot_info(t.o, 0, 2, &stored));
             MUST(halfstep_get_format_info(stored.format, &info));
-            /* In pieces of rows or at once: the same. What was read writes itself back unchanged, except that a block whose
-             * largest element was rounded down gets another scale. */
+            /* In pieces of rows or at once: the same. What was read writes itself back unchanged, except that a block
+             * whose largest element was rounded down gets another scale. */
             int in_rows = !info.block || info.geometry == HALFSTEP_GEOMETRY_ROWS;
             for (int slot = 2; slot < 4; slot++) {
                 one_write(&t, slot, values);
                 one_read(&t, slot, back);
-                for (int r = 0; in_rows && r < 7; r++) EXPECT(halfstep_write_slot(t.o, 0, slot, NULL, r, 1, values + 70 * r), HALFSTEP_OK);
+                for (int r = 0; in_rows && r < 7; r++)
+                    EXPECT(halfstep_write_slot(t.o, 0, slot, NULL, r, 1, values + 70 * r), HALFSTEP_OK);
                 EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 0, 3, again), HALFSTEP_OK);
                 EXPECT(halfstep_read_slot(t.o, 0, slot, NULL, 3, 4, again + 210), HALFSTEP_OK);
                 CHECK(!memcmp(back, again, sizeof back), "%s: rows differ from the whole", format);
@@ -514,7 +552,7 @@ static void test_order(void)
     }
 }
 
-/* ---- A small training run, to be repeated in other ways ------------------------------------------------------------------------ */
+/* ---- A small training run, to be repeated in other ways ---------------------------------------------------------- */
 
 enum { RUN_TENSORS = 4 };
 static const int64_t run_shape[RUN_TENSORS][3] = {{2, 5, 300}, {1, 77, 1}, {2, 40, 7}, {2, 3, 1000}};
@@ -598,7 +636,8 @@ static int run_differs(const struct run *a, int i, const struct run *b, int j)
 {
     for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != HALFSTEP_OK || x.format < 0) continue;
+        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(a->o, i, slot, &x) != HALFSTEP_OK || x.format < 0)
+            continue;
         if (halfstep_get_slot_info(b->o, j, slot, &y) != HALFSTEP_OK || x.code_bytes != y.code_bytes) return slot;
         const void *p = slot ? x.code : a->weight[i], *q = slot ? y.code : b->weight[j];
         if (memcmp(p, q, x.code_bytes) || (x.extra && memcmp(x.extra, y.extra, x.extra_bytes))) return slot;
@@ -620,7 +659,9 @@ static void copy_run(const struct run *from, struct run *to)
     for (int i = 0; i < from->n; i++) {
         for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
             halfstep_slot_info x = {.struct_size = sizeof x}, y = {.struct_size = sizeof y};
-            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != HALFSTEP_OK || x.format < 0) continue;
+            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(from->o, i, slot, &x) != HALFSTEP_OK ||
+                x.format < 0)
+                continue;
             MUST(halfstep_get_slot_info(to->o, i, slot, &y));
             memcpy(slot ? y.code : to->weight[i], slot ? x.code : from->weight[i], x.code_bytes);
             if (x.extra) memcpy(y.extra, x.extra, x.extra_bytes);
@@ -646,8 +687,8 @@ static void copy_run(const struct run *from, struct run *to)
 
 static int short_run;
 
-/* Calls f for every rule with every weight format and every state format that serves all its states (--short: for a few of
- * them, every rule and format among these). */
+/* Calls f for every rule with every weight format and every state format that serves all its states (--short: for a few
+ * of them, every rule and format among these). */
 static void every_recipe(void (*f)(const char *recipe))
 {
     int n = 0;
@@ -698,7 +739,8 @@ static void split_recipe(const char *recipe)
         MUST(halfstep_step_begin(halves.o, (const void *const *)halves.gradient, statistics));
         MUST(halfstep_step_finish(halves.o, halves.weight, (const void *const *)halves.gradient, statistics));
         run_gradients(&release, step);
-        for (int i = RUN_TENSORS - 1; i >= 0; i--) MUST(halfstep_step_tensor(release.o, i, release.weight[i], release.gradient[i]));
+        for (int i = RUN_TENSORS - 1; i >= 0; i--)
+            MUST(halfstep_step_tensor(release.o, i, release.weight[i], release.gradient[i]));
         MUST(halfstep_end_round(release.o));
     }
     compare_runs(&whole, &halves, "begin and finish");
@@ -716,8 +758,12 @@ static void split_recipe(const char *recipe)
 
 static void test_equalities(void)
 {
-    TEST("counters, states and weights are all that a resumed run needs, under every recipe") { every_recipe(resume_recipe); }
-    TEST("whole, in halves, tensor by tensor, one handle per tensor: the same bits, under every recipe") { every_recipe(split_recipe); }
+    TEST("counters, states and weights are all that a resumed run needs, under every recipe") {
+        every_recipe(resume_recipe);
+    }
+    TEST("whole, in halves, tensor by tensor, one handle per tensor: the same bits, under every recipe") {
+        every_recipe(split_recipe);
+    }
     TEST("a bound step follows the count of updates") {
         struct run a;
         run_open(&a, "adamw/bf16-sr", 0, RUN_TENSORS, 0, NULL);
@@ -746,14 +792,16 @@ static void test_equalities(void)
         EXPECT(halfstep_step_tensor(a.o, 2, a.weight[2], a.gradient[2]), HALFSTEP_OK);
         EXPECT(halfstep_end_round(a.o), HALFSTEP_OK);
         EXPECT(halfstep_accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
-        for (int i = 0; i < RUN_TENSORS; i++) CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
+        for (int i = 0; i < RUN_TENSORS; i++)
+            CHECK(step[i] == 4, "tensor %d: %g after a micro-step", i, (double)step[i]);
 
         halfstep_counters c = {.struct_size = sizeof c, .state_steps = 1000};
         EXPECT(halfstep_set_counters(a.o, 0, &c), HALFSTEP_OK);
         CHECK(step[0] == 1000, "%g after the counters were set", (double)step[0]);
         EXPECT(halfstep_bind_step(a.o, 1, NULL), HALFSTEP_OK);
         run_steps(&a, 3, 4);
-        CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", (double)step[0], (double)step[1], (double)step[2]);
+        CHECK(step[0] == 1001 && step[1] == 4 && step[2] == 5, "%g %g %g", (double)step[0], (double)step[1],
+              (double)step[2]);
         float late = 0;
         EXPECT(halfstep_bind_step(a.o, 1, &late), HALFSTEP_OK);
         CHECK(late == 5, "%g when bound late", (double)late);
@@ -776,9 +824,11 @@ static void test_equalities(void)
                 sum += pow((double)from_bits((uint32_t)((uint16_t *)a.gradient[i])[j] << 16), 2);
         double norm = 2 * sqrt(sum);
         run_steps(&a, 0, 1);
-        CHECK(fabs(halfstep_gradient_norm(a.o) / norm - 1) < 1e-12, "the norm is %.17g, expected %.17g", halfstep_gradient_norm(a.o), norm);
+        CHECK(fabs(halfstep_gradient_norm(a.o) / norm - 1) < 1e-12, "the norm is %.17g, expected %.17g",
+              halfstep_gradient_norm(a.o), norm);
         /* The factor by hand, as the gradient scale of another handle. */
-        MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
+        MUST(halfstep_set_hyper(b.o, HALFSTEP_ALL_GROUPS, "gradient_scale",
+                                2 * (0.5 / (halfstep_gradient_norm(a.o) + 1e-6))));
         run_steps(&b, 0, 1);
         compare_runs(&a, &b, "clipping by hand");
         run_close(&a);
@@ -831,7 +881,7 @@ static void test_equalities(void)
     }
 }
 
-/* ---- Threads and processes -------------------------------------------------------------------------------------------------------- */
+/* ---- Threads and processes --------------------------------------------------------------------------------------- */
 
 #ifndef _WIN32
 

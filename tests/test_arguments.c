@@ -1,6 +1,6 @@
-/* What no caller should pass: every pointer of every public function as NULL, numbers beyond every end, and shapes, parts and
- * ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing had been asked. Over
- * 500 lines because each function has its own. */
+/* What no caller should pass: every pointer of every public function as NULL, numbers beyond every end, and shapes,
+ * parts and ids that contradict. Nothing crashes, the code is the documented one, and the handle goes on as if nothing
+ * had been asked. Over 500 lines because each function has its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -14,8 +14,12 @@
 
 static halfstep_tensor tensor(const char *name, int32_t ndim, int64_t rows, int64_t row_length)
 {
-    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor), .name = name, .ndim = ndim, .rows = rows,
-                             .row_length = row_length, .gradient = "f32"};
+    return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
+                             .name = name,
+                             .ndim = ndim,
+                             .rows = rows,
+                             .row_length = row_length,
+                             .gradient = "f32"};
 }
 
 /* The first rows of a matrix. */
@@ -79,7 +83,8 @@ static void test_null_handle(void)
         REFUSED(halfstep_read_average(NULL, 0, w, 0, 1, g));
         REFUSED(halfstep_step(NULL, weights, gradients));
         CHECK(halfstep_statistics_count(NULL) == 0 && halfstep_norms_offset(NULL) == 0 &&
-                  halfstep_tensor_statistics_count(NULL, 0) == 0, "statistics of no handle");
+                  halfstep_tensor_statistics_count(NULL, 0) == 0,
+              "statistics of no handle");
         REFUSED(halfstep_step_begin(NULL, gradients, statistics));
         REFUSED(halfstep_step_norms(NULL, weights, gradients, statistics));
         REFUSED(halfstep_step_finish(NULL, weights, gradients, statistics));
@@ -97,7 +102,8 @@ static void test_null_handle(void)
         REFUSED(halfstep_accumulate_states_finish(NULL, gradients, statistics));
         REFUSED(halfstep_accumulate_states_tensor_begin(NULL, 0, g, statistics));
         REFUSED(halfstep_accumulate_states_tensor_finish(NULL, 0, g, statistics));
-        CHECK(halfstep_skipped_steps(NULL) == 0 && !halfstep_nonfinite_tensor(NULL)[0] && halfstep_gradient_norm(NULL) == 0.0,
+        CHECK(halfstep_skipped_steps(NULL) == 0 && !halfstep_nonfinite_tensor(NULL)[0] &&
+                  halfstep_gradient_norm(NULL) == 0.0,
               "numbers of no handle");
         REFUSED(halfstep_saturated(NULL, 0, w, &count));
         REFUSED(halfstep_set_gradient_norm(NULL, 1));
@@ -135,7 +141,8 @@ static void test_null_pointers(void)
         REFUSED(halfstep_get_rule_info(0, NULL));
         REFUSED(halfstep_get_format_info(0, NULL));
         REFUSED(halfstep_get_hyper_info(0, 0, NULL));
-        CHECK(halfstep_rule_find(NULL) < 0 && halfstep_format_find(NULL) < 0 && !halfstep_choice_value(NULL, 0), "found nothing");
+        CHECK(halfstep_rule_find(NULL) < 0 && halfstep_format_find(NULL) < 0 && !halfstep_choice_value(NULL, 0),
+              "found nothing");
         REFUSED(halfstep_recipe_full(NULL, text, sizeof text));
         REFUSED(halfstep_recipe_full("adamw", NULL, 64));
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
@@ -248,7 +255,8 @@ static void test_numbers(void)
             REFUSED(halfstep_saturated(o, n, w, &count));
             REFUSED(halfstep_bind_step(o, n, w));
             REFUSED(halfstep_bind_grid(o, n, HALFSTEP_SLOT_STATE + 1, &value));
-            REFUSED(halfstep_bind_grid(o, 0, n == 1 ? HALFSTEP_SLOT_STATE : n, &value)); /* no slot, or none with a grid */
+            REFUSED(
+                halfstep_bind_grid(o, 0, n == 1 ? HALFSTEP_SLOT_STATE : n, &value)); /* no slot, or none with a grid */
             REFUSED(halfstep_get_scalar(o, n, "trust_ratio", &value));
             REFUSED(halfstep_accumulate(o, n, w, "f32", w, "f32", 1));
             REFUSED(halfstep_read_average(o, n, w, 0, 1, w));
@@ -261,7 +269,8 @@ static void test_numbers(void)
             REFUSED(halfstep_read_slot(o, 0, n == 1 ? HALFSTEP_SLOT_STATE + 3 : n, NULL, 0, 1, w));
             REFUSED(halfstep_write_slot(o, n, HALFSTEP_SLOT_STATE, NULL, 0, 1, w));
             CHECK(halfstep_tensor_statistics_count(o, n) == 0, "statistics of tensor %d", n);
-            CHECK(!halfstep_isa_name(n == 1 ? 99 : n) && !halfstep_isa_available(n == 1 ? 99 : n), "instruction set %d", n);
+            CHECK(!halfstep_isa_name(n == 1 ? 99 : n) && !halfstep_isa_available(n == 1 ? 99 : n), "instruction set %d",
+                  n);
             if (n == 1) continue;
             REFUSED(halfstep_get_rule_info(n, &rule));
             REFUSED(halfstep_get_format_info(n, &format));
@@ -269,7 +278,8 @@ static void test_numbers(void)
             CHECK(!halfstep_choice_value("decay", n), "value %d of a choice", n);
         }
         EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "momentun", 1), HALFSTEP_ERROR_NAME, "momentun");
-        EXPECT_NAMED(o, halfstep_get_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norn", &value), HALFSTEP_ERROR_NAME, "clip_norn");
+        EXPECT_NAMED(o, halfstep_get_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norn", &value), HALFSTEP_ERROR_NAME,
+                     "clip_norn");
         EXPECT_NAMED(o, halfstep_get_hyper(o, HALFSTEP_ALL_GROUPS, "lr", &value), HALFSTEP_ERROR_NAME, "lr");
         CHECK(!halfstep_choice_value("colour", 0), "a value of no choice");
         EXPECT_NAMED(o, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", -1), HALFSTEP_ERROR_RANGE, "clip_norm");
@@ -286,27 +296,31 @@ static void test_numbers(void)
         static const double not_norms[] = {-1.0, INFINITY, NAN};
         for (int i = 0; i < 3; i++) EXPECT(halfstep_set_gradient_norm(o, not_norms[i]), HALFSTEP_ERROR_RANGE);
         static const double not_scales[] = {INFINITY, NAN, -1e31};
-        for (int i = 0; i < 3; i++) EXPECT(halfstep_accumulate(o, 0, w, "f32", w, "f32", not_scales[i]), HALFSTEP_ERROR_RANGE);
+        for (int i = 0; i < 3; i++)
+            EXPECT(halfstep_accumulate(o, 0, w, "f32", w, "f32", not_scales[i]), HALFSTEP_ERROR_RANGE);
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f33", w, "f32", 1), HALFSTEP_ERROR_NAME, "f33");
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "f34", 1), HALFSTEP_ERROR_NAME, "f34");
         /* Formats that would lose or hide something of a sum, and one that no gradient has. */
         static const char *const not_sums[] = {"int8", "bf16-kahan", "f16-sr"};
         for (int i = 0; i < 3; i++)
-            EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, not_sums[i], w, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED, not_sums[i]);
-        EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "bf16-ecc8", 1), HALFSTEP_ERROR_UNSUPPORTED, "bf16-ecc8");
+            EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, not_sums[i], w, "f32", 1), HALFSTEP_ERROR_UNSUPPORTED,
+                         not_sums[i]);
+        EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "bf16-ecc8", 1), HALFSTEP_ERROR_UNSUPPORTED,
+                     "bf16-ecc8");
         halfstep_destroy(o);
     }
     TEST("schedules out of range") {
         double value;
         /* Warm-up and total steps, final fraction, start of the decay, power: one of them beyond its bounds. */
-        static const double wrong[][5] = {
-            {-1, 1, 0, 0, 0},   {0, -1, 0, 0, 0},       {0, 1, -1, 0, 0}, {0, 1, 0, -1, 0}, {0, 1, 0, 0, -17},
-            {1e16, 1, 0, 0, 0}, {0, INFINITY, 0, 0, 0}, {0, 1, 2, 0, 0},  {0, 1, 0, 2, 0},  {0, 1, 0, 0, 0.5},
-            {0, NAN, 0, 0, 0}};
+        static const double wrong[][5] = {{-1, 1, 0, 0, 0},       {0, -1, 0, 0, 0},  {0, 1, -1, 0, 0},
+                                          {0, 1, 0, -1, 0},       {0, 1, 0, 0, -17}, {1e16, 1, 0, 0, 0},
+                                          {0, INFINITY, 0, 0, 0}, {0, 1, 2, 0, 0},   {0, 1, 0, 2, 0},
+                                          {0, 1, 0, 0, 0.5},      {0, NAN, 0, 0, 0}};
         value = 7;
         for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
-            EXPECT(halfstep_schedule_factor("cosine", 0, wrong[i][0], wrong[i][1], wrong[i][2], wrong[i][3], wrong[i][4],
-                                            &value), HALFSTEP_ERROR_RANGE);
+            EXPECT(halfstep_schedule_factor("cosine", 0, wrong[i][0], wrong[i][1], wrong[i][2], wrong[i][3],
+                                            wrong[i][4], &value),
+                   HALFSTEP_ERROR_RANGE);
         CHECK(value == 7, "a factor of nothing: %g", value);
         EXPECT(halfstep_schedule_factor("cosine", 0, 0, 1, 0, 0, 0, &value), HALFSTEP_OK);
         EXPECT(halfstep_schedule_factor("spiral", 0, 0, 1, 0, 0, 1, &value), HALFSTEP_ERROR_NAME);
@@ -366,14 +380,16 @@ static void test_shapes(void)
         halfstep_tensor t = tensor("flat", 2, 64, 100);
         halfstep_optimizer *o = make("adamw/f32/dyn8", &t);
         EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 1, rows), HALFSTEP_ERROR_RANGE, "flat");
-        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 1, 63, rows), HALFSTEP_ERROR_RANGE, "flat");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 1, 63, rows), HALFSTEP_ERROR_RANGE,
+                     "flat");
         EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 64, rows), HALFSTEP_OK);
         /* Means over rows would need blocks that end with them. */
         const void *gradients[1] = {rows};
         void *weights[1] = {rows};
         halfstep_counters c = {.struct_size = sizeof c};
         MUST(halfstep_set_hyper(o, 0, "centralize", 1));
-        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED, "'flat': centralize needs blocks");
+        EXPECT_NAMED(o, halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED,
+                     "'flat': centralize needs blocks");
         MUST(halfstep_get_counters(o, 0, &c));
         CHECK(c.state_steps == 0, "a refused step has counted");
         halfstep_destroy(o);
@@ -391,21 +407,24 @@ static void test_shapes(void)
         float rows[8 * 600] = {0};
         halfstep_tensor t = tensor("scaled", 2, 8, 600);
         halfstep_optimizer *o = make("adamw/f32/fp8-lamb16", &t);
-        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE, "scaled");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE,
+                     "scaled");
         EXPECT(halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 8, rows), HALFSTEP_OK);
         halfstep_destroy(o);
         t = part_of("scaled", 8, 600, 4);
         o = make("adamw/f32/fp8-lamb16", &t);
         const void *gradients[1] = {rows};
         EXPECT_NAMED(o, halfstep_accumulate_states(o, gradients), HALFSTEP_ERROR_UNSUPPORTED, "scaled");
-        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE, "scaled");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 4, rows), HALFSTEP_ERROR_RANGE,
+                     "scaled");
         gradients[0] = NULL; /* nothing to accumulate is nothing to refuse */
         EXPECT(halfstep_accumulate_states(o, gradients), HALFSTEP_OK);
         halfstep_destroy(o);
         t = part_of("scaled", 8, 600, 8);
         t.n_columns = 512;
         o = make("adamw/f32/fp8-lamb16", &t);
-        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 8, rows), HALFSTEP_ERROR_RANGE, "scaled");
+        EXPECT_NAMED(o, halfstep_write_slot(o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 8, rows), HALFSTEP_ERROR_RANGE,
+                     "scaled");
         halfstep_destroy(o);
     }
     TEST("a gradient is missing where that is an error") {

@@ -1,5 +1,5 @@
-/* Exact sums, deterministic mathematics, schedules and the thread pool. Over 500 lines, because each of the four is too small
- * for a test program of its own and brings its own slow reference. */
+/* Exact sums, deterministic mathematics, schedules and the thread pool. Over 500 lines, because each of the four is too
+ * small for a test program of its own and brings its own slow reference. */
 #define _GNU_SOURCE
 #include <float.h>
 #include <math.h>
@@ -43,11 +43,14 @@ static double random_double(void)
     }
 }
 
-/* ---- Exact sums: an independent reference that adds bit by bit --------------------------------------------------------- */
+/* ---- Exact sums: an independent reference that adds bit by bit --------------------------------------------------- */
 
 enum { BIG_BITS = 2200 };
 /* Sign and magnitude, one bit a byte, bit 0 = 2^-1074: slow and obvious. */
-struct big { int negative; unsigned char bit[BIG_BITS]; };
+struct big {
+    int negative;
+    unsigned char bit[BIG_BITS];
+};
 
 static int big_compare(const struct big *a, const struct big *b)
 {
@@ -161,7 +164,9 @@ static void test_exact(void)
         }
     }
     TEST("exact: ties to even, overflow, cancellation") {
-        static const struct { double term[4], sum; } cases[] = {
+        static const struct {
+            double term[4], sum;
+        } cases[] = {
             {{1, 0x1p-53, 0, 0}, 1},
             {{1, 0x1p-53, 0x1p-1074, 0}, 0x1.0000000000001p0},
             {{1, 0x1p-53, -0x1p-1074, 0}, 1},
@@ -202,7 +207,7 @@ static void test_exact(void)
     }
 }
 
-/* ---- Deterministic mathematics, against long double (64-bit mantissa) ---------------------------------------------------- */
+/* ---- Deterministic mathematics, against long double (64-bit mantissa) -------------------------------------------- */
 
 /* Distance in units of the last place of the exact result. */
 static double ulps(double value, long double exact)
@@ -262,7 +267,8 @@ static void test_math(void)
                        : j % 3 == 1 ? 1 + ldexp(random_unit() - 0.5, -(int)(random64() % 40))
                                     : random_unit() * 1e5;
             if (x == 0) continue;
-            double limit = 700 / fabs(log(x) + (x == 1)), y = (2 * random_unit() - 1) * (j & 1 ? limit : fmin(limit, 3));
+            double limit = 700 / fabs(log(x) + (x == 1)),
+                   y = (2 * random_unit() - 1) * (j & 1 ? limit : fmin(limit, 3));
             if (!isfinite(y)) continue;
             /* powl itself loses bits for large exponents; ask it only where 64 bits leave enough. */
             double u = ulps(hstep_pow(x, y), powl(x, y));
@@ -293,7 +299,8 @@ static void test_math(void)
             long double exact = powl(x, (long double)n);
             if (exact < 0x1p-1020L) continue;
             double relative = (double)(fabsl(hstep_powi(x, n) - exact) / exact);
-            CHECK(relative <= (double)n * 0x1p-53 + 0x1p-63, "%a ^ %llu is off by %g", x, (unsigned long long)n, relative);
+            CHECK(relative <= (double)n * 0x1p-53 + 0x1p-63, "%a ^ %llu is off by %g", x, (unsigned long long)n,
+                  relative);
         }
         CHECK(same(hstep_powi(0.9, 0), 1.0) && same(hstep_powi(0.0, 0), 1.0) && same(hstep_powi(0.0, 5), 0.0),
               "powers of 0 and to the 0");
@@ -314,11 +321,12 @@ static void test_math(void)
     }
 }
 
-/* ---- Schedules -------------------------------------------------------------------------------------------------------------- */
+/* ---- Schedules --------------------------------------------------------------------------------------------------- */
 
 static void close_to(const char *what, double value, double expected)
 {
-    CHECK(fabs(value - expected) <= 4e-16 * fmax(1, fabs(expected)), "%s: %.17g, expected %.17g", what, value, expected);
+    CHECK(fabs(value - expected) <= 4e-16 * fmax(1, fabs(expected)), "%s: %.17g, expected %.17g", what, value,
+          expected);
 }
 
 static void test_schedules(void)
@@ -362,13 +370,19 @@ static void test_schedules(void)
     }
     TEST("schedules: inverse-power is adamw_bfloat16's") {
         /* Its own values for preheat 3000, lr 1e-3, by its count t of steps (the present one included). */
-        static const struct { uint64_t t; double lr; } known[] = {
-            {1, 6.6666666666666667e-7}, {2998, 9.9966666666666667e-4}, {2999, 1e-3}, {3000, 9.998333749884293e-4},
-            {12000, 4.999791679686596e-4}};
+        static const struct {
+            uint64_t t;
+            double lr;
+        } known[] = {{1, 6.6666666666666667e-7},
+                     {2998, 9.9966666666666667e-4},
+                     {2999, 1e-3},
+                     {3000, 9.998333749884293e-4},
+                     {12000, 4.999791679686596e-4}};
         struct hstep_schedule s = {HSTEP_SCHEDULE_INVERSE_POWER, 3000, 0, 0, 0, -0.5};
         for (size_t k = 0; k < sizeof known / sizeof known[0]; k++) {
             double lr = 1e-3 * hstep_schedule_factor(&s, known[k].t - 1);
-            CHECK(fabs(lr / known[k].lr - 1) < 1e-12, "t = %d: %.15g, expected %.15g", (int)known[k].t, lr, known[k].lr);
+            CHECK(fabs(lr / known[k].lr - 1) < 1e-12, "t = %d: %.15g, expected %.15g", (int)known[k].t, lr,
+                  known[k].lr);
         }
         s.warmup = 0;
         close_to("no preheat", hstep_schedule_factor(&s, 2), 0.5);
@@ -395,9 +409,12 @@ static void test_schedules(void)
     }
 }
 
-/* ---- Threads ----------------------------------------------------------------------------------------------------------------- */
+/* ---- Threads ----------------------------------------------------------------------------------------------------- */
 
-struct counts { _Atomic int *done; int64_t n; };
+struct counts {
+    _Atomic int *done;
+    int64_t n;
+};
 
 static void count_task(void *arg, int64_t i)
 {
@@ -469,7 +486,8 @@ static int runs_with_few_threads(void)
     if (child == 0) {
         struct rlimit limit = {256u << 20, 256u << 20};
         setrlimit(RLIMIT_AS, &limit);
-        test_leave(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0 : 1);
+        test_leave(run_and_count(500, 3000) == 0 && run_and_count(500, 3000) == 0 && run_and_count(2, 100) == 0 ? 0
+                                                                                                                : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);
@@ -491,10 +509,8 @@ static void environment(const char *name, const char *value)
     snprintf(text, sizeof text, "%s=%s", name, value ? value : "");
     _putenv(text);
 #else
-    if (value)
-        setenv(name, value, 1);
-    else
-        unsetenv(name);
+    if (value) setenv(name, value, 1);
+    else unsetenv(name);
 #endif
 }
 
@@ -564,10 +580,25 @@ static void test_threads(void)
         environment("OMP_NUM_THREADS", NULL);
         int natural = hstep_default_threads();
         CHECK(natural >= 1 && natural <= HSTEP_MAX_THREADS, "%d threads", natural);
-        static const struct { const char *own, *omp; int expected; } cases[] = {
-            {"3", NULL, 3}, {"3", "5", 3}, {NULL, "5", 5}, {NULL, "5,2", 5}, {" 7 ", "5", 7}, {"x", "5", 5}, {"3x", NULL, 0},
-            {"", "6", 6}, {"0", "6", 6}, {"-2", "6", 6}, {"99999999999999999999", NULL, HSTEP_MAX_THREADS}, {"3,4", "2", 2},
-            {NULL, "4 , 2", 4}, {NULL, ",4", 0}, {"1e3", NULL, 0}, {"+4", NULL, 0}};
+        static const struct {
+            const char *own, *omp;
+            int expected;
+        } cases[] = {{"3", NULL, 3},
+                     {"3", "5", 3},
+                     {NULL, "5", 5},
+                     {NULL, "5,2", 5},
+                     {" 7 ", "5", 7},
+                     {"x", "5", 5},
+                     {"3x", NULL, 0},
+                     {"", "6", 6},
+                     {"0", "6", 6},
+                     {"-2", "6", 6},
+                     {"99999999999999999999", NULL, HSTEP_MAX_THREADS},
+                     {"3,4", "2", 2},
+                     {NULL, "4 , 2", 4},
+                     {NULL, ",4", 0},
+                     {"1e3", NULL, 0},
+                     {"+4", NULL, 0}};
         for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
             environment("HALFSTEP_THREADS", cases[k].own);
             environment("OMP_NUM_THREADS", cases[k].omp);

@@ -1,7 +1,8 @@
 /* The block formats that share scales beyond int8's: every code, rounding against references in double that know no bit
- * patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them, torchao's maps and
- * codes rebuilt from their definition, the same bytes on every instruction set and through the public interface. --short
- * samples where the full run enumerates. Over 500 lines because the formats share codecs, inputs and layout. */
+ * patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them, torchao's
+ * maps and codes rebuilt from their definition, the same bytes on every instruction set and through the public
+ * interface. --short samples where the full run enumerates. Over 500 lines because the formats share codecs, inputs and
+ * layout. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -20,37 +21,45 @@
 
 static int short_run;
 
-/* ---- Codecs: one element with a given scale, by the functions of the headers on one lane -------------------------------- */
+/* ---- Codecs: one element with a given scale, by the functions of the headers on one lane ------------------------- */
 
 #define NEAREST 0x8000u
 
 static int overflows; /* 4-bit codes that are not -8 .. 15 */
 
 /* As stored: a code of four bits may have had a sign. */
-#define CODEC(fn, bits)                                                                                              \
-    static uint32_t fn##_code_of(float x, float scale, uint32_t random, int nonneg)                                  \
-    {                                                                                                                \
-        uint32_t s = to_bits(scale), code;                                                                           \
-        if (nonneg)                                                                                                  \
-            code = fn##_code(fn##_stash(x, 1), fn##_inverse(s, 1), random, 1);                                       \
-        else                                                                                                         \
-            code = fn##_code(fn##_stash(x, 0), fn##_inverse(s, 0), random, 0);                                       \
-        if (bits == 4 && code + 8 > 8 + 15) overflows++;                                                             \
-        return bits == 4 ? code & 15 : code;                                                                         \
-    }                                                                                                                \
-    static float fn##_value_of(uint32_t code, float scale, int nonneg)                                               \
-    {                                                                                                                \
-        return nonneg ? fn##_value(code, scale, 1) : fn##_value(code, scale, 0);                                     \
+#define CODEC(fn, bits)                                                                \
+    static uint32_t fn##_code_of(float x, float scale, uint32_t random, int nonneg)    \
+    {                                                                                  \
+        uint32_t s = to_bits(scale), code;                                             \
+        if (nonneg) code = fn##_code(fn##_stash(x, 1), fn##_inverse(s, 1), random, 1); \
+        else code = fn##_code(fn##_stash(x, 0), fn##_inverse(s, 0), random, 0);        \
+        if (bits == 4 && code + 8 > 8 + 15) overflows++;                               \
+        return bits == 4 ? code & 15 : code;                                           \
+    }                                                                                  \
+    static float fn##_value_of(uint32_t code, float scale, int nonneg)                 \
+    {                                                                                  \
+        return nonneg ? fn##_value(code, scale, 1) : fn##_value(code, scale, 0);       \
     }
-#define BLOCK_SCALE(fn)                                                                                              \
-    static float fn##_scale_of(float largest, int nonneg)                                                            \
-    {                                                                                                                \
-        return from_bits(nonneg ? fn##_scale(fn##_stash(largest, 1), 1) : fn##_scale(fn##_stash(largest, 0), 0));    \
+#define BLOCK_SCALE(fn)                                                                                           \
+    static float fn##_scale_of(float largest, int nonneg)                                                         \
+    {                                                                                                             \
+        return from_bits(nonneg ? fn##_scale(fn##_stash(largest, 1), 1) : fn##_scale(fn##_stash(largest, 0), 0)); \
     }
+/* clang-format off */
 CODEC(int4, 4) CODEC(fp8, 8) CODEC(fp8_e5m2, 8) CODEC(dyn8, 8) CODEC(dyn4, 4) CODEC(fp8_lamb16, 8)
 BLOCK_SCALE(int4) BLOCK_SCALE(fp8) BLOCK_SCALE(fp8_e5m2) BLOCK_SCALE(dyn8) BLOCK_SCALE(dyn4)
+    /* clang-format on */
 
-enum { INT4, FP8, E5M2, DYN8, DYN4, LAMB16, CODECS };
+    enum {
+        INT4,
+        FP8,
+        E5M2,
+        DYN8,
+        DYN4,
+        LAMB16,
+        CODECS
+    };
 static const struct codec {
     const char *name;
     int format, levels, low_first; /* low_first: the nibble of even elements */
@@ -97,7 +106,7 @@ static float some_scale(const struct codec *c, int nonneg, int i)
     return c->scale ? c->scale(some_largest(i), nonneg) : ldexpf(random_mantissa(), -(i % 24));
 }
 
-/* ---- References --------------------------------------------------------------------------------------------------------- */
+/* ---- References -------------------------------------------------------------------------------------------------- */
 
 /* The number an 8-bit float stands for, by its definition. */
 static double float8(uint32_t magnitude, int e5m2)
@@ -114,7 +123,7 @@ static uint32_t float8_nearest_even(double x, int e5m2)
     uint32_t best = 0;
     for (uint32_t c = 1; c <= float8_top(e5m2); c++) {
         double new = fabs(float8(c, e5m2) - x), old = fabs(float8(best, e5m2) - x);
-        if (new < old || (new == old && c % 2 == 0)) best = c;
+        if (new < old || (new == old &&c % 2 == 0)) best = c;
     }
     return best;
 }
@@ -189,7 +198,7 @@ static double int4_place(double x, double scale, int nonneg)
 }
 static double int4_code_place(uint32_t code, int nonneg) { return nonneg || code < 8 ? code : code - 16.0; }
 
-/* ---- Codes and values --------------------------------------------------------------------------------------------------- */
+/* ---- Codes and values -------------------------------------------------------------------------------------------- */
 
 /* Codes that no value is stored as: beyond a clip, not finite, or without a number. */
 static int unused_code(int codec, int nonneg, uint32_t code)
@@ -231,8 +240,8 @@ static void test_values(void)
                 for (uint32_t code = 0; code < (uint32_t)c->levels; code++) {
                     if (f != LAMB16 && unused_code(f, nonneg, code) && code) continue;
                     float x = c->value(code, scale, nonneg), expected = defined_value(f, nonneg, code, scale);
-                    CHECK(x == expected, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code,
-                          (double)scale, (double)x, (double)expected);
+                    CHECK(x == expected, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg,
+                          code, (double)scale, (double)x, (double)expected);
                 }
             }
 }
@@ -252,17 +261,18 @@ static void test_round_trips(void)
                     if ((f == LAMB16 && nonneg && x > 10.0f) || (fabsf(x) < 0x1p-126f && x != 0.0f)) continue;
                     uint32_t again = c->code(x, scale, NEAREST, nonneg);
                     used++;
-                    CHECK(again == code, "%s, nonneg %d, scale %a: code %u decodes to %a, which is code %u", c->name, nonneg,
-                          (double)scale, code, (double)x, again);
+                    CHECK(again == code, "%s, nonneg %d, scale %a: code %u decodes to %a, which is code %u", c->name,
+                          nonneg, (double)scale, code, (double)x, again);
                 }
-                CHECK(to_bits(c->value(0, 0.0f, nonneg)) == 0, "%s, nonneg %d: zero bytes decode to %a", c->name, nonneg,
-                      (double)c->value(0, 0.0f, nonneg));
+                CHECK(to_bits(c->value(0, 0.0f, nonneg)) == 0, "%s, nonneg %d: zero bytes decode to %a", c->name,
+                      nonneg, (double)c->value(0, 0.0f, nonneg));
             }
             CHECK(used >= 240 * c->levels / 3, "%s, nonneg %d: only %d codes were tried", c->name, nonneg, used);
         }
 }
 
-/* A block's own scale: its largest value gets a code, and writing what was read does not move int4's of second moments. */
+/* A block's own scale: its largest value gets a code, and writing what was read does not move int4's of second
+ * moments. */
 static void test_scales(void)
 {
     for (int f = 0; f < LAMB16; f++)
@@ -273,12 +283,14 @@ static void test_scales(void)
                 float scale = c->scale(largest, nonneg);
                 for (uint32_t r = 0; r < 65536; r += 13107) {
                     uint32_t code = c->code(largest, scale, r, nonneg);
-                    CHECK(code < (uint32_t)c->levels && !unused_code(f, nonneg, code), "%s, nonneg %d: largest %a, random %u: "
-                          "code %u", c->name, nonneg, (double)largest, r, code);
+                    CHECK(code < (uint32_t)c->levels && !unused_code(f, nonneg, code),
+                          "%s, nonneg %d: largest %a, random %u: "
+                          "code %u",
+                          c->name, nonneg, (double)largest, r, code);
                     /* torchao's scales begin at 1e-12. */
                     float value = c->value(code, scale, nonneg);
-                    CHECK(value > 0.5f * largest || (f >= DYN8 && largest < 1e-12f), "%s, nonneg %d: %a became %a", c->name,
-                          nonneg, (double)largest, (double)value);
+                    CHECK(value > 0.5f * largest || (f >= DYN8 && largest < 1e-12f), "%s, nonneg %d: %a became %a",
+                          c->name, nonneg, (double)largest, (double)value);
                 }
                 if (f == INT4) {
                     float again = nonneg ? c->scale(c->value(15, scale, 1), 1) : scale;
@@ -291,8 +303,8 @@ static void test_scales(void)
                         uint32_t code = c->code(sign ? -under : under, 0, random32() >> 16, nonneg);
                         CHECK(c->scale(under, nonneg) == 0 && to_bits(c->value(code, 0, nonneg)) == 0,
                               "%s, nonneg %d: a block of %a is not zero", c->name, nonneg, (double)under);
-                        CHECK(code == 0, "%s, nonneg %d: code %u in a block of %a", c->name,
-                              nonneg, code, (double)under);
+                        CHECK(code == 0, "%s, nonneg %d: code %u in a block of %a", c->name, nonneg, code,
+                              (double)under);
                     }
                 else
                     CHECK(c->scale(under, nonneg) == 1e-12f, "%s: scale %a of a block of zeros", c->name,
@@ -318,24 +330,27 @@ static void test_fp8_top(void)
     }
 }
 
-/* ---- Rounding ----------------------------------------------------------------------------------------------------------- */
+/* ---- Rounding ---------------------------------------------------------------------------------------------------- */
 
 static void test_nearest(void)
 {
     int tries = short_run ? 20000 : 200000;
     for (int nonneg = 0; nonneg < 2; nonneg++)
         for (int i = 0; i < tries; i++) {
-            float largest = some_largest(i % 6), x = some_value(largest, nonneg), scale = int4_scale_of(largest, nonneg);
+            float largest = some_largest(i % 6), x = some_value(largest, nonneg),
+                  scale = int4_scale_of(largest, nonneg);
             uint32_t code = int4_code_of(x, scale, NEAREST, nonneg);
             double place = int4_place((double)x, (double)scale, nonneg);
-            CHECK(fabs(place - int4_code_place(code, nonneg)) < 0.5 + 0x1p-16, "int4, nonneg %d: %a with scale %a is at %g, "
-                  "its code at %g", nonneg, (double)x, (double)scale, place, int4_code_place(code, nonneg));
+            CHECK(fabs(place - int4_code_place(code, nonneg)) < 0.5 + 0x1p-16,
+                  "int4, nonneg %d: %a with scale %a is at %g, "
+                  "its code at %g",
+                  nonneg, (double)x, (double)scale, place, int4_code_place(code, nonneg));
         }
     /* int4's cubic against the values themselves: it changes codes within 0.0022 of the middle between two. */
     for (int k = 0; k < 7; k++) {
         double middle = (k / (14.0 - k) + (k + 1) / (13.0 - k)) / 2;
-        CHECK(int4_place(middle - 0.0022, 1, 0) < k + 0.5 && int4_place(middle + 0.0022, 1, 0) > k + 0.5, "int4: %g is at %g",
-              middle, int4_place(middle, 1, 0));
+        CHECK(int4_place(middle - 0.0022, 1, 0) < k + 0.5 && int4_place(middle + 0.0022, 1, 0) > k + 0.5,
+              "int4: %g is at %g", middle, int4_place(middle, 1, 0));
     }
     for (int e5m2 = 0; e5m2 < 2; e5m2++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
@@ -347,10 +362,11 @@ static void test_nearest(void)
                 double best = fabs(float8(float8_nearest_even(t, e5m2), e5m2) - t), step = float8(1, e5m2);
                 if (nonneg && x > 0 && t < step) best = step - t;
                 /* To within 2^-16 of a step, which is less than a quarter of t or the smallest. */
-                CHECK(error <= best + fmax(t / 4, step) * 0x1p-16, "%s, nonneg %d: %a with scale %a, t %g, became code %u",
-                      c->name, nonneg, (double)x, (double)scale, t, code);
-                CHECK((code >> 7) == (uint32_t)(!nonneg && x < 0 && magnitude), "%s: the sign of %a is in code %u", c->name,
-                      (double)x, code);
+                CHECK(error <= best + fmax(t / 4, step) * 0x1p-16,
+                      "%s, nonneg %d: %a with scale %a, t %g, became code %u", c->name, nonneg, (double)x,
+                      (double)scale, t, code);
+                CHECK((code >> 7) == (uint32_t)(!nonneg && x < 0 && magnitude), "%s: the sign of %a is in code %u",
+                      c->name, (double)x, code);
             }
 }
 
@@ -360,8 +376,8 @@ static void check_lamb16(float x, float scale, int nonneg)
     float t = nonneg ? fminf(x, 10.0f) / scale : fminf(fabsf(x) / scale, 15.0f);
     uint32_t expected = float8_nearest_even((double)t, nonneg) | (!nonneg && signbit(x) ? 0x80 : 0);
     uint32_t code = fp8_lamb16_code_of(x, scale, random32() & 0xffff, nonneg);
-    CHECK(code == expected, "fp8-lamb16, nonneg %d: %a with scale %a became code %02x, should be %02x", nonneg, (double)x,
-          (double)scale, code, expected);
+    CHECK(code == expected, "fp8-lamb16, nonneg %d: %a with scale %a became code %02x, should be %02x", nonneg,
+          (double)x, (double)scale, code, expected);
 }
 
 static void test_lamb16(void)
@@ -378,31 +394,40 @@ static void test_lamb16(void)
                     if (!nonneg) check_lamb16(-x, scale, 0);
                 }
             }
-        for (int i = 0; i < 20000; i++) check_lamb16(some_value(20.0f, nonneg), some_scale(&codecs[LAMB16], nonneg, i), nonneg);
+        for (int i = 0; i < 20000; i++)
+            check_lamb16(some_value(20.0f, nonneg), some_scale(&codecs[LAMB16], nonneg, i), nonneg);
     }
     CHECK(fp8_lamb16_code_of(10.0f, 1e-6f, 0, 1) == 0x7b, "v / s of 1e7 does not saturate");
     CHECK(fp8_lamb16_code_of(7.0f * 0x1p-18f, 1.0f, 0, 1) == 2 && fp8_lamb16_code_of(0x1p-18f, 1.0f, 0, 1) == 0,
           "v below the smallest e5m2 number is published as zero");
-    CHECK(fp8_lamb16_norm(-2.0f, 0) == 2.0f && fp8_lamb16_norm(5.0f, 1) == sqrtf(10.0f), "the norm's values are not cut");
-    CHECK(fp8_lamb16_tensor_scale(3.0, 6.0) == (float)0.500001 && fp8_lamb16_tensor_scale(0.0, 7.0) == 1e-6f, "the scale");
+    CHECK(fp8_lamb16_norm(-2.0f, 0) == 2.0f && fp8_lamb16_norm(5.0f, 1) == sqrtf(10.0f),
+          "the norm's values are not cut");
+    CHECK(fp8_lamb16_tensor_scale(3.0, 6.0) == (float)0.500001 && fp8_lamb16_tensor_scale(0.0, 7.0) == 1e-6f,
+          "the scale");
 }
 
 static void test_dynamic_maps(void)
 {
     /* torchao's 4-bit map, and the ends of its 8-bit ones. */
-    static const uint32_t four[16] = {0xbf633333, 0xbf29999a, 0xbee00000, 0xbe599999, 0xbd9eb852, 0xbd051eb9, 0xbbb43958, 0,
-                                      0x3bb43958, 0x3d051eb9, 0x3d9eb852, 0x3e599999, 0x3ee00000, 0x3f29999a, 0x3f633333,
-                                      0x3f800000};
-    static const struct { int nonneg, code; uint32_t bits; } eight[] = {
-        {0, 0, 0xbf7e3333}, {0, 1, 0xbf7a999a}, {0, 3, 0xbf736666}, {0, 127, 0},        {0, 252, 0x3f770000},
-        {0, 254, 0x3f7e3333}, {0, 255, 0x3f800000}, {1, 0, 0},      {1, 1, 0x34ae7baa}, {1, 2, 0x35500998},
-        {1, 3, 0x360e9b38}, {1, 253, 0x3f7d4ccc}, {1, 254, 0x3f7f199a}, {1, 255, 0x3f800000},
+    static const uint32_t four[16] = {0xbf633333, 0xbf29999a, 0xbee00000, 0xbe599999, 0xbd9eb852, 0xbd051eb9,
+                                      0xbbb43958, 0,          0x3bb43958, 0x3d051eb9, 0x3d9eb852, 0x3e599999,
+                                      0x3ee00000, 0x3f29999a, 0x3f633333, 0x3f800000};
+    static const struct {
+        int nonneg, code;
+        uint32_t bits;
+    } eight[] = {
+        {0, 0, 0xbf7e3333},   {0, 1, 0xbf7a999a},   {0, 3, 0xbf736666},   {0, 127, 0},
+        {0, 252, 0x3f770000}, {0, 254, 0x3f7e3333}, {0, 255, 0x3f800000}, {1, 0, 0},
+        {1, 1, 0x34ae7baa},   {1, 2, 0x35500998},   {1, 3, 0x360e9b38},   {1, 253, 0x3f7d4ccc},
+        {1, 254, 0x3f7f199a}, {1, 255, 0x3f800000},
     };
     for (int c = 0; c < 16; c++)
-        CHECK(to_bits(maps[1][0][c]) == four[c] && to_bits(hstep_dyn4_signed[c]) == four[c], "entry %d of the 4-bit map", c);
+        CHECK(to_bits(maps[1][0][c]) == four[c] && to_bits(hstep_dyn4_signed[c]) == four[c],
+              "entry %d of the 4-bit map", c);
     for (size_t i = 0; i < sizeof eight / sizeof *eight; i++)
-        CHECK(to_bits(maps[0][eight[i].nonneg][eight[i].code]) == eight[i].bits, "entry %d, nonneg %d, of the 8-bit map: %a",
-              eight[i].code, eight[i].nonneg, (double)maps[0][eight[i].nonneg][eight[i].code]);
+        CHECK(to_bits(maps[0][eight[i].nonneg][eight[i].code]) == eight[i].bits,
+              "entry %d, nonneg %d, of the 8-bit map: %a", eight[i].code, eight[i].nonneg,
+              (double)maps[0][eight[i].nonneg][eight[i].code]);
     for (int nonneg = 0; nonneg < 2; nonneg++)
         for (int c = 0; c < 256; c++) {
             const float *table = nonneg ? hstep_dyn8_unsigned : hstep_dyn8_signed;
@@ -414,8 +439,8 @@ static void test_dynamic_maps(void)
             double closed = pow(10, decade - 6) * (0.1 + 0.9 * (place - (parts - nonneg) + 0.5) / parts);
             if (place == 0) closed = 0;
             if (c == 255) closed = 1;
-            CHECK(fabs(closed - fabs((double)table[c])) <= closed * 0x1p-22, "entry %d, nonneg %d: %.9g, closed form %.9g", c,
-                  nonneg, (double)table[c], closed);
+            CHECK(fabs(closed - fabs((double)table[c])) <= closed * 0x1p-22,
+                  "entry %d, nonneg %d: %.9g, closed form %.9g", c, nonneg, (double)table[c], closed);
         }
 }
 
@@ -428,8 +453,8 @@ static void check_map_code(int four, int nonneg, float x, float scale)
     float value = c->value(code, scale, nonneg), product = maps[four][nonneg][code] * scale;
     CHECK(code == expected, "%s, nonneg %d: %a with scale %a became code %u, should be %u", c->name, nonneg, (double)x,
           (double)scale, code, expected);
-    CHECK(value == product, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code, (double)scale,
-          (double)value, (double)product);
+    CHECK(value == product, "%s, nonneg %d: code %u with scale %a decodes to %a, not %a", c->name, nonneg, code,
+          (double)scale, (double)value, (double)product);
 }
 
 /* Against an independent search, at and beside every entry and every border, and anywhere. */
@@ -442,7 +467,8 @@ static void test_dynamic_codes(void)
             for (int c = 0; c + 1 < levels; c++)
                 for (int beside = -3; beside <= 3; beside++) {
                     float border = (float)(((double)map[c] + (double)map[c + 1]) / 2);
-                    float x = from_bits(to_bits(border) + (uint32_t)beside), y = from_bits(to_bits(map[c]) + (uint32_t)beside);
+                    float x = from_bits(to_bits(border) + (uint32_t)beside),
+                          y = from_bits(to_bits(map[c]) + (uint32_t)beside);
                     check_map_code(four, nonneg, x, 1.0f);
                     if (map[c] != 0.0f) check_map_code(four, nonneg, y, 1.0f);
                     float scale = ldexpf(random_mantissa(), (int)(random32() % 60) - 30);
@@ -485,15 +511,16 @@ static void test_unbiased(void)
             double step = float8(1, e5m2), mean = sum / 65536;
             if (nonneg && x > 0 && t < step) t = step;
             double unit = high - low > step ? high - low : step;
-            CHECK(fabs(mean - t) <= unit * 0x1p-15 + t * 0x1p-22, "%s, nonneg %d: %a with scale %a, t %.9g, has mean %.9g",
-                  c->name, nonneg, (double)x, (double)scale, t, mean);
+            CHECK(fabs(mean - t) <= unit * 0x1p-15 + t * 0x1p-22,
+                  "%s, nonneg %d: %a with scale %a, t %.9g, has mean %.9g", c->name, nonneg, (double)x, (double)scale,
+                  t, mean);
             CHECK(high - low <= step || high <= low * (e5m2 ? 1.25 : 1.125) * (1 + 1e-12), "%s: t %g became %g and %g",
                   c->name, t, low, high);
         }
     }
 }
 
-/* ---- Bounds ------------------------------------------------------------------------------------------------------------- */
+/* ---- Bounds ------------------------------------------------------------------------------------------------------ */
 
 /* The worst case that the format's header states for a value of a block of scale s. */
 static double stated_bound(int codec, int nonneg, int stochastic, double x, double s)
@@ -505,7 +532,8 @@ static double stated_bound(int codec, int nonneg, int stochastic, double x, doub
     case DYN8:
         if (nonneg && a <= 1e-7 * s) return 3.25e-7 * s * (1 + 0x1p-15);
         for (int k = 0; k <= 6; k++, decade /= 10)
-            if (a > decade / 10 * s || k == 6) return (nonneg ? 0.225 : 0.45) * s * decade / (1 << (6 - k)) * (1 + 0x1p-15);
+            if (a > decade / 10 * s || k == 6)
+                return (nonneg ? 0.225 : 0.45) * s * decade / (1 << (6 - k)) * (1 + 0x1p-15);
         return 0;
     case DYN4: return (nonneg ? (a >= s / 16 ? s / 32 : s / 16) : 0.1125 * s) * (1 + 0x1p-15);
     default: return stochastic ? s / 4 : 0.1272 * s;
@@ -522,7 +550,8 @@ static void test_bounds(void)
                 float largest = some_largest(i % 5), x = some_value(largest, nonneg), s = c->scale(largest, nonneg);
                 int stochastic = f < DYN8 && i / 5 % 2;
                 float y = c->value(c->code(x, s, stochastic ? random32() & 0xffff : NEAREST, nonneg), s, nonneg);
-                double error = fabs((double)y - (double)x), bound = stated_bound(f, nonneg, stochastic, (double)x, (double)s);
+                double error = fabs((double)y - (double)x),
+                       bound = stated_bound(f, nonneg, stochastic, (double)x, (double)s);
                 if (f == INT4 && nonneg) {
                     double root = fmax(sqrt((double)x), (double)s / 8);
                     error = fabs(sqrt((double)y) - root);
@@ -530,26 +559,27 @@ static void test_bounds(void)
                 }
                 if ((f == FP8 || f == E5M2) && nonneg && x > 0) {
                     double least = (double)s * float8(1, f == E5M2);
-                    CHECK((double)y == least || (double)x >= least * (1 - 0x1p-19), "%s: %a became %a", c->name, (double)x,
-                          (double)y);
+                    CHECK((double)y == least || (double)x >= least * (1 - 0x1p-19), "%s: %a became %a", c->name,
+                          (double)x, (double)y);
                     bound = fmax(bound, least - (double)x);
                 }
                 /* Below the smallest normal number fp32 itself is coarse. */
                 bound += 0x1p-149;
                 if (error / bound > worst[f][nonneg]) worst[f][nonneg] = error / bound;
-                CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg, (double)s,
-                      (double)x, (double)y, error, bound);
+                CHECK(error <= bound, "%s, nonneg %d, scale %a: %a became %a, off by %g, stated %g", c->name, nonneg,
+                      (double)s, (double)x, (double)y, error, bound);
             }
     /* A bound that nothing comes near is no bound. */
     for (int f = 0; f < LAMB16; f++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
-            CHECK(worst[f][nonneg] > 0.75, "%s, nonneg %d: errors stay below %g of the stated bound", codecs[f].name, nonneg,
-                  worst[f][nonneg]);
+            CHECK(worst[f][nonneg] > 0.75, "%s, nonneg %d: errors stay below %g of the stated bound", codecs[f].name,
+                  nonneg, worst[f][nonneg]);
 }
 
-/* What every block format of the library keeps, to nearest and seen from outside: an element is off by at most `relative` of itself
- * and `part` of its block's largest, by role; and where a positive second moment may become zero. A format of formats.def needs a row
- * here. About what the header states: a bound that no element comes near is none. */
+/* What every block format of the library keeps, to nearest and seen from outside: an element is off by at most
+ * `relative` of itself and `part` of its block's largest, by role; and where a positive second moment may become
+ * zero. A format of formats.def needs a row here. About what the header states: a bound that no element comes near
+ * is none. */
 static const struct kept {
     const char *format;
     struct {
@@ -602,7 +632,8 @@ static void test_kept(void)
                         double allowed = k->role[nonneg].relative * x + k->role[nonneg].part * most + 0x1p-149;
                         worst = fmax(worst, off / allowed);
                         zeros += nonneg && x > 0 && out[i] == 0;
-                        CHECK(off <= allowed, "%s, nonneg %d: %a in a block of %a became %a: off by %g, and %g is stated (%s)",
+                        CHECK(off <= allowed,
+                              "%s, nonneg %d: %a in a block of %a became %a: off by %g, and %g is stated (%s)",
                               info.name, nonneg, (double)in[i], most, (double)out[i], off, allowed, k->reason);
                     }
                 }
@@ -632,14 +663,12 @@ static void test_positive(void)
                 if (y == 0.0f && !(c->value(1, s, 1) == 0.0f && code)) zeros++;
             }
         }
-        if (f == LAMB16)
-            CHECK(zeros > 0, "fp8-lamb16 has no zeros, so the check tells nothing");
-        else
-            CHECK(!zeros, "%s: %d positive second moments became zero", codecs[f].name, zeros);
+        if (f == LAMB16) CHECK(zeros > 0, "fp8-lamb16 has no zeros, so the check tells nothing");
+        else CHECK(!zeros, "%s: %d positive second moments became zero", codecs[f].name, zeros);
     }
 }
 
-/* ---- Instruction sets, layouts, the public interface -------------------------------------------------------------------- */
+/* ---- Instruction sets, layouts, the public interface ------------------------------------------------------------- */
 
 static uint32_t packed_code(const struct codec *c, const uint8_t *code, int64_t i)
 {
@@ -665,9 +694,10 @@ static void store_scale(const struct codec *c, uint8_t *extra, int64_t block, fl
     memcpy(extra + block * bytes, (char *)&u + 4 - bytes, (size_t)bytes);
 }
 
-/* n elements from x, blocks from the first on, the last perhaps short: codes and scales by the functions of one lane. */
-static void expected_bytes(const struct codec *c, int nonneg, const float *x, const uint16_t *random, int64_t n, float scale,
-                           uint8_t *code, uint8_t *extra)
+/* n elements from x, blocks from the first on, the last perhaps short: codes and scales by the functions of one
+ * lane. */
+static void expected_bytes(const struct codec *c, int nonneg, const float *x, const uint16_t *random, int64_t n,
+                           float scale, uint8_t *code, uint8_t *extra)
 {
     int64_t block = c->scale ? hstep_formats[c->format].block : n;
     memset(code, 0, (size_t)((n * hstep_formats[c->format].code_bits + 7) / 8));
@@ -696,7 +726,8 @@ static void test_tiles(const struct hstep_kernels *k)
                 const struct codec *c = &codecs[f];
                 const struct hstep_format *format = &hstep_formats[c->format];
                 const struct hstep_format_kernels *kernels = &k->format[c->format];
-                int64_t unit = c->scale ? format->block : 32, n = unit * (1 + random32() % (uint32_t)(HSTEP_TILE / unit));
+                int64_t unit = c->scale ? format->block : 32,
+                        n = unit * (1 + random32() % (uint32_t)(HSTEP_TILE / unit));
                 float scale = c->scale ? 0.0f : some_scale(c, nonneg, i), largest = some_largest(i);
                 memset(plain, 0, sizeof plain);
                 for (int64_t j = 0; j < n; j++) {
@@ -711,21 +742,26 @@ static void test_tiles(const struct hstep_kernels *k)
                 size_t scale_bytes = c->scale ? (size_t)(n / unit * format->scale_bits / 8) : 4;
                 k->from_plain(plain, x, n);
                 kernels->encode[nonneg](x, (char *)code, (char *)extra, words, n, 1, 1.0f);
-                CHECK(!memcmp(code, expected, code_bytes), "%s, nonneg %d, %d elements on %s: other codes", c->name, nonneg,
-                      (int)n, k->name);
-                CHECK(!memcmp(extra, scales, scale_bytes), "%s, nonneg %d on %s: other scales", c->name, nonneg, k->name);
+                CHECK(!memcmp(code, expected, code_bytes), "%s, nonneg %d, %d elements on %s: other codes", c->name,
+                      nonneg, (int)n, k->name);
+                CHECK(!memcmp(extra, scales, scale_bytes), "%s, nonneg %d on %s: other scales", c->name, nonneg,
+                      k->name);
 
                 /* Any bytes, with scales that a block may have. */
                 for (size_t j = 0; j < code_bytes; j++) code[j] = (uint8_t)random32();
                 for (int64_t b = 0; c->scale && b < n / unit; b++)
-                    store_scale(c, extra, b, random32() % 8 ? c->scale(some_largest((int)(random32() % 12)), nonneg) : 0.0f);
+                    store_scale(c, extra, b,
+                                random32() % 8 ? c->scale(some_largest((int)(random32() % 12)), nonneg) : 0.0f);
                 kernels->decode[nonneg](x, (const char *)code, (const char *)extra, n);
                 k->to_plain(x, plain, n);
                 for (int64_t j = 0; j < n; j++) {
                     float s = stored_scale(c, extra, c->scale ? j / unit : 0);
                     float value = c->value(packed_code(c, code, j), s, nonneg);
-                    CHECK(to_bits(value) == to_bits(plain[j]), "%s, nonneg %d on %s: code %u with scale %a decodes to %a, not "
-                          "%a", c->name, nonneg, k->name, packed_code(c, code, j), (double)s, (double)plain[j], (double)value);
+                    CHECK(to_bits(value) == to_bits(plain[j]),
+                          "%s, nonneg %d on %s: code %u with scale %a decodes to %a, not "
+                          "%a",
+                          c->name, nonneg, k->name, packed_code(c, code, j), (double)s, (double)plain[j],
+                          (double)value);
                 }
                 if (c->scale) continue;
                 HSTEP_ALIGNED float squares[HSTEP_TILE];
@@ -734,16 +770,18 @@ static void test_tiles(const struct hstep_kernels *k)
                 kernels->norm[nonneg](x, squares, n);
                 k->to_plain(squares, x, n);
                 for (int64_t j = 0; j < n; j++)
-                    CHECK(x[j] == fminf(fabsf(plain[j]), sqrtf(10.0f)), "%s: %a counts as %a", c->name, (double)plain[j],
-                          (double)x[j]);
+                    CHECK(x[j] == fminf(fabsf(plain[j]), sqrtf(10.0f)), "%s: %a counts as %a", c->name,
+                          (double)plain[j], (double)x[j]);
             }
 }
 
-/* Layouts as docs/formats.md gives them: codes of a row packed from its first byte, blocks within rows; or both flat. */
+/* Layouts as docs/formats.md gives them: codes of a row packed from its first byte, blocks within rows; or both
+ * flat. */
 static void test_slots(void)
 {
-    static const struct { int64_t rows, row_length; } shapes[] = {{3, 256}, {5, 200}, {7, 129}, {2, 640}, {128, 48}, {96, 64},
-                                                                  {256, 33}, {4, 1056}};
+    static const struct {
+        int64_t rows, row_length;
+    } shapes[] = {{3, 256}, {5, 200}, {7, 129}, {2, 640}, {128, 48}, {96, 64}, {256, 33}, {4, 1056}};
     for (int f = 0; f < CODECS; f++)
         for (size_t shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
             for (int nonneg = 0; nonneg < 2; nonneg++) {
@@ -790,14 +828,18 @@ static void test_slots(void)
                 for (int64_t run = 0; run < runs; run++) {
                     expected_bytes(c, nonneg, x + run * length, NULL, length, scale, code, extra);
                     CHECK(!memcmp(code, (char *)info.code + run * code_run, (size_t)code_run),
-                          "%s, nonneg %d, %d x %d: codes of run %d", c->name, nonneg, (int)rows, (int)row_length, (int)run);
+                          "%s, nonneg %d, %d x %d: codes of run %d", c->name, nonneg, (int)rows, (int)row_length,
+                          (int)run);
                     CHECK(!memcmp(extra, (char *)info.extra + run * scale_run, (size_t)scale_run),
-                          "%s, nonneg %d, %d x %d: scales of run %d", c->name, nonneg, (int)rows, (int)row_length, (int)run);
+                          "%s, nonneg %d, %d x %d: scales of run %d", c->name, nonneg, (int)rows, (int)row_length,
+                          (int)run);
                     for (int64_t i = 0; i < length; i++) {
                         float s = c->scale ? stored_scale(c, extra, i / format->block) : scale;
                         float value = c->value(packed_code(c, code, i), s, nonneg);
-                        CHECK(to_bits(value) == to_bits(back[run * length + i]), "%s, nonneg %d: element %d of run %d is read "
-                              "as %a", c->name, nonneg, (int)i, (int)run, (double)back[run * length + i]);
+                        CHECK(to_bits(value) == to_bits(back[run * length + i]),
+                              "%s, nonneg %d: element %d of run %d is read "
+                              "as %a",
+                              c->name, nonneg, (int)i, (int)run, (double)back[run * length + i]);
                     }
                 }
                 free(x);

@@ -1,5 +1,5 @@
-/* The digit network and its drawn digits. The network is judged against a second, plain implementation in double precision
- * below: its loss, and by central differences of that loss the gradient of every tensor. */
+/* The digit network and its drawn digits. The network is judged against a second, plain implementation in double
+ * precision below: its loss, and by central differences of that loss the gradient of every tensor. */
 #include <math.h>
 #include <stdint.h>
 
@@ -21,10 +21,7 @@ static void *need(void *p)
     return p;
 }
 
-static double uniform(uint64_t seed, uint64_t i)
-{
-    return (double)(hash_counters(seed, i, 99, 0) >> 11) * 0x1p-53;
-}
+static double uniform(uint64_t seed, uint64_t i) { return (double)(hash_counters(seed, i, 99, 0) >> 11) * 0x1p-53; }
 
 /* ---- images and weights ---- */
 
@@ -101,7 +98,8 @@ static void plain_layer(double *out, const double *in, int inputs, int channels,
             }
 }
 
-static void plain_connected(double *out, const double *in, int inputs, int outputs, const double *weight, const double *bias)
+static void plain_connected(double *out, const double *in, int inputs, int outputs, const double *weight,
+                            const double *bias)
 {
     for (int i = 0; i < outputs; i++) {
         out[i] = bias[i];
@@ -109,7 +107,8 @@ static void plain_connected(double *out, const double *in, int inputs, int outpu
     }
 }
 
-static double plain_loss(const struct cnn_config *c, const struct weights *w, const struct cnn_batch *batch, int *correct)
+static double plain_loss(const struct cnn_config *c, const struct weights *w, const struct cnn_batch *batch,
+                         int *correct)
 {
     static double pixels[MOST], first[MOST], second[MOST], hidden[MOST], logits[256];
     int side = c->side - 4, flat = (side / 2 - 4) / 2;
@@ -154,8 +153,8 @@ static void free_gradients(struct gradients *g)
     for (int i = 0; i < CNN_TENSORS; i++) free(g->value[i]);
 }
 
-static struct cnn_score run(const struct cnn_config *c, const struct weights *w, const struct cnn_batch *batch, int compute,
-                            int threads, int type, double scale, void *const *buffers)
+static struct cnn_score run(const struct cnn_config *c, const struct weights *w, const struct cnn_batch *batch,
+                            int compute, int threads, int type, double scale, void *const *buffers)
 {
     struct cnn_options options = {.batch = IMAGES, .compute = compute, .threads = threads};
     struct cnn *m = need(cnn_create(c, &options, error, sizeof error));
@@ -212,17 +211,23 @@ int main(int argc, char **argv)
         struct cnn_tensor info;
         CHECK(cnn_config_check(&c, error, sizeof error) == 0 && cnn_parameter_count(&c) == 431080, "%lld parameters",
               (long long)cnn_parameter_count(&c));
-        static const struct { const char *name; int ndim; int64_t rows, length; double inputs; } wanted[] = {
-            {"conv1.weight", 4, 20, 25, 25}, {"conv1.bias", 1, 20, 1, 25},  {"conv2.weight", 4, 50, 500, 500},
-            {"conv2.bias", 1, 50, 1, 500},   {"fc1.weight", 2, 500, 800, 800}, {"fc1.bias", 1, 500, 1, 800},
-            {"fc2.weight", 2, 10, 500, 500}, {"fc2.bias", 1, 10, 1, 500}};
+        static const struct {
+            const char *name;
+            int ndim;
+            int64_t rows, length;
+            double inputs;
+        } wanted[] = {{"conv1.weight", 4, 20, 25, 25},   {"conv1.bias", 1, 20, 1, 25},
+                      {"conv2.weight", 4, 50, 500, 500}, {"conv2.bias", 1, 50, 1, 500},
+                      {"fc1.weight", 2, 500, 800, 800},  {"fc1.bias", 1, 500, 1, 800},
+                      {"fc2.weight", 2, 10, 500, 500},   {"fc2.bias", 1, 10, 1, 500}};
         for (int i = 0; i < CNN_TENSORS; i++) {
             int64_t n = elements(&c, i);
             float *values = need(malloc((size_t)n * sizeof *values));
             double low = 1, high = -1, squares = 0;
             cnn_tensor_info(&c, i, &info);
-            CHECK(strcmp(info.name, wanted[i].name) == 0 && info.ndim == wanted[i].ndim && info.rows == wanted[i].rows &&
-                  info.row_length == wanted[i].length, "tensor %d is %s", i, info.name);
+            CHECK(strcmp(info.name, wanted[i].name) == 0 && info.ndim == wanted[i].ndim &&
+                      info.rows == wanted[i].rows && info.row_length == wanted[i].length,
+                  "tensor %d is %s", i, info.name);
             double bound = 1 / sqrt(wanted[i].inputs);
             cnn_init_tensor(&c, i, 3, values);
             for (int64_t k = 0; k < n; k++) {
@@ -230,10 +235,11 @@ int main(int argc, char **argv)
                 high = fmax(high, values[k]);
                 squares += (double)values[k] * values[k];
             }
-            CHECK(low >= -bound && high <= bound && high - low > bound, "%s from %g to %g, bound %g", info.name, low, high, bound);
+            CHECK(low >= -bound && high <= bound && high - low > bound, "%s from %g to %g, bound %g", info.name, low,
+                  high, bound);
             if (n > 1000)
-                CHECK(fabs(squares / (double)n / (bound * bound) - 1.0 / 3) < 0.02, "%s: mean square %g of %g", info.name,
-                      squares / (double)n, bound * bound);
+                CHECK(fabs(squares / (double)n / (bound * bound) - 1.0 / 3) < 0.02, "%s: mean square %g of %g",
+                      info.name, squares / (double)n, bound * bound);
             free(values);
         }
         CHECK(cnn_tensor_info(&c, CNN_TENSORS, &info) != 0, "there is a ninth tensor");
@@ -298,7 +304,8 @@ int main(int argc, char **argv)
         for (int side = 1; side <= MOST_SIDE; side++) {
             double sum = 0;
             /* Few different values, so that many are equal. */
-            for (int i = 0; i < 4 * side * side; i++) in[i] = (float)floor(8 * uniform(3, (uint64_t)(side * 1000 + i))) - 4;
+            for (int i = 0; i < 4 * side * side; i++)
+                in[i] = (float)floor(8 * uniform(3, (uint64_t)(side * 1000 + i))) - 4;
             for (int i = 0; i < side * side; i++) dout[i] = (float)(i + 1);
             conv_pool(out, where, in, 0.5f, side);
             float bias = conv_unpool(din, dout, where, side);
@@ -311,9 +318,11 @@ int main(int argc, char **argv)
                         if (in[at[k]] > in[at[best]]) best = k;
                     float value = in[at[best]] + 0.5f;
                     CHECK(out[i] == (value > 0 ? value : 0), "side %d (%d, %d): %g", side, y, x, (double)out[i]);
-                    CHECK(where[i] == (value > 0 ? best : 4), "side %d (%d, %d): from %d, not %d", side, y, x, where[i], best);
+                    CHECK(where[i] == (value > 0 ? best : 4), "side %d (%d, %d): from %d, not %d", side, y, x, where[i],
+                          best);
                     for (int k = 0; k < 4; k++)
-                        CHECK(din[at[k]] == (value > 0 && k == best ? dout[i] : 0), "side %d (%d, %d): back to %d", side, y, x, k);
+                        CHECK(din[at[k]] == (value > 0 && k == best ? dout[i] : 0), "side %d (%d, %d): back to %d",
+                              side, y, x, k);
                     if (value > 0) sum += dout[i];
                 }
             CHECK(bias == (float)sum, "side %d: gradient of the bias %g, not %g", side, (double)bias, sum);
@@ -344,7 +353,8 @@ int main(int argc, char **argv)
             }
             CHECK(ink > 8 && ink < PIXELS / 2, "image %d has %d pixels of ink", i, ink);
         }
-        for (int d = 0; d < IMAGE_CLASSES; d++) CHECK(count[d] > N / 14 && count[d] < N / 7, "%d of %d are %d", count[d], N, d);
+        for (int d = 0; d < IMAGE_CLASSES; d++)
+            CHECK(count[d] > N / 14 && count[d] < N / 7, "%d of %d are %d", count[d], N, d);
         for (int i = 0; i < N; i++) {
             double least = 1e300;
             int best = 0;

@@ -1,10 +1,10 @@
-/* Checkpoints of every format that stores weights or states, kept in tests/compat, tests/compat-2 and so on, are loaded and gone on
- * from with the bits that each one's expected.txt states, on every instruction set. What an older version has written stays
- * readable: a new format gets a checkpoint beside those that are there.
+/* Checkpoints of every format that stores weights or states, kept in tests/compat, tests/compat-2 and so on, are loaded
+ * and gone on from with the bits that each one's expected.txt states, on every instruction set. What an older version
+ * has written stays readable: a new format gets a checkpoint beside those that are there.
  *
  *   test_compat                  the test; HALFSTEP_SOURCE is the source tree, else the working directory
- *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first that is not there
- *                                yet, or an older one where its bits are meant to change */
+ *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first
+ *                                that is not there yet, or an older one where its bits are meant to change */
 #include <inttypes.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -47,8 +47,8 @@ static void list_wanted(void)
         if (info.roles & HALFSTEP_ROLE_WEIGHT) add(2, "adamw", info.name, NULL);
         /* Blocks of the flattened tensor begin at 4096 elements. */
         if (info.roles & HALFSTEP_ROLE_SIGNED)
-            add(info.geometry == HALFSTEP_GEOMETRY_FLAT ? 16 : 2, info.geometry == HALFSTEP_GEOMETRY_TENSOR ? "lamb16" : "adamw",
-                "f32", states);
+            add(info.geometry == HALFSTEP_GEOMETRY_FLAT ? 16 : 2,
+                info.geometry == HALFSTEP_GEOMETRY_TENSOR ? "lamb16" : "adamw", "f32", states);
     }
     add(2, "schedulefree", "bf16-sr", "int8");
     add(2, "ranger", "bf16-ecc8", "int4");
@@ -76,8 +76,13 @@ static void open_run(struct run *r)
         snprintf(name, sizeof name, "%d.%.63s", i, members[i].recipe);
         MUST(halfstep_add_group(r->o, members[i].recipe, &group));
         if (!strncmp(members[i].recipe, "adam/", 5)) MUST(halfstep_set_hyper(r->o, group, "amsgrad", 1));
-        halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = name, .ndim = 2, .rows = members[i].rows,
-                             .row_length = COLUMNS, .gradient = "f32"};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .group = group,
+                             .name = name,
+                             .ndim = 2,
+                             .rows = members[i].rows,
+                             .row_length = COLUMNS,
+                             .gradient = "f32"};
         MUST(halfstep_add_tensor(r->o, &d, &index));
     }
     MUST(halfstep_allocate_states(r->o));
@@ -159,8 +164,12 @@ static const char *at(const char *folder, const char *name)
 
 static int write_all(const char *folder)
 {
-    static const char *const old[] = {"checkpoint-20/manifest.json", "checkpoint-20/model.safetensors",
-                                      "checkpoint-20/optimizer.safetensors", "checkpoint-20", "manifest.json", "expected.txt"};
+    static const char *const old[] = {"checkpoint-20/manifest.json",
+                                      "checkpoint-20/model.safetensors",
+                                      "checkpoint-20/optimizer.safetensors",
+                                      "checkpoint-20",
+                                      "manifest.json",
+                                      "expected.txt"};
     char text[512] = "";
     struct run r;
     halfstep_checkpoint_save *save;
@@ -208,8 +217,8 @@ static void judge(const char *folder)
               members[i].recipe, sum_of(&r, i), members[i].loaded);
     if (!code) make_steps(&r, SAVED, MORE);
     for (int i = 0; i < count && !code; i++)
-        CHECK(sum_of(&r, i) == members[i].ended, "tensor %d, %s: goes on to %016" PRIx64 ", not %016" PRIx64, i, members[i].recipe,
-              sum_of(&r, i), members[i].ended);
+        CHECK(sum_of(&r, i) == members[i].ended, "tensor %d, %s: goes on to %016" PRIx64 ", not %016" PRIx64, i,
+              members[i].recipe, sum_of(&r, i), members[i].ended);
     close_run(&r);
 }
 
@@ -220,7 +229,8 @@ static struct member *wanted_member(const char *recipe)
     return NULL;
 }
 
-/* The members of a folder, in the order of its list; 0 where there is no folder, -1 where a line is none of `wanted`. */
+/* The members of a folder, in the order of its list; 0 where there is no folder, -1 where a line is none of
+ * `wanted`. */
 static int read_list(const char *folder)
 {
     FILE *file = fopen(at(folder, "expected.txt"), "r");
@@ -228,7 +238,8 @@ static int read_list(const char *folder)
     char recipe[64];
     uint64_t loaded, ended;
     count = 0;
-    while (file && count < MOST && fscanf(file, "%d %63s %" SCNx64 " %" SCNx64, &number, recipe, &loaded, &ended) == 4) {
+    while (file && count < MOST &&
+           fscanf(file, "%d %63s %" SCNx64 " %" SCNx64, &number, recipe, &loaded, &ended) == 4) {
         const struct member *m = wanted_member(recipe);
         if (number != count || !m) result = -1;
         if (result < 0) break;
@@ -259,7 +270,8 @@ static void read_folders(const char *but)
         if (but && !stat(folder, &a) && !stat(but, &b) && a.st_ino == b.st_ino && a.st_dev == b.st_dev) continue;
         int result = read_list(folder);
         if (!result) return;
-        CHECK(result > 0, "%s/expected.txt has a line of a tensor that test_compat.c does not list, or out of order", folder);
+        CHECK(result > 0, "%s/expected.txt has a line of a tensor that test_compat.c does not list, or out of order",
+              folder);
         for (int i = 0; i < count; i++) wanted_member(members[i].recipe)->loaded = members[i].loaded;
     }
 }
@@ -287,13 +299,14 @@ int main(int argc, char **argv)
         read_folders(NULL);
         CHECK(folders > 0, "%s/expected.txt is missing", folder_at(0));
         for (int i = 0; i < wanted_count; i++)
-            CHECK(wanted[i].loaded, "no checkpoint has %s: 'test_compat --write tests/compat-%d' (docs/adding.md)", wanted[i].recipe,
-                  folders + 1);
+            CHECK(wanted[i].loaded, "no checkpoint has %s: 'test_compat --write tests/compat-%d' (docs/adding.md)",
+                  wanted[i].recipe, folders + 1);
     }
     for (int32_t i = 0; i < halfstep_isa_count(); i++) {
         char title[96];
         if (!halfstep_isa_available(i)) continue;
-        snprintf(title, sizeof title, "a checkpoint of every format is loaded and gone on from, %s", halfstep_isa_name(i));
+        snprintf(title, sizeof title, "a checkpoint of every format is loaded and gone on from, %s",
+                 halfstep_isa_name(i));
         TEST(title) {
             MUST(halfstep_set_isa(halfstep_isa_name(i)));
             for (int index = 0; index < folders; index++) {

@@ -1,8 +1,8 @@
-/* Defects of other optimizers (optimi: I-1..I-10, torchastic: I-11..I-13, adamw_bfloat16: I-14..I-19, LAMB16: I-20..I-24,
- * torchao: I-25..I-31, flashoptim: I-32..I-40, llm.c: I-41, I-42), as in test_traps.c, which has those of arithmetic on
- * weights and second moments; here are those of rules, of LAMB16's states, of checkpoints and of replicas. Each passes here
- * and fails on the peer's way, which runs beside as a counter-check where it is cheap. Over 500 lines because every defect
- * needs its own small experiment. --short shortens the long runs. */
+/* Defects of other optimizers (optimi: I-1..I-10, torchastic: I-11..I-13, adamw_bfloat16: I-14..I-19, LAMB16:
+ * I-20..I-24, torchao: I-25..I-31, flashoptim: I-32..I-40, llm.c: I-41, I-42), as in test_traps.c, which has those of
+ * arithmetic on weights and second moments; here are those of rules, of LAMB16's states, of checkpoints and of
+ * replicas. Each passes here and fails on the peer's way, which runs beside as a counter-check where it is cheap. Over
+ * 500 lines because every defect needs its own small experiment. --short shortens the long runs. */
 #include <math.h>
 
 #include "ref/fixture.h"
@@ -56,16 +56,17 @@ static halfstep_rule_info rule_row(int32_t row)
     return info;
 }
 
-/* ---- All that a tensor stores ---------------------------------------------------------------------------------------- */
+/* ---- All that a tensor stores ------------------------------------------------------------------------------------ */
 
-/* The bytes of each stream in turn, into an image or back: weights (whose codes are the caller's), residuals, states, scales.
- * Without an image only their number. */
+/* The bytes of each stream in turn, into an image or back: weights (whose codes are the caller's), residuals, states,
+ * scales. Without an image only their number. */
 static size_t each_stream(halfstep_optimizer *o, int32_t tensor, void *weight, unsigned char *image, int restore)
 {
     size_t at = 0;
     for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(o, tensor, slot, &info) != HALFSTEP_OK || info.format < 0)
+        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(o, tensor, slot, &info) != HALFSTEP_OK ||
+            info.format < 0)
             continue;
         void *stream[2] = {slot ? info.code : weight, info.extra};
         uint64_t bytes[2] = {info.code_bytes, info.extra_bytes};
@@ -103,7 +104,7 @@ static int still(halfstep_optimizer *o, int32_t tensor, void *weight, struct ima
     return same;
 }
 
-/* ---- I-1: lookahead -------------------------------------------------------------------------------------------------- */
+/* ---- I-1: lookahead ---------------------------------------------------------------------------------------------- */
 
 /* Length of RAdam's step t for a gradient that is always 1, over lr. */
 static double radam_step(int t, double beta2)
@@ -163,7 +164,8 @@ static void test_lookahead(void)
         for (int t = 1; t <= steps; t++) exact += 0.5e-5 * radam_step(t, 0.99);
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             halfstep_format_info info = format_info(row);
-            if (!(info.roles & HALFSTEP_ROLE_WEIGHT) || (info.code_bits == 16 && !info.stochastic && !info.extra_bits)) continue;
+            if (!(info.roles & HALFSTEP_ROLE_WEIGHT) || (info.code_bits == 16 && !info.stochastic && !info.extra_bits))
+                continue;
             double part = ranger_moved(info.name, 1e-5, steps) / exact;
             printf("     %-10s realised %.4f of the movement\n", info.name, part);
             /* Without a residual, weights wander by half of 2^-7 a rounding. */
@@ -176,7 +178,7 @@ static void test_lookahead(void)
     }
 }
 
-/* ---- I-2: Adan's decay ----------------------------------------------------------------------------------------------- */
+/* ---- I-2: Adan's decay ------------------------------------------------------------------------------------------- */
 
 static void test_adan(void)
 {
@@ -202,10 +204,11 @@ static void test_adan(void)
                 one_close(&t);
             }
             double proximal = (3 - update) / 1.5, decoupled = 3 - update - 0.5 * 3;
-            printf("     %s, lr * decay = 0.5: proximal %.6f (%.6f), decoupled %.6f (%.6f)\n", formats[f], w[0], proximal, w[1],
-                   decoupled);
+            printf("     %s, lr * decay = 0.5: proximal %.6f (%.6f), decoupled %.6f (%.6f)\n", formats[f], w[0],
+                   proximal, w[1], decoupled);
             CHECK(fabs(update - 0.25) < 1e-5, "the first update is %g, not lr", update);
-            CHECK(fabs(w[0] - proximal) < 1e-5 && fabs(w[1] - decoupled) < 1e-5, "proximal %g, decoupled %g", w[0], w[1]);
+            CHECK(fabs(w[0] - proximal) < 1e-5 && fabs(w[1] - decoupled) < 1e-5, "proximal %g, decoupled %g", w[0],
+                  w[1]);
             CHECK(fabs(w[0] - w[1]) > 0.1, "the modes agree: %g", w[0]);
         }
         /* The peer's own test, at lr * decay = 2e-5, cannot tell the two apart. */
@@ -213,7 +216,7 @@ static void test_adan(void)
     }
 }
 
-/* ---- I-3, I-4: calls without gradients ------------------------------------------------------------------------------- */
+/* ---- I-3, I-4: calls without gradients --------------------------------------------------------------------------- */
 
 enum { TENSORS = 3 };
 static const int64_t shape[TENSORS][2] = {{1, 1}, {24, 160}, {70, 1}};
@@ -235,8 +238,13 @@ static void model_open(struct model *m, const char *recipe, int empty_step)
     if (empty_step) MUST(halfstep_end_round(m->o));
     for (int i = 0; i < TENSORS; i++) {
         static const char *const names[TENSORS] = {"scalar", "matrix", "vector"};
-        halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = names[i], .ndim = dimensions[i],
-                             .rows = shape[i][0], .row_length = shape[i][1], .gradient = "f32"};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .group = group,
+                             .name = names[i],
+                             .ndim = dimensions[i],
+                             .rows = shape[i][0],
+                             .row_length = shape[i][1],
+                             .gradient = "f32"};
         MUST(halfstep_add_tensor(m->o, &d, &index));
     }
     MUST(halfstep_allocate_states(m->o));
@@ -328,7 +336,8 @@ static void test_empty_calls(void)
                 MUST(halfstep_step(stray.o, stray.weight, none));
                 MUST(halfstep_get_counters(stray.o, 1, &d));
                 CHECK(!memcmp(&c, &d, sizeof c), "%s: a step without gradients is counted", recipe);
-                CHECK(still(stray.o, 1, stray.weight[1], before), "%s: a step without gradients changed something", recipe);
+                CHECK(still(stray.o, 1, stray.weight[1], before), "%s: a step without gradients changed something",
+                      recipe);
                 model_gradients(&plain, k);
                 model_gradients(&stray, k);
                 for (int i = TENSORS - 1; i >= 0; i--) {
@@ -346,9 +355,10 @@ static void test_empty_calls(void)
     }
 }
 
-/* ---- I-10: micro-steps ----------------------------------------------------------------------------------------------- */
+/* ---- I-10: micro-steps ------------------------------------------------------------------------------------------- */
 
-/* Updates by which a rule moves nothing, not even by decay: 0, or 1 where the first does no more than begin a second moment. */
+/* Updates by which a rule moves nothing, not even by decay: 0, or 1 where the first does no more than begin a second
+ * moment. */
 static int still_updates(const char *recipe)
 {
     struct one t;
@@ -401,9 +411,11 @@ static void test_micro_steps(void)
             }
             refused += result != HALFSTEP_OK;
             counted += result == HALFSTEP_OK;
-            CHECK((result == HALFSTEP_OK) == info.accumulates || !strcmp(info.name, "sgd") || !strcmp(info.name, "rmsprop"),
+            CHECK((result == HALFSTEP_OK) == info.accumulates || !strcmp(info.name, "sgd") ||
+                      !strcmp(info.name, "rmsprop"),
                   "%s: %d, but accumulates is %d", info.name, result, info.accumulates);
-            CHECK(result || fabs(moved[1] - moved[0]) > 1e-8, "%s: the gradient of a micro-step had no effect", info.name);
+            CHECK(result || fabs(moved[1] - moved[0]) > 1e-8, "%s: the gradient of a micro-step had no effect",
+                  info.name);
         }
         printf("     %d rules accumulate, %d refuse with their default hyper-parameters\n", counted, refused);
         struct one t;
@@ -412,7 +424,8 @@ static void test_micro_steps(void)
         one_start(&t);
         one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.5f);
         const void *gradients[1] = {t.gradient};
-        CHECK(halfstep_accumulate_states(t.o, gradients) == HALFSTEP_OK, "sgd with momentum: %s", halfstep_error_detail(t.o));
+        CHECK(halfstep_accumulate_states(t.o, gradients) == HALFSTEP_OK, "sgd with momentum: %s",
+              halfstep_error_detail(t.o));
         one_close(&t);
     }
     TEST("I-10 l2 decay, which only the last gradient of a step would get, is refused in micro-steps") {
@@ -425,7 +438,8 @@ static void test_micro_steps(void)
         int result = halfstep_accumulate_states(t.o, gradients);
         CHECK(result == HALFSTEP_ERROR_UNSUPPORTED && strstr(halfstep_error_detail(t.o), "l2"), "%d: %s", result,
               halfstep_error_detail(t.o));
-        CHECK(halfstep_accumulate_states_tensor(t.o, 0, t.gradient) == HALFSTEP_ERROR_UNSUPPORTED, "in release it is not");
+        CHECK(halfstep_accumulate_states_tensor(t.o, 0, t.gradient) == HALFSTEP_ERROR_UNSUPPORTED,
+              "in release it is not");
         one_hyper(&t, "weight_decay", 0);
         CHECK(halfstep_accumulate_states(t.o, gradients) == HALFSTEP_OK, "%s", halfstep_error_detail(t.o));
         one_close(&t);
@@ -447,22 +461,24 @@ static void test_micro_steps(void)
                 for (int i = 1; i < micro; i++) MUST(halfstep_accumulate_states(t.o, gradients));
                 MUST(one_step(&t));
                 double now = one_mean(&t, HALFSTEP_SLOT_STATE + 2);
-                CHECK((now != slow) == (full % k == 0), "k %d, %d gradients a step: the slow weights %s in step %d", k, micro,
-                      now != slow ? "moved" : "stayed", full);
+                CHECK((now != slow) == (full % k == 0), "k %d, %d gradients a step: the slow weights %s in step %d", k,
+                      micro, now != slow ? "moved" : "stayed", full);
                 CHECK(full % k || now == one_mean(&t, HALFSTEP_SLOT_WEIGHT), "the fast weights are not the slow ones");
                 slow = now;
                 /* The peer counts every gradient. */
                 wrong += (full % k == 0) != (full * micro % k == 0);
             }
-            CHECK((wrong > 0) == (micro > 1 || k == 2), "the counter-check agrees (%d gradients a step, k %d)", micro, k);
+            CHECK((wrong > 0) == (micro > 1 || k == 2), "the counter-check agrees (%d gradients a step, k %d)", micro,
+                  k);
             one_close(&t);
         }
     }
 }
 
-/* ---- I-11, I-13, I-14: the first steps, centralizing ----------------------------------------------------------------- */
+/* ---- I-11, I-13, I-14: the first steps, centralizing ------------------------------------------------------------- */
 
-static double first_change(const char *recipe, const char *option, double value, double lr, double decay, float gradient)
+static double first_change(const char *recipe, const char *option, double value, double lr, double decay,
+                           float gradient)
 {
     struct one t;
     one_open(&t, recipe, 2, 4, 64, "f32");
@@ -484,7 +500,8 @@ static void test_first_steps(void)
         for (int published = 0; published < 2; published++) {
             double compass = first_change("compass/f32", "published", published, 1e-3, 0, 0.5f) / 1e-3;
             double lpf = first_change("lpfadamw/f32", "published", published, 1e-3, 0, 0.5f) / 1e-3;
-            printf("     %s: first step / lr: compass %.3f, lpfadamw %.3f\n", published ? "published" : "ours", compass, lpf);
+            printf("     %s: first step / lr: compass %.3f, lpfadamw %.3f\n", published ? "published" : "ours", compass,
+                   lpf);
             if (!published) CHECK(fabs(compass - 1) < 1e-3 && fabs(lpf - 1) < 1e-3, "%g and %g", compass, lpf);
             else CHECK(compass > 99, "the counter-check's first step is %g lr", compass);
         }
@@ -505,7 +522,8 @@ static void test_first_steps(void)
         CHECK(largest < 10, "a step of %.2f lr", largest);
         one_close(&t);
     }
-    TEST("I-11 decay is lr * weight_decay from the first step that moves anything on, under every rule that decays by it") {
+    TEST("I-11 decay is lr * weight_decay from the first step that moves anything on, under every rule that decays by "
+         "it") {
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
             halfstep_rule_info info = rule_row(rule);
             /* By design: lumps, and shares of the weights' norm. ema's gradient is a weight. */
@@ -518,13 +536,14 @@ static void test_first_steps(void)
             one_hyper(&t, "weight_decay", 0.1);
             MUST(halfstep_set_choice(t.o, 0, "decay", "decoupled"));
             one_start(&t);
-            /* Schedule-free decays its sequence z; y, the weight, follows it by 1 - beta1, and wholly in the first step. */
+            /* Schedule-free decays its sequence z; y, the weight, follows it by 1 - beta1, and wholly in the first
+             * step. */
             int steps = !strcmp(info.name, "schedulefree") || !strcmp(info.name, "ranger") ? 1 : 5;
             one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
             for (int k = 0; k < steps; k++) MUST(one_step(&t));
             double left = one_mean(&t, HALFSTEP_SLOT_WEIGHT), expected = pow(1 - 1e-3, steps - still_updates(recipe));
-            CHECK(fabs((left - expected) / (1 - expected)) < 1e-3, "%s: %.7f is left after %d steps, expected %.7f", info.name,
-                  left, steps, expected);
+            CHECK(fabs((left - expected) / (1 - expected)) < 1e-3, "%s: %.7f is left after %d steps, expected %.7f",
+                  info.name, left, steps, expected);
             one_close(&t);
         }
         double compass = first_change("compass/f32", "published", 1, 1e-3, 0.1, 0) / 1e-4;
@@ -547,8 +566,8 @@ static void test_first_steps(void)
                 mean[centralize] = one_mean(&t, HALFSTEP_SLOT_WEIGHT);
                 one_close(&t);
             }
-            CHECK(ndim == 2 ? fabs(mean[0] + 4.5) < 1e-6 && fabs(mean[1]) < 1e-6 : mean[0] == mean[1], "%d dimensions: %g, %g",
-                  ndim, mean[0], mean[1]);
+            CHECK(ndim == 2 ? fabs(mean[0] + 4.5) < 1e-6 && fabs(mean[1]) < 1e-6 : mean[0] == mean[1],
+                  "%d dimensions: %g, %g", ndim, mean[0], mean[1]);
         }
     }
     TEST("I-14 warm-ups start at 1 / P; the peer's schedule and its uncorrected m are there by name") {
@@ -565,7 +584,7 @@ static void test_first_steps(void)
     }
 }
 
-/* ---- I-15 to I-19: adamw_bfloat16 ------------------------------------------------------------------------------------ */
+/* ---- I-15 to I-19: adamw_bfloat16 -------------------------------------------------------------------------------- */
 
 /* Mean root of a stored second moment over the exact one, after gradients fell tenfold; weights are left alone. */
 static double fallen_moment(const char *recipe, int ndim, int64_t rows, int64_t row_length, int before, int after)
@@ -627,7 +646,8 @@ static void test_delayed(void)
             /* To nearest a lump is rounded to half of 2^-8 each time: that it is not lost is all that lumps are for. */
             double bound = info.code_bits == 32 || info.extra_bits ? 2e-4 : info.stochastic ? 4e-3 : 0.02;
             CHECK(fabs(left / before / ideal - 1) < bound, "%s: %.5f left, not %.5f", info.name, left / before, ideal);
-            CHECK(fabs(ideal / exp(-0.1) - 1) < 5.1e-3 && fabs(pending - a) < 1e-12, "pending %g, expected %g", pending, a);
+            CHECK(fabs(ideal / exp(-0.1) - 1) < 5.1e-3 && fabs(pending - a) < 1e-12, "pending %g, expected %g", pending,
+                  a);
             free(start);
             one_close(&t);
         }
@@ -656,7 +676,8 @@ static void test_delayed(void)
             }
             double moved = (1 - one_mean(&t, HALFSTEP_SLOT_WEIGHT)) / expected;
             printf("     %-10s realised %.4f of the movement\n", formats[f], moved);
-            if (strcmp(formats[f], "bf16")) CHECK(fabs(moved - 1) < 0.01, "%s: %.4f of the movement", formats[f], moved);
+            if (strcmp(formats[f], "bf16"))
+                CHECK(fabs(moved - 1) < 0.01, "%s: %.4f of the movement", formats[f], moved);
             else CHECK(moved == 0, "plain BF16 should not move");
             one_close(&t);
         }
@@ -702,8 +723,8 @@ static void test_delayed(void)
                 one_read(&t[i], HALFSTEP_SLOT_WEIGHT, t[i].room);
             }
             for (int64_t j = 0; j < t[0].n; j++) {
-                CHECK(to_bits(t[0].room[j]) == to_bits(t[1].room[j]), "%s: element %d is %a, in fp32 %a", rules[r], (int)j,
-                      t[1].room[j], t[0].room[j]);
+                CHECK(to_bits(t[0].room[j]) == to_bits(t[1].room[j]), "%s: element %d is %a, in fp32 %a", rules[r],
+                      (int)j, t[1].room[j], t[0].room[j]);
                 moved += to_bits(t[0].room[j]) != to_bits(bf16_nearest(t[0].room[j]));
             }
             CHECK(moved > 900, "the counter-check: only %d weights are not BF16 numbers", moved);
@@ -727,8 +748,13 @@ static void test_delayed(void)
             for (int i = 0; i < COUNT; i++) {
                 char name[32];
                 snprintf(name, sizeof name, "layers.%d.weight", run == 2 ? COUNT - 1 - i : i);
-                halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = name, .ndim = 0, .rows = 1,
-                                     .row_length = 1, .gradient = "f32"};
+                halfstep_tensor d = {.struct_size = sizeof d,
+                                     .group = group,
+                                     .name = name,
+                                     .ndim = 0,
+                                     .rows = 1,
+                                     .row_length = 1,
+                                     .gradient = "f32"};
                 MUST(halfstep_add_tensor(o, &d, &index));
                 weights[i] = &w[i];
                 gradients[i] = &g[i];
@@ -740,8 +766,8 @@ static void test_delayed(void)
             halfstep_destroy(o);
         }
         for (int i = 0; i < COUNT; i++) {
-            CHECK(start[0][i] == start[1][i] && start[0][i] == start[2][i], "tensor %d starts at %g, %g, %g", i, start[0][i],
-                  start[1][i], start[2][i]);
+            CHECK(start[0][i] == start[1][i] && start[0][i] == start[2][i], "tensor %d starts at %g, %g, %g", i,
+                  start[0][i], start[1][i], start[2][i]);
             CHECK(start[0][i] >= 0 && start[0][i] <= 5e-3 + 1e-7, "tensor %d starts at %g", i, start[0][i]);
             for (int j = 0; j < i; j++) CHECK(start[0][i] != start[0][j], "tensors %d and %d start alike", i, j);
             sum += start[0][i] / COUNT;
@@ -751,7 +777,7 @@ static void test_delayed(void)
     }
 }
 
-/* ---- I-20 to I-23: LAMB16's states ----------------------------------------------------------------------------------- */
+/* ---- I-20 to I-23: LAMB16's states ------------------------------------------------------------------------------- */
 
 /* rows x row_length for about `elements`, in rows long enough for blocks of 128. */
 static void lamb16_open(struct one *t, const char *states, int elements)
@@ -843,8 +869,10 @@ static void test_lamb16(void)
             double ratio[3], clipped[3];
             static const char *const states[] = {"fp8-lamb16", "fp8", "fp8-e5m2"};
             for (int f = 0; f < 3; f++) momentum_fidelity(states[f], sizes[i], &ratio[f], &clipped[f]);
-            printf("     N = %6d: stored / true rms of m, share at the end of the range: published %.3f %.2f, fp8 %.4f %.4f, "
-                   "fp8-e5m2 %.4f %.4f\n", sizes[i], ratio[0], clipped[0], ratio[1], clipped[1], ratio[2], clipped[2]);
+            printf("     N = %6d: stored / true rms of m, share at the end of the range: published %.3f %.2f, fp8 %.4f "
+                   "%.4f, "
+                   "fp8-e5m2 %.4f %.4f\n",
+                   sizes[i], ratio[0], clipped[0], ratio[1], clipped[1], ratio[2], clipped[2]);
             for (int f = 1; f < 3; f++) {
                 CHECK(fabs(ratio[f] - 1) < 0.01 * f, "%s: %.4f of the root mean square", states[f], ratio[f]);
                 CHECK(clipped[f] < 0.02, "%s: %.3f are at the end of the range", states[f], clipped[f]);
@@ -864,7 +892,9 @@ static void test_lamb16(void)
                 for (int k = 0; k < count; k++) {
                     printf(" %.3f", ratio[k]);
                     /* Single elements scatter by a fifth or more: that of their mean comes on top. */
-                    if (f) CHECK(fabs(ratio[k] - 1) < 0.03 + 0.6 / sqrt(sizes[i]), "%s: %.3f of v after %d steps", states[f], ratio[k], times[k]);
+                    if (f)
+                        CHECK(fabs(ratio[k] - 1) < 0.03 + 0.6 / sqrt(sizes[i]), "%s: %.3f of v after %d steps",
+                              states[f], ratio[k], times[k]);
                 }
                 printf("\n");
                 if (!f) CHECK(ratio[2] < 0.5, "the counter-check has %.2f of v after 500 steps", ratio[2]);
@@ -910,7 +940,7 @@ static void test_lamb16(void)
     }
 }
 
-/* ---- I-26 to I-30: block formats ------------------------------------------------------------------------------------- */
+/* ---- I-26 to I-30: block formats --------------------------------------------------------------------------------- */
 
 static void test_block_states(void)
 {
@@ -929,8 +959,8 @@ static void test_block_states(void)
                     for (int s = 0; s < 2; s++) {
                         halfstep_slot_info slot = slot_info(t.o, 0, HALFSTEP_SLOT_STATE + s);
                         const char *name = format_info(slot.format).name;
-                        CHECK(slot.fell_back && !strcmp(name, weight ? "bf16-sr" : "f32"), "%s of %d x %d: %s is %s", recipe,
-                              (int)shapes[i][1], (int)shapes[i][2], slot.name, name);
+                        CHECK(slot.fell_back && !strcmp(name, weight ? "bf16-sr" : "f32"), "%s of %d x %d: %s is %s",
+                              recipe, (int)shapes[i][1], (int)shapes[i][2], slot.name, name);
                     }
                     one_close(&t);
                 }
@@ -975,7 +1005,8 @@ static void test_block_states(void)
             CHECK(still(t[1].o, 0, t[1].weight, clean), "%s: refused steps changed later ones", recipe);
             if (info.block) {
                 t[1].room[5] = NAN;
-                CHECK(halfstep_write_slot(t[1].o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 16, t[1].room) == HALFSTEP_ERROR_RANGE,
+                CHECK(halfstep_write_slot(t[1].o, 0, HALFSTEP_SLOT_STATE, NULL, 0, 16, t[1].room) ==
+                          HALFSTEP_ERROR_RANGE,
                       "%s: NaN may be written into a block", recipe);
             }
             one_close(&t[0]);
@@ -996,10 +1027,12 @@ static void test_block_states(void)
                 map[0][128 + (1 << j) - 1 + k] = a;
                 map[0][126 - ((1 << j) - 1) - k] = -a;
             }
-            for (int k = 0; k < 2 << j; k++) map[1][1 + (2 << j) - 2 + k] = pow(10, j - 6) * (0.1 + 0.9 * (k + 0.5) / (2 << j));
+            for (int k = 0; k < 2 << j; k++)
+                map[1][1 + (2 << j) - 2 + k] = pow(10, j - 6) * (0.1 + 0.9 * (k + 0.5) / (2 << j));
         }
         map[0][255] = map[1][255] = 1;
-        static const char *const recipes[] = {"adamw/bf16-sr/dyn8", "adamw/f32/dyn8", "adamw/bf16-sr/dyn4", "adamw/f32/dyn4"};
+        static const char *const recipes[] = {"adamw/bf16-sr/dyn8", "adamw/f32/dyn8", "adamw/bf16-sr/dyn4",
+                                              "adamw/f32/dyn4"};
         int coarse = 0;
         for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
             if (!halfstep_isa_available(isa)) continue;
@@ -1019,9 +1052,10 @@ static void test_block_states(void)
                     for (int64_t i = 0; i < t.n; i++) {
                         int code = (int)(i % (r < 2 ? 256 : 16));
                         double expected = r < 2 ? map[s][code] : s ? (code + 1) / 16.0 : (double)from_bits(four[code]);
-                        double error = fabs((double)t.room[i] - expected), limit = r < 2 ? 4 * 0x1p-24 * fabs(expected) : 0;
-                        CHECK(error <= limit, "%s on %s: code %d of %s is %a, expected %a", recipes[r], halfstep_isa_name(isa),
-                              code, info.name, t.room[i], expected);
+                        double error = fabs((double)t.room[i] - expected),
+                               limit = r < 2 ? 4 * 0x1p-24 * fabs(expected) : 0;
+                        CHECK(error <= limit, "%s on %s: code %d of %s is %a, expected %a", recipes[r],
+                              halfstep_isa_name(isa), code, info.name, t.room[i], expected);
                         coarse += fabs((double)bf16_nearest((float)expected) - expected) > 4 * 0x1p-24 * fabs(expected);
                     }
                 }
@@ -1032,11 +1066,12 @@ static void test_block_states(void)
         CHECK(coarse > 0, "the counter-check: a map in BF16 would be the same");
     }
     TEST("I-30 codes are chosen against the stored scale: no systematic error of a block") {
-        /* The slope of decoded over true values, without each block's largest, as that goes from 1 to 1 + 2^-7: over all ways
-         * that BF16 can round a scale. */
+        /* The slope of decoded over true values, without each block's largest, as that goes from 1 to 1 + 2^-7: over
+         * all ways that BF16 can round a scale. */
         enum { WAYS = 17 };
         for (int32_t row = -1; row < halfstep_format_count(); row++) {
-            halfstep_format_info info = row < 0 ? (halfstep_format_info){.name = "the peer", .block = 256} : format_info(row);
+            halfstep_format_info info =
+                row < 0 ? (halfstep_format_info){.name = "the peer", .block = 256} : format_info(row);
             if (!info.block || info.geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
             for (int s = 0; s < (row < 0 ? 1 : 2); s++) {
                 double least = 2, greatest = 0;
@@ -1052,7 +1087,8 @@ static void test_block_states(void)
                     for (int64_t i = 0; i < t.n; i++) {
                         x[i] = (float)(i % info.block ? next_unit(&random) * 0.99 : most);
                         if (!s && (next64(&random) & 1)) x[i] = -x[i];
-                        if (row < 0) t.room[i] = bf16_nearest((float)(most / 127)) * nearbyintf(x[i] / (float)(most / 127));
+                        if (row < 0)
+                            t.room[i] = bf16_nearest((float)(most / 127)) * nearbyintf(x[i] / (float)(most / 127));
                     }
                     if (row >= 0) {
                         one_write(&t, HALFSTEP_SLOT_STATE + s, x);
@@ -1068,8 +1104,11 @@ static void test_block_states(void)
                     free(x);
                     one_close(&t);
                 }
-                printf("     %-8s %s: decoded over true %.5f .. %.5f\n", info.name, row < 0 ? " " : s ? "v" : "m", least,
-                       greatest);
+                printf("     %-8s %s: decoded over true %.5f .. %.5f\n", info.name,
+                       row < 0 ? " "
+                       : s     ? "v"
+                               : "m",
+                       least, greatest);
                 /* With few codes it shows where their borders fall among the values. */
                 double range = greatest - least, bound = strcmp(info.name, "int8") ? 1.5e-3 : 1e-4;
                 if (row < 0) CHECK(range > 2e-3, "the counter-check moves by %g", range);
@@ -1079,7 +1118,7 @@ static void test_block_states(void)
     }
 }
 
-/* ---- I-32: small learning rates -------------------------------------------------------------------------------------- */
+/* ---- I-32: small learning rates ---------------------------------------------------------------------------------- */
 
 static void test_small_rates(void)
 {
@@ -1101,15 +1140,17 @@ static void test_small_rates(void)
             }
             /* Steps of 1e-6 are 8.4 units of fp32 there, and the same 8 in both. */
             printf("     lr %g realised %.4f of the movement, fp32 weights %.4f\n", rates[r], moved[1], moved[0]);
-            CHECK(fabs(moved[1] / moved[0] - 1) < (short_run ? 0.1 : 0.02), "lr %g: %.4f of the movement", rates[r], moved[1]);
+            CHECK(fabs(moved[1] / moved[0] - 1) < (short_run ? 0.1 : 0.02), "lr %g: %.4f of the movement", rates[r],
+                  moved[1]);
         }
         /* The peer's check for 24 bits at a largest weight of 1: as written, and with its sign right. */
         double written = 0 - (15 + log2(0.49)), meant = 0 - 15 + log2(0.49), guarantee = log2(3e-5);
-        CHECK(written > guarantee && meant < guarantee, "the counter-check accepts 3e-5: %g, %g, %g", written, meant, guarantee);
+        CHECK(written > guarantee && meant < guarantee, "the counter-check accepts 3e-5: %g, %g, %g", written, meant,
+              guarantee);
     }
 }
 
-/* ---- I-36, I-37: what is stored, and resuming ------------------------------------------------------------------------ */
+/* ---- I-36, I-37: what is stored, and resuming -------------------------------------------------------------------- */
 
 /* Steps `from` to `to` of a run. */
 static void run_steps(struct one *t, int from, int to)
@@ -1147,8 +1188,8 @@ static void copy_counts(struct one *to, struct one *from, int32_t rule)
     copy_grids(from->o, to->o, 0);
 }
 
-/* Whether a run that is stored raw and taken up elsewhere gives the bits of one that goes on. through_bf16: the states pass
- * through BF16, as the peer's files do. */
+/* Whether a run that is stored raw and taken up elsewhere gives the bits of one that goes on. through_bf16: the states
+ * pass through BF16, as the peer's files do. */
 static int resumes(const char *recipe, int32_t rule, int through_bf16)
 {
     struct one whole, part, next;
@@ -1202,8 +1243,8 @@ static void test_resume(void)
         int exact = 0;
         for (int s = 0; s < 2; s++) {
             halfstep_slot_info info = slot_info(t.o, 0, HALFSTEP_SLOT_STATE + s);
-            CHECK(!strcmp(format_info(info.format).name, "f32") && info.code_bytes == 4 * (uint64_t)t.n, "%s is %s", info.name,
-                  format_info(info.format).name);
+            CHECK(!strcmp(format_info(info.format).name, "f32") && info.code_bytes == 4 * (uint64_t)t.n, "%s is %s",
+                  info.name, format_info(info.format).name);
             CHECK(!memcmp(info.code, s ? v : m, (size_t)t.n * 4), "%s is not the fp32 average, bit for bit", info.name);
             for (int64_t i = 0; i < t.n; i++) exact += bf16_nearest((s ? v : m)[i]) == (s ? v : m)[i];
         }
@@ -1241,7 +1282,7 @@ static void test_resume(void)
     }
 }
 
-/* ---- I-39: learning rates of groups ---------------------------------------------------------------------------------- */
+/* ---- I-39: learning rates of groups ------------------------------------------------------------------------------ */
 
 static void test_groups(void)
 {
@@ -1254,8 +1295,13 @@ static void test_groups(void)
         for (int i = 0; i < 3; i++) {
             static const char *const names[] = {"a", "b", "c"};
             MUST(halfstep_add_group(o, "adamw/f32", &group));
-            halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = names[i], .ndim = 2, .rows = 1,
-                                 .row_length = 32, .gradient = "f32"};
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .group = group,
+                                 .name = names[i],
+                                 .ndim = 2,
+                                 .rows = 1,
+                                 .row_length = 32,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -1277,19 +1323,21 @@ static void test_groups(void)
             for (int i = 0; i < 3; i++) {
                 double lr;
                 MUST(halfstep_current_lr(o, i, &lr));
-                CHECK(lr == rates[i] * factor, "group %d has lr %g in step %d, expected %g", i, lr, k, rates[i] * factor);
+                CHECK(lr == rates[i] * factor, "group %d has lr %g in step %d, expected %g", i, lr, k,
+                      rates[i] * factor);
             }
             MUST(halfstep_step(o, weights, gradients));
         }
         /* A reference that is the constructor's lr would shrink by 1, 100 and 30 times that. */
         for (int i = 0; i < 3; i++)
             CHECK(fabs((double)w[i][5] - left) < 1e-5, "group %d is at %g, expected %g", i, w[i][5], left);
-        printf("     left of the weights after 60 steps: %.6f %.6f %.6f, expected %.6f\n", w[0][0], w[1][0], w[2][0], left);
+        printf("     left of the weights after 60 steps: %.6f %.6f %.6f, expected %.6f\n", w[0][0], w[1][0], w[2][0],
+               left);
         halfstep_destroy(o);
     }
 }
 
-/* ---- I-41: replicas and shards --------------------------------------------------------------------------------------- */
+/* ---- I-41: replicas and shards ----------------------------------------------------------------------------------- */
 
 enum { ROWS = 16, COLUMNS = 256 };
 
@@ -1304,8 +1352,15 @@ static void rank_open(struct rank *r, const char *recipe, int64_t first, int64_t
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = seed};
     int32_t group, index;
-    halfstep_tensor d = {.struct_size = sizeof d, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
-                         .first_row = first, .n_rows = rows, .n_columns = COLUMNS, .gradient = "f32"};
+    halfstep_tensor d = {.struct_size = sizeof d,
+                         .name = "w",
+                         .ndim = 2,
+                         .rows = ROWS,
+                         .row_length = COLUMNS,
+                         .first_row = first,
+                         .n_rows = rows,
+                         .n_columns = COLUMNS,
+                         .gradient = "f32"};
     MUST(halfstep_create(&options, &r->o));
     MUST(halfstep_add_group(r->o, recipe, &group));
     MUST(halfstep_set_hyper(r->o, group, "lr", 1e-3));
@@ -1337,7 +1392,8 @@ static void ranks_step(struct rank *r, int n, int step)
     int64_t count = halfstep_statistics_count(r[0].o), from = halfstep_norms_offset(r[0].o);
     if (count > MOST) exit(1);
     for (int i = 0; i < n; i++) {
-        for (int64_t j = 0; j < r[i].rows * COLUMNS; j++) r[i].gradient[j] = 1e-2f * normal(step, r[i].first * COLUMNS + j);
+        for (int64_t j = 0; j < r[i].rows * COLUMNS; j++)
+            r[i].gradient[j] = 1e-2f * normal(step, r[i].first * COLUMNS + j);
         const void *gradients[1] = {r[i].gradient};
         MUST(halfstep_step_begin(r[i].o, gradients, own[i]));
     }
@@ -1363,9 +1419,10 @@ static void ranks_step(struct rank *r, int n, int step)
 static void test_replicas(void)
 {
     TEST("I-41 replicas and shards round alike: the same bits on every rank, with any number of threads") {
-        static const char *const recipes[] = {"adamw/bf16-sr/int8",      "lion/f16-sr/fp8",  "ranger/bf16-ecc8/int4",
-                                              "lamb/bf16-kahan/bf16-sr", "lamb16/f16-ecc8",  "stableadamw/bf16-sr/fp8-e5m2",
-                                              "adan/f16-kahan/int8",     "adamw/bf16/f16-sr+fp8", "schedulefree/bf16-sr/dyn8"};
+        static const char *const recipes[] = {
+            "adamw/bf16-sr/int8",      "lion/f16-sr/fp8",       "ranger/bf16-ecc8/int4",
+            "lamb/bf16-kahan/bf16-sr", "lamb16/f16-ecc8",       "stableadamw/bf16-sr/fp8-e5m2",
+            "adan/f16-kahan/int8",     "adamw/bf16/f16-sr+fp8", "schedulefree/bf16-sr/dyn8"};
         static const int64_t cut[4] = {0, 3, 12, ROWS};
         for (size_t r = 0; r < sizeof recipes / sizeof recipes[0]; r++) {
             struct rank whole, replica, shard[3], other;
@@ -1392,7 +1449,8 @@ static void test_replicas(void)
                 for (int i = 0; i < 3; i++)
                     MUST(halfstep_read_slot(shard[i].o, 0, slot, slot ? NULL : shard[i].weight, 0, shard[i].rows,
                                             part + shard[i].first * COLUMNS));
-                CHECK(!memcmp(all, part, sizeof all), "%s: %s of three shards differs from the whole", recipes[r], info.name);
+                CHECK(!memcmp(all, part, sizeof all), "%s: %s of three shards differs from the whole", recipes[r],
+                      info.name);
             }
             for (int i = 0; i < 3; i++) rank_close(&shard[i]);
             rank_close(&whole);
@@ -1402,7 +1460,7 @@ static void test_replicas(void)
     }
 }
 
-/* ---- I-42: IEEE half, NaN, skipped steps ----------------------------------------------------------------------------- */
+/* ---- I-42: IEEE half, NaN, skipped steps ------------------------------------------------------------------------- */
 
 static void test_half(void)
 {
@@ -1438,7 +1496,8 @@ static void test_half(void)
             for (int i = 0; i < 64; i++) raw[i] = bits[i % 5];
             one_write(&t, HALFSTEP_SLOT_WEIGHT, t.room);
             one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
-            for (int i = 0; i < 64; i++) CHECK(isnan(t.room[i]), "%s: %08x became %g", info.name, bits[i % 5], t.room[i]);
+            for (int i = 0; i < 64; i++)
+                CHECK(isnan(t.room[i]), "%s: %08x became %g", info.name, bits[i % 5], t.room[i]);
             one_close(&t);
         }
     }
@@ -1471,8 +1530,8 @@ static void test_half(void)
     }
 }
 
-/* ---- Weights that a program zeroes and whose error codes it leaves: flashoptim's codes then mean next to nothing, the split
- * pattern of ours would mean a NaN ---- */
+/* ---- Weights that a program zeroes and whose error codes it leaves: flashoptim's codes then mean next to nothing, the
+ * split pattern of ours would mean a NaN ---- */
 
 static void test_zeroed_weights(void)
 {

@@ -1,7 +1,8 @@
-/* The seam (device.h), held to by a device that is as far away as one in this process can be: its memory cannot be touched but
- * while it works, and it works only while it is waited for. What core/ reads without a wait is then not there yet, a pointer that
- * crosses the seam is a fault, and what core/ gives away and changes too early is read as changed. Behind it the host does the
- * work, so every case of tests/golden/hashes.txt has to have its hash (--short: a 61st of them). */
+/* The seam (device.h), held to by a device that is as far away as one in this process can be: its memory cannot be
+ * touched but while it works, and it works only while it is waited for. What core/ reads without a wait is then not
+ * there yet, a pointer that crosses the seam is a fault, and what core/ gives away and changes too early is read as
+ * changed. Behind it the host does the work, so every case of tests/golden/hashes.txt has to have its hash (--short: a
+ * 61st of them). */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -47,13 +48,17 @@ static struct {
     struct work *work[256];
     int n;
     long waits, forgets; /* forgets: waits that are to do nothing */
-    long refuses;              /* the call, counted down from here, that is refused */
+    long refuses;        /* the call, counted down from here, that is refused */
 } queue;
 
 static int refused(void) { return queue.refuses && !--queue.refuses; }
-#define REFUSED() do { if (refused()) return HALFSTEP_ERROR_MEMORY; } while (0)
+#define REFUSED()                                    \
+    do {                                             \
+        if (refused()) return HALFSTEP_ERROR_MEMORY; \
+    } while (0)
 
-/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a case. */
+/* One stretch of pages for everything, so that opening and closing it is one call. Blocks are never used again within a
+ * case. */
 #define ARENA ((size_t)256 << 20)
 
 static struct {
@@ -209,12 +214,18 @@ static int put_off_some(enum what what, const struct hstep_call *call, int first
 static int apart_scan(const struct hstep_call *call) { return put_off_some(SCAN, call, 0, 0, 0); }
 static int apart_decide(const struct hstep_call *call) { return put_off_some(DECIDE, call, 0, 0, 0); }
 static int apart_sum(const struct hstep_call *call, int first, int n) { return put_off_some(SUM, call, first, n, 0); }
-static int apart_decide_sums(const struct hstep_call *call, int first, int n) { return put_off_some(DECIDE_SUMS, call, first, n, 0); }
+static int apart_decide_sums(const struct hstep_call *call, int first, int n)
+{
+    return put_off_some(DECIDE_SUMS, call, first, n, 0);
+}
 static int apart_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
     return put_off_some(UPDATE, call, first, n, pass);
 }
-static int apart_transform(const struct hstep_call *call, int tensor) { return put_off_some(TRANSFORM, call, tensor, 1, 0); }
+static int apart_transform(const struct hstep_call *call, int tensor)
+{
+    return put_off_some(TRANSFORM, call, tensor, 1, 0);
+}
 static int apart_count(const struct hstep_call *call) { return put_off_some(COUNT, call, 0, 0, 0); }
 static int apart_end_round(const struct hstep_call *call) { return put_off_some(END_ROUND, call, 0, 0, 0); }
 
@@ -290,8 +301,8 @@ static void run_golden(const char *list, const struct golden_case *c, const stru
     if (!golden_expected(list, c, &expected)) return;
     int failed = golden_run(c, layout, &hash, error, sizeof error);
     CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
-    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients, c->generator,
-          hash, expected);
+    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients,
+          c->generator, hash, expected);
     CHECK(!queue.n, "%s: %d calls were never waited for", c->recipe, queue.n);
     work_off();
     CHECK(!arena.live, "%s: %zu blocks of the device were not released", c->recipe, arena.live);
@@ -307,7 +318,8 @@ static void test_rounds(void)
         hstep_default_device = far ? &apart : &hstep_host_device;
         halfstep_optimizer *o;
         int32_t group, tensor;
-        halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
+        halfstep_tensor t = {
+            .struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
         for (int i = 0; i < 100; i++) w[far][i] = 1.0f;
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw", &group));
@@ -318,7 +330,8 @@ static void test_rounds(void)
             for (int i = 0; i < 100; i++) g[i] = (float)(i - 50 + step) / 10.0f;
             if (step == 2) g[7] = NAN;
             int result = halfstep_step_tensor(o, tensor, weights[far], g);
-            CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step, halfstep_error_detail(o));
+            CHECK(result == (step == 2 ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
+                  halfstep_error_detail(o));
             MUST(halfstep_end_round(o));
         }
         norm[far] = halfstep_gradient_norm(o);
@@ -343,7 +356,8 @@ static void test_waits(void)
     for (size_t k = 0; k < sizeof recipes / sizeof *recipes; k++) {
         halfstep_optimizer *o;
         int32_t group, tensor;
-        halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
+        halfstep_tensor t = {
+            .struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, recipes[k], &group));
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
@@ -358,7 +372,8 @@ static void test_waits(void)
     }
 }
 
-/* A life whose calls are each refused by the device once: the code comes back to the caller, and nothing is left behind. */
+/* A life whose calls are each refused by the device once: the code comes back to the caller, and nothing is left
+ * behind. */
 static int live(void)
 {
     float w[32 * 64] = {0}, g[32 * 64], values[32 * 64] = {0};
@@ -367,7 +382,8 @@ static int live(void)
     int64_t statistics[512];
     halfstep_optimizer *o;
     int32_t group, tensor;
-    halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 32, .row_length = 64, .gradient = "f32"};
+    halfstep_tensor t = {
+        .struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 32, .row_length = 64, .gradient = "f32"};
     for (int i = 0; i < 32 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
     int result = halfstep_create(NULL, &o);
     if (result) return result;
@@ -393,7 +409,8 @@ static void test_refusals(void)
         queue.refuses = k;
         int result = live();
         fired = !queue.refuses;
-        CHECK(result == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "call %ld refused: %s", k, halfstep_strerror(result));
+        CHECK(result == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "call %ld refused: %s", k,
+              halfstep_strerror(result));
         CHECK(!fired || k < 1000, "refused without end");
         queue.refuses = 0;
         work_off();
@@ -414,9 +431,11 @@ int main(int argc, char **argv)
     apart.find_fused = hstep_host_device.find_fused;
     apart.workspace = hstep_host_device.workspace;
     hstep_default_device = &apart;
-    const struct golden_layout layouts[] = {
-        {.threads = 1, .bound = 1}, {.threads = 3, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1, .bound = 1}};
-    const char *const names[] = {"every golden case, far from the host", "in 2 shards of rows", "in 3 shards of columns"};
+    const struct golden_layout layouts[] = {{.threads = 1, .bound = 1},
+                                            {.threads = 3, .parts = 2, .bound = 1},
+                                            {.threads = 1, .parts = 3, .by_columns = 1, .bound = 1}};
+    const char *const names[] = {"every golden case, far from the host", "in 2 shards of rows",
+                                 "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
             int stride = short_run ? 61 : l ? 16 : 1;
@@ -425,7 +444,8 @@ int main(int argc, char **argv)
     TEST("rounds of single tensors") test_rounds();
     TEST("one wait a step") test_waits();
     TEST("what the device refuses comes back as its code") test_refusals();
-    /* The test can fail: a wait that does nothing is noticed, by a fault where memory is touched too early, else by the bits. */
+    /* The test can fail: a wait that does nothing is noticed, by a fault where memory is touched too early, else by the
+     * bits. */
     TEST("a missing wait is noticed") {
         pid_t child = fork();
         if (!child) {
@@ -439,7 +459,8 @@ int main(int argc, char **argv)
             test_leave(hash != expected);
         }
         int status = 0;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && status != 0, "40 waits that do nothing give the promised bits");
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status != 0,
+              "40 waits that do nothing give the promised bits");
     }
     free(cases);
     free(list);

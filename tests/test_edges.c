@@ -1,6 +1,6 @@
-/* The core at its edges: sums without end, parts of tensors, the caller's floating-point mode, callers of other versions,
- * threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a small world of its own.
- * --short leaves out what takes gigabytes of gradients. */
+/* The core at its edges: sums without end, parts of tensors, the caller's floating-point mode, callers of other
+ * versions, threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a
+ * small world of its own. --short leaves out what takes gigabytes of gradients. */
 #define _GNU_SOURCE
 #include <fenv.h>
 #include <math.h>
@@ -30,7 +30,7 @@ static halfstep_rule_info rule_at(int32_t row)
     return info;
 }
 
-/* ---- Sums without end -------------------------------------------------------------------------------------------------- */
+/* ---- Sums without end -------------------------------------------------------------------------------------------- */
 
 static void test_sums_without_end(int short_run)
 {
@@ -44,7 +44,8 @@ static void test_sums_without_end(int short_run)
             memcpy(from, task, sizeof from);
             hstep_merge_squares(total, from);
         }
-        CHECK(hstep_exact_round(total) == square * 0x1p32, "%g instead of %g", hstep_exact_round(total), square * 0x1p32);
+        CHECK(hstep_exact_round(total) == square * 0x1p32, "%g instead of %g", hstep_exact_round(total),
+              square * 0x1p32);
     }
 #if defined(__linux__) && !defined(HSTEP_TEST_EMULATED)
     TEST("two billion gradients in rows of one have a norm") {
@@ -52,9 +53,9 @@ static void test_sums_without_end(int short_run)
         enum { WINDOW = 1 << 26 };
         const int64_t windows = 66, n = windows * WINDOW / 2;
         int file = short_run ? -1 : memfd_create("gradients", 0);
-        char *all = file < 0 || ftruncate(file, WINDOW)
-                        ? MAP_FAILED
-                        : mmap(NULL, (size_t)windows * WINDOW, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        char *all = file < 0 || ftruncate(file, WINDOW) ? MAP_FAILED
+                                                        : mmap(NULL, (size_t)windows * WINDOW, PROT_NONE,
+                                                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         for (int64_t i = 0; i < windows && all != MAP_FAILED; i++)
             if (mmap(all + i * WINDOW, WINDOW, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) {
                 munmap(all, (size_t)windows * WINDOW);
@@ -67,8 +68,8 @@ static void test_sums_without_end(int short_run)
             int32_t index;
             const float value = 0x1.fep-10f; /* whose square fills the top of a limb */
             for (int64_t i = 0; i < WINDOW / 2; i++) ((uint16_t *)all)[i] = (uint16_t)(to_bits(value) >> 16);
-            halfstep_tensor d = {.struct_size = sizeof d, .name = "long", .ndim = 1, .rows = n, .row_length = 1,
-                                 .gradient = "bf16"};
+            halfstep_tensor d = {
+                .struct_size = sizeof d, .name = "long", .ndim = 1, .rows = n, .row_length = 1, .gradient = "bf16"};
             const void *gradients[1] = {all};
             MUST(halfstep_create(NULL, &o));
             MUST(halfstep_add_group(o, "sgd/bf16", &index));
@@ -78,8 +79,8 @@ static void test_sums_without_end(int short_run)
             int64_t *statistics = zeroed((size_t)halfstep_statistics_count(o) * 8);
             MUST(halfstep_step_begin(o, gradients, statistics));
             double norm = sqrt(hstep_exact_round(statistics)), wanted = sqrt((double)n) * (double)value;
-            CHECK(fabs(norm - wanted) <= 1e-12 * wanted, "the norm of %lld gradients is %.17g instead of %.17g", (long long)n,
-                  norm, wanted);
+            CHECK(fabs(norm - wanted) <= 1e-12 * wanted, "the norm of %lld gradients is %.17g instead of %.17g",
+                  (long long)n, norm, wanted);
             free(statistics);
             halfstep_destroy(o);
             munmap(all, (size_t)windows * WINDOW);
@@ -125,7 +126,7 @@ static void test_sums_without_end(int short_run)
     }
 }
 
-/* ---- Parts of tensors -------------------------------------------------------------------------------------------------- */
+/* ---- Parts of tensors -------------------------------------------------------------------------------------------- */
 
 enum { RANKS = 2, TENSORS = 3, MOST_SUMS = 8 };
 static const struct {
@@ -158,7 +159,8 @@ static void scatter_values(const struct ranks *r, int tensor, const float *whole
                     whole[(r->first[k][tensor][0] + i) * part_shapes[tensor].columns + r->first[k][tensor][1] + j];
 }
 
-/* Tensor 0 is cut by columns, tensor 1 by rows; tensor 2 is on rank 0 alone, of which the other has a part without elements. */
+/* Tensor 0 is cut by columns, tensor 1 by rows; tensor 2 is on rank 0 alone, of which the other has a part without
+ * elements. */
 static void ranks_open(struct ranks *r, const char *recipe, int n)
 {
     memset(r, 0, sizeof *r);
@@ -177,8 +179,15 @@ static void ranks_open(struct ranks *r, const char *recipe, int n)
             first[1] = n > 1 && t == 0 ? k * columns / 2 : 0;
             held[0] = n > 1 && t == 1 ? rows / 2 : t == 2 && k ? 0 : rows;
             held[1] = n > 1 && t == 0 ? columns / 2 : columns;
-            halfstep_tensor d = {.struct_size = sizeof d, .name = name, .ndim = 2, .rows = rows, .row_length = columns,
-                                 .first_row = first[0], .n_rows = held[0], .first_column = first[1], .n_columns = held[1],
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .name = name,
+                                 .ndim = 2,
+                                 .rows = rows,
+                                 .row_length = columns,
+                                 .first_row = first[0],
+                                 .n_rows = held[0],
+                                 .first_column = first[1],
+                                 .n_columns = held[1],
                                  .gradient = "f32"};
             MUST(halfstep_add_tensor(r->o[k], &d, &index));
             r->weight[k][t] = zeroed((size_t)(held[0] * held[1]) * 4);
@@ -207,7 +216,8 @@ static void ranks_close(struct ranks *r)
 /* What all_reduce does. */
 static void reduce(int64_t statistics[RANKS][4096], int n, int64_t from, int64_t to)
 {
-    for (int64_t i = from; i < to && n > 1; i++) statistics[0][i] = statistics[1][i] = statistics[0][i] + statistics[1][i];
+    for (int64_t i = from; i < to && n > 1; i++)
+        statistics[0][i] = statistics[1][i] = statistics[0][i] + statistics[1][i];
 }
 
 static int release_step(struct ranks *r, int tensor)
@@ -216,13 +226,15 @@ static int release_step(struct ranks *r, int tensor)
     int result = HALFSTEP_OK;
     if (r->n == 1) return halfstep_step_tensor(r->o[0], tensor, r->weight[0][tensor], r->gradient[0][tensor]);
     int64_t sums = halfstep_tensor_norms_offset(), end = halfstep_tensor_statistics_count(r->o[0], tensor);
-    for (int k = 0; k < r->n; k++) MUST(halfstep_step_tensor_begin(r->o[k], tensor, r->gradient[k][tensor], statistics[k]));
+    for (int k = 0; k < r->n; k++)
+        MUST(halfstep_step_tensor_begin(r->o[k], tensor, r->gradient[k][tensor], statistics[k]));
     reduce(statistics, r->n, 0, sums);
     for (int k = 0; k < r->n; k++)
         MUST(halfstep_step_tensor_norms(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]));
     reduce(statistics, r->n, sums, end);
     for (int k = 0; k < r->n; k++) {
-        int found = halfstep_step_tensor_finish(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]);
+        int found =
+            halfstep_step_tensor_finish(r->o[k], tensor, r->weight[k][tensor], r->gradient[k][tensor], statistics[k]);
         CHECK(!k || found == result, "the ranks do not agree: %d and %d", result, found);
         result = found;
     }
@@ -250,10 +262,13 @@ static void compare_ranks(const struct ranks *parts, const struct ranks *whole, 
             int64_t columns = part_shapes[t].columns;
             halfstep_slot_info info = {.struct_size = sizeof info};
             for (int slot = 0; slot < 2 + HALFSTEP_MAX_STATES; slot++) {
-                if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(whole->o[0], t, slot, &info) || info.format < 0)
+                if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(whole->o[0], t, slot, &info) ||
+                    info.format < 0)
                     continue;
-                float *all = zeroed((size_t)(part_shapes[t].rows * columns) * 4), *mine = zeroed((size_t)(held[0] * held[1]) * 4);
-                MUST(halfstep_read_slot(whole->o[0], t, slot, slot ? NULL : whole->weight[0][t], 0, part_shapes[t].rows, all));
+                float *all = zeroed((size_t)(part_shapes[t].rows * columns) * 4),
+                      *mine = zeroed((size_t)(held[0] * held[1]) * 4);
+                MUST(halfstep_read_slot(whole->o[0], t, slot, slot ? NULL : whole->weight[0][t], 0, part_shapes[t].rows,
+                                        all));
                 MUST(halfstep_read_slot(parts->o[k], t, slot, slot ? NULL : parts->weight[k][t], 0, held[0], mine));
                 for (int64_t i = 0; i < held[0] * held[1]; i++)
                     CHECK(to_bits(mine[i]) == to_bits(all[(first[0] + i / held[1]) * columns + first[1] + i % held[1]]),
@@ -294,8 +309,8 @@ static void release_in_parts(const char *recipe, const char *clip, double clip_n
         for (int k = 0; k < parts.n; k++)
             CHECK(halfstep_gradient_norm(parts.o[k]) == halfstep_gradient_norm(whole.o[0]) &&
                       (clip_norm == 0 || halfstep_gradient_norm(whole.o[0]) > 1),
-                  "%s, %s: the norm of round %d is %.17g, in parts %.17g", recipe, clip, round, halfstep_gradient_norm(whole.o[0]),
-                  halfstep_gradient_norm(parts.o[k]));
+                  "%s, %s: the norm of round %d is %.17g, in parts %.17g", recipe, clip, round,
+                  halfstep_gradient_norm(whole.o[0]), halfstep_gradient_norm(parts.o[k]));
     }
     compare_ranks(&parts, &whole, recipe);
     ranks_close(&parts);
@@ -340,8 +355,8 @@ static void test_parts(void)
         }
     }
     TEST("released tensors in parts, by begin, norms and finish, have the bits of whole ones") {
-        const char *const recipes[] = {"adamw/f32", "adamw/f32/int8", "lion/f32/bf16-sr", "lamb/f32", "stableadamw/f32/bf16-sr",
-                                       "sgd/f32"};
+        const char *const recipes[] = {"adamw/f32", "adamw/f32/int8",          "lion/f32/bf16-sr",
+                                       "lamb/f32",  "stableadamw/f32/bf16-sr", "sgd/f32"};
         for (size_t i = 0; i < sizeof recipes / sizeof recipes[0]; i++) {
             release_in_parts(recipes[i], "delayed", 0);
             release_in_parts(recipes[i], "delayed", 3);
@@ -353,8 +368,10 @@ static void test_parts(void)
         static int64_t statistics[4096];
         ranks_open(&r, "lamb/f32", RANKS);
         MUST(halfstep_step_tensor_begin(r.o[1], 0, r.gradient[1][0], statistics));
-        EXPECT(halfstep_step_tensor_finish(r.o[1], 0, r.weight[1][0], r.gradient[1][0], statistics), HALFSTEP_ERROR_ORDER);
-        CHECK(strstr(halfstep_error_detail(r.o[1]), "halfstep_step_tensor_norms"), "'%s'", halfstep_error_detail(r.o[1]));
+        EXPECT(halfstep_step_tensor_finish(r.o[1], 0, r.weight[1][0], r.gradient[1][0], statistics),
+               HALFSTEP_ERROR_ORDER);
+        CHECK(strstr(halfstep_error_detail(r.o[1]), "halfstep_step_tensor_norms"), "'%s'",
+              halfstep_error_detail(r.o[1]));
         ranks_close(&r);
     }
     TEST("micro-steps in parts, by begin and finish, have the bits of whole ones") {
@@ -383,10 +400,13 @@ static void test_parts(void)
             if (step == 3) continue;
             EXPECT(halfstep_accumulate_states(whole.o[0], (const void *const *)whole.gradient[0]), wanted);
             for (int k = 0; k < RANKS; k++)
-                MUST(halfstep_accumulate_states_begin(parts.o[k], (const void *const *)parts.gradient[k], statistics[k]));
+                MUST(halfstep_accumulate_states_begin(parts.o[k], (const void *const *)parts.gradient[k],
+                                                      statistics[k]));
             reduce(statistics, RANKS, 0, halfstep_statistics_count(parts.o[0]));
             for (int k = 0; k < RANKS; k++)
-                EXPECT(halfstep_accumulate_states_finish(parts.o[k], (const void *const *)parts.gradient[k], statistics[k]), wanted);
+                EXPECT(halfstep_accumulate_states_finish(parts.o[k], (const void *const *)parts.gradient[k],
+                                                         statistics[k]),
+                       wanted);
         }
         compare_ranks(&parts, &whole, "adamw/f32/int8");
         ranks_close(&parts);
@@ -394,13 +414,18 @@ static void test_parts(void)
     }
 }
 
-/* ---- The caller's floating-point mode ----------------------------------------------------------------------------------- */
+/* ---- The caller's floating-point mode ---------------------------------------------------------------------------- */
 
 /* Everything public that computes, into out: the same bytes in whatever mode it is called. Returns how many. */
 static size_t compute_all(unsigned char *out)
 {
-    static const char *const recipes[] = {"adamw/bf16-kahan/int8+bf16-sr", "schedulefree/bf16-ecc8/int4", "sgd/f16-ecc8/f16-sr",
-                                          "lamb/f16/fp8", "adamw/f32/dyn8", "adamw/bf16-sr/fp8-lamb16", "adamw/f32/f32"};
+    static const char *const recipes[] = {"adamw/bf16-kahan/int8+bf16-sr",
+                                          "schedulefree/bf16-ecc8/int4",
+                                          "sgd/f16-ecc8/f16-sr",
+                                          "lamb/f16/fp8",
+                                          "adamw/f32/dyn8",
+                                          "adamw/bf16-sr/fp8-lamb16",
+                                          "adamw/f32/f32"};
     enum { ROWS = 16, COLUMNS = 256, N = ROWS * COLUMNS };
     static float values[N], read[N];
     size_t at = 0;
@@ -419,8 +444,8 @@ static size_t compute_all(unsigned char *out)
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "clip", "delayed"));
         MUST(halfstep_add_group(o, recipes[i], &group));
-        halfstep_tensor d = {.struct_size = sizeof d, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
-                             .gradient = "f32"};
+        halfstep_tensor d = {
+            .struct_size = sizeof d, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS, .gradient = "f32"};
         MUST(halfstep_set_choice(o, 0, "schedule", "cosine"));
         MUST(halfstep_set_hyper(o, 0, "lr", 1e-3));
         MUST(halfstep_set_hyper(o, 0, "warmup_steps", 7));
@@ -428,7 +453,8 @@ static size_t compute_all(unsigned char *out)
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 0.7));
         MUST(halfstep_add_tensor(o, &d, &tensor));
         MUST(halfstep_allocate_states(o));
-        halfstep_rule_info rule = rule_at(halfstep_rule_find(strncmp(recipes[i], "sched", 5) ? "adamw" : "schedulefree"));
+        halfstep_rule_info rule =
+            rule_at(halfstep_rule_find(strncmp(recipes[i], "sched", 5) ? "adamw" : "schedulefree"));
         halfstep_slot_info info = {.struct_size = sizeof info};
         char *weight = zeroed(N * 4), *sum = zeroed(N * 4);
         for (int slot = 0; slot < 2 + HALFSTEP_MAX_STATES; slot++) {
@@ -462,7 +488,8 @@ static size_t compute_all(unsigned char *out)
             MUST(halfstep_current_lr(o, 0, &lr));
             KEEP(&lr, sizeof lr);
         }
-        MUST(halfstep_set_counters(o, 0, &(halfstep_counters){.struct_size = sizeof c, .state_steps = 5, .full_steps = 5}));
+        MUST(halfstep_set_counters(o, 0,
+                                   &(halfstep_counters){.struct_size = sizeof c, .state_steps = 5, .full_steps = 5}));
         EXPECT(halfstep_step_tensor(o, 0, weight, values), HALFSTEP_OK);
         MUST(halfstep_end_round(o));
         lr = halfstep_gradient_norm(o);
@@ -482,7 +509,8 @@ static size_t compute_all(unsigned char *out)
     double factor;
     for (int kind = 0; halfstep_choice_value("schedule", kind); kind++)
         for (uint64_t step = 0; step < 50; step += 7) {
-            MUST(halfstep_schedule_factor(halfstep_choice_value("schedule", kind), step, 7, 43, 0.1, 0.8, -0.5, &factor));
+            MUST(halfstep_schedule_factor(halfstep_choice_value("schedule", kind), step, 7, 43, 0.1, 0.8, -0.5,
+                                          &factor));
             KEEP(&factor, sizeof factor);
         }
     uint16_t codes[N];
@@ -531,7 +559,7 @@ static void test_mode(void)
     }
 }
 
-/* ---- Constants of a step ------------------------------------------------------------------------------------------------ */
+/* ---- Constants of a step ----------------------------------------------------------------------------------------- */
 
 static void test_constants(void)
 {
@@ -546,21 +574,30 @@ static void test_constants(void)
                 for (int i = 0; i < 2; i++) {
                     /* Tensors that have nothing in common but group and count. */
                     double scalar[HSTEP_MAX_NAMED_SCALARS] = {0.001 + i, 0.002 * i, 0.5 - i};
-                    struct hstep_own own = {.id = 12345 + 99 * (uint64_t)i, .rows = 7 + 90 * i, .row_length = 40 - 30 * i,
-                                            .elements = i ? 970 : 280, .matrix = i, .scalar = scalar};
-                    struct hstep_prepare p = {.lr = 0.1, .decay = 0.01, .t = 5, .full = 5, .norm = pass ? norm : NULL,
-                                              .own = &own, .looked = &looked[i]};
+                    struct hstep_own own = {.id = 12345 + 99 * (uint64_t)i,
+                                            .rows = 7 + 90 * i,
+                                            .row_length = 40 - 30 * i,
+                                            .elements = i ? 970 : 280,
+                                            .matrix = i,
+                                            .scalar = scalar};
+                    struct hstep_prepare p = {.lr = 0.1,
+                                              .decay = 0.01,
+                                              .t = 5,
+                                              .full = 5,
+                                              .norm = pass ? norm : NULL,
+                                              .own = &own,
+                                              .looked = &looked[i]};
                     hstep_prepare_rule(&group, &p, k[i]);
                 }
                 CHECK(looked[0] == looked[1], "%s: looks at one tensor, not at the other", hstep_rules[row].name);
-                CHECK(looked[0] || !memcmp(k[0], k[1], sizeof k[0]), "%s: its constants differ by tensor, and nothing tells",
-                      hstep_rules[row].name);
+                CHECK(looked[0] || !memcmp(k[0], k[1], sizeof k[0]),
+                      "%s: its constants differ by tensor, and nothing tells", hstep_rules[row].name);
             }
         }
     }
 }
 
-/* ---- Values that no update leaves --------------------------------------------------------------------------------------- */
+/* ---- Values that no update leaves -------------------------------------------------------------------------------- */
 
 static void test_values(void)
 {
@@ -586,8 +623,10 @@ static void test_values(void)
         }
         EXPECT(halfstep_set_group_steps(t.o, 0, UINT64_MAX), HALFSTEP_ERROR_RANGE);
         EXPECT(halfstep_set_skipped_steps(t.o, UINT64_MAX), HALFSTEP_ERROR_RANGE);
-        halfstep_counters most = {.struct_size = sizeof most, .state_steps = HALFSTEP_MAX_COUNT,
-                                  .full_steps = HALFSTEP_MAX_COUNT, .writes = HALFSTEP_MAX_COUNT};
+        halfstep_counters most = {.struct_size = sizeof most,
+                                  .state_steps = HALFSTEP_MAX_COUNT,
+                                  .full_steps = HALFSTEP_MAX_COUNT,
+                                  .writes = HALFSTEP_MAX_COUNT};
         MUST(halfstep_set_counters(t.o, 0, &most));
         MUST(halfstep_set_group_steps(t.o, 0, HALFSTEP_MAX_COUNT));
         EXPECT(one_step(&t), HALFSTEP_OK);
@@ -605,9 +644,11 @@ static void test_values(void)
             one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1);
             one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
             for (int i = 0; i < rule.scalars; i++) {
-                const double bad[] = {-1, NAN, INFINITY, !strcmp(rule.scalar_name[i], "accumulated_decay") ? 0x1p63 : 1e301};
+                const double bad[] = {-1, NAN, INFINITY,
+                                      !strcmp(rule.scalar_name[i], "accumulated_decay") ? 0x1p63 : 1e301};
                 double value;
-                for (int k = 0; k < 4; k++) EXPECT(halfstep_set_scalar(t.o, 0, rule.scalar_name[i], bad[k]), HALFSTEP_ERROR_RANGE);
+                for (int k = 0; k < 4; k++)
+                    EXPECT(halfstep_set_scalar(t.o, 0, rule.scalar_name[i], bad[k]), HALFSTEP_ERROR_RANGE);
                 CHECK(strstr(halfstep_error_detail(t.o), rule.scalar_name[i]), "'%s'", halfstep_error_detail(t.o));
                 MUST(halfstep_get_scalar(t.o, 0, rule.scalar_name[i], &value));
                 CHECK(value == 0, "%s of %s was taken", rule.scalar_name[i], rule.name);
@@ -658,14 +699,15 @@ static void test_values(void)
     }
 }
 
-/* ---- Bytes that no update leaves ---------------------------------------------------------------------------------------- */
+/* ---- Bytes that no update leaves --------------------------------------------------------------------------------- */
 
-/* Scales that are negative or no numbers, and any codes: what a file may hold. Under ASan this is the proof; elsewhere a look-up far
- * outside of a table is likely to fault. */
+/* Scales that are negative or no numbers, and any codes: what a file may hold. Under ASan this is the proof; elsewhere
+ * a look-up far outside of a table is likely to fault. */
 static void test_bytes(void)
 {
     TEST("any bytes in a bound state are safe on every instruction set") {
-        const uint32_t scales[] = {0xbf800000, 0xff7fffff, 0x80000001, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001};
+        const uint32_t scales[] = {0xbf800000, 0xff7fffff, 0x80000001, 0x7f800000,
+                                   0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001};
         struct source s = {99};
         for (int isa = 0; isa < halfstep_isa_count(); isa++) {
             if (!halfstep_isa_available(isa)) continue;
@@ -675,7 +717,8 @@ static void test_bytes(void)
                 char recipe[64];
                 struct one t;
                 if (!format) continue;
-                snprintf(recipe, sizeof recipe, "%s/f32/%s", format_for(row, HALFSTEP_ROLE_NONNEG) ? "adamw" : "lion", format);
+                snprintf(recipe, sizeof recipe, "%s/f32/%s", format_for(row, HALFSTEP_ROLE_NONNEG) ? "adamw" : "lion",
+                         format);
                 one_open(&t, recipe, 2, 16, 256, "f32");
                 one_start(&t);
                 one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.5f);
@@ -688,7 +731,8 @@ static void test_bytes(void)
                         for (uint64_t k = 0; k < info.code_bytes; k++) ((char *)info.code)[k] = (char)next64(&s);
                         for (uint64_t k = 0; k < info.extra_bytes; k++) ((char *)info.extra)[k] = (char)next64(&s);
                         for (uint64_t k = 0; f.scale_bytes >= 2 && k < info.extra_bytes; k += (uint64_t)f.scale_bytes)
-                            memcpy((char *)info.extra + k, (const char *)&scales[i] + 4 - f.scale_bytes, (size_t)f.scale_bytes);
+                            memcpy((char *)info.extra + k, (const char *)&scales[i] + 4 - f.scale_bytes,
+                                   (size_t)f.scale_bytes);
                     }
                     EXPECT(one_step(&t), HALFSTEP_OK);
                     one_read(&t, HALFSTEP_SLOT_STATE, t.room);
@@ -700,7 +744,7 @@ static void test_bytes(void)
     }
 }
 
-/* ---- Callers of other versions ------------------------------------------------------------------------------------------- */
+/* ---- Callers of other versions ----------------------------------------------------------------------------------- */
 
 static void test_versions(void)
 {
@@ -735,7 +779,9 @@ static void test_versions(void)
         struct {
             halfstep_tensor known;
             void *unknown;
-        } tensor = {.known = {.struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 4, .row_length = 64, .gradient = "f32"}};
+        } tensor = {
+            .known = {
+                .struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 4, .row_length = 64, .gradient = "f32"}};
         MUST(halfstep_add_group(o, "adamw/f32", &index));
         EXPECT(halfstep_add_tensor(o, &tensor.known, &index), HALFSTEP_OK);
         tensor.unknown = &tensor;
@@ -743,10 +789,12 @@ static void test_versions(void)
         EXPECT(halfstep_add_tensor(o, &tensor.known, &index), HALFSTEP_ERROR_ARGUMENT);
         MUST(halfstep_allocate_states(o));
 
-        halfstep_counters c = {.struct_size = offsetof(halfstep_counters, writes), .state_steps = 3, .full_steps = 2, .writes = 9};
+        halfstep_counters c = {
+            .struct_size = offsetof(halfstep_counters, writes), .state_steps = 3, .full_steps = 2, .writes = 9};
         MUST(halfstep_set_counters(o, 0, &c));
         MUST(halfstep_get_counters(o, 0, &c));
-        CHECK(c.writes == 9 && c.struct_size == offsetof(halfstep_counters, writes), "what lies beyond struct_size was written");
+        CHECK(c.writes == 9 && c.struct_size == offsetof(halfstep_counters, writes),
+              "what lies beyond struct_size was written");
         c.struct_size = sizeof c;
         MUST(halfstep_get_counters(o, 0, &c));
         CHECK(c.state_steps == 3 && c.full_steps == 2 && c.writes == 0, "the counters are not those set");
@@ -758,7 +806,8 @@ static void test_versions(void)
             uint64_t unknown[2];
         } rule = {.known = {.struct_size = sizeof rule}, .unknown = {1, 2}};
         MUST(halfstep_get_rule_info(0, &rule.known));
-        CHECK(rule.known.name && rule.known.label && !rule.unknown[0] && !rule.unknown[1], "not filled in, or not zeroed");
+        CHECK(rule.known.name && rule.known.label && !rule.unknown[0] && !rule.unknown[1],
+              "not filled in, or not zeroed");
         halfstep_format_info format = {.struct_size = offsetof(halfstep_format_info, code_dtype), .geometry = -7};
         MUST(halfstep_get_format_info(0, &format));
         CHECK(format.name && !format.code_dtype && format.geometry == -7, "not cut at struct_size");
@@ -777,7 +826,7 @@ static void test_versions(void)
     }
 }
 
-/* ---- Threads that fail --------------------------------------------------------------------------------------------------- */
+/* ---- Threads that fail ------------------------------------------------------------------------------------------- */
 
 struct failing {
     halfstep_optimizer *o;
@@ -811,7 +860,8 @@ static void test_threads(void)
         for (int i = 0; i < THREADS; i++) {
             char name[32];
             snprintf(name, sizeof name, "tensor number %d", i);
-            halfstep_tensor d = {.struct_size = sizeof d, .name = name, .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
+            halfstep_tensor d = {
+                .struct_size = sizeof d, .name = name, .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -835,7 +885,7 @@ static void test_threads(void)
     }
 }
 
-/* ---- Accumulation, and the choice of the instruction set ------------------------------------------------------------------- */
+/* ---- Accumulation, and the choice of the instruction set --------------------------------------------------------- */
 
 static void test_choice(void)
 {
@@ -870,8 +920,12 @@ static void test_accumulation(void)
             struct one *both[2] = {&early, &late};
             for (int b = 0; b < 2; b++) {
                 one_open(both[b], "adamw/bf16-sr/int8", shapes[i][1] == 1 ? 1 : 2, shapes[i][0], shapes[i][1], "f32");
-                halfstep_tensor d = {.struct_size = sizeof d, .name = "w", .ndim = both[b]->ndim, .rows = shapes[i][0],
-                                     .row_length = shapes[i][1], .gradient = "f32"};
+                halfstep_tensor d = {.struct_size = sizeof d,
+                                     .name = "w",
+                                     .ndim = both[b]->ndim,
+                                     .rows = shapes[i][0],
+                                     .row_length = shapes[i][1],
+                                     .gradient = "f32"};
                 MUST(halfstep_add_tensor(both[b]->o, &d, &index));
                 if (b) MUST(halfstep_allocate_states(both[b]->o));
                 both[b]->gradient = zeroed((size_t)both[b]->n * 4);
@@ -881,9 +935,10 @@ static void test_accumulation(void)
                 for (int k = 0; k < 2; k++)
                     MUST(halfstep_accumulate(both[b]->o, 0, sum[b], "bf16-sr", both[b]->gradient, "f32", 0.3));
             }
-            CHECK(!memcmp(sum[0], sum[1], (size_t)early.n * 2), "%d x %d: other sums", (int)shapes[i][0], (int)shapes[i][1]);
-            halfstep_tensor more = {.struct_size = sizeof more, .name = "more", .ndim = 2, .rows = 4, .row_length = 64,
-                                    .gradient = "f32"};
+            CHECK(!memcmp(sum[0], sum[1], (size_t)early.n * 2), "%d x %d: other sums", (int)shapes[i][0],
+                  (int)shapes[i][1]);
+            halfstep_tensor more = {
+                .struct_size = sizeof more, .name = "more", .ndim = 2, .rows = 4, .row_length = 64, .gradient = "f32"};
             EXPECT(halfstep_add_tensor(early.o, &more, &index), HALFSTEP_OK);
             EXPECT(halfstep_add_tensor(late.o, &more, &index), HALFSTEP_ERROR_ORDER);
             MUST(halfstep_allocate_states(early.o));

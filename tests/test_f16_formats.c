@@ -1,6 +1,7 @@
-/* The formats over IEEE half against a reference in double that knows nothing of bit patterns: all codes, stochastic rounding
- * by enumeration, whole binades, special values, the same bits on every instruction set, and the count of saturated weights.
- * --short samples where the full run enumerates. Over 500 lines because the formats share tiles, reference and format table. */
+/* The formats over IEEE half against a reference in double that knows nothing of bit patterns: all codes, stochastic
+ * rounding by enumeration, whole binades, special values, the same bits on every instruction set, and the count of
+ * saturated weights. --short samples where the full run enumerates. Over 500 lines because the formats share tiles,
+ * reference and format table. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -22,7 +23,7 @@ static const struct half_format {
                {"f16-ecc16", HSTEP_FORMAT_f16_ecc16, 16, 0, 0}};
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
-/* ---- Tiles of a kernel table, elements in order ------------------------------------------------------------------------ */
+/* ---- Tiles of a kernel table, elements in order ------------------------------------------------------------------ */
 
 struct stored {
     HSTEP_ALIGNED uint16_t code[HSTEP_TILE];
@@ -50,7 +51,8 @@ static void decode(const struct hstep_kernels *k, int format, const struct store
     memcpy(out, plain, sizeof plain);
 }
 
-static void apply(const struct hstep_kernels *k, int format, struct stored *s, const float *change, const uint32_t *words)
+static void apply(const struct hstep_kernels *k, int format, struct stored *s, const float *change,
+                  const uint32_t *words)
 {
     HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE], d[HSTEP_TILE];
     HSTEP_ALIGNED uint32_t random[HSTEP_TILE_WORDS];
@@ -84,7 +86,7 @@ static void random_words(struct source *s, uint32_t *words)
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = (uint32_t)(next64(s) >> 32);
 }
 
-/* ---- The reference ----------------------------------------------------------------------------------------------------- */
+/* ---- The reference ----------------------------------------------------------------------------------------------- */
 
 static double half_value(int code)
 {
@@ -121,7 +123,7 @@ static void stochastic(double x, uint32_t r, int bits, int *code, int *extra)
     if (signbit(x)) *code |= 0x8000;
 }
 
-/* ---- Codes ------------------------------------------------------------------------------------------------------------- */
+/* ---- Codes ------------------------------------------------------------------------------------------------------- */
 
 static void test_codes(void)
 {
@@ -152,9 +154,10 @@ static void test_codes(void)
                     }
                     /* The sum of -0 and a residual of +0 is +0. */
                     if (formats[f].residual && value == 0) back |= code, value += x[i];
-                    CHECK(to_bits(x[i]) == to_bits((float)value), "%s: %04x decodes to %a, expected %a", formats[f].name, code,
-                          x[i], value);
-                    CHECK(back == code && extra == 0, "%s: %04x came back as %04x, %d", formats[f].name, code, back, extra);
+                    CHECK(to_bits(x[i]) == to_bits((float)value), "%s: %04x decodes to %a, expected %a",
+                          formats[f].name, code, x[i], value);
+                    CHECK(back == code && extra == 0, "%s: %04x came back as %04x, %d", formats[f].name, code, back,
+                          extra);
                     CHECK(still.code[i] == code && extra_of(&formats[f], &still, i) == 0,
                           "%s: no change made %04x to %04x, %d", formats[f].name, code, still.code[i],
                           extra_of(&formats[f], &still, i));
@@ -182,20 +185,20 @@ static void test_codes(void)
                 encode(best(), f->format, x, &out, words, 0);
                 for (int i = 0; i < 256; i++) {
                     double value = pair_value(in.code[i], in.extra[i], 8);
-                    CHECK(to_bits(x[i]) == to_bits((float)value) && (double)(float)value == value, "%04x, %d is %a, expected %a",
-                          in.code[i], in.extra[i], x[i], value);
+                    CHECK(to_bits(x[i]) == to_bits((float)value) && (double)(float)value == value,
+                          "%04x, %d is %a, expected %a", in.code[i], in.extra[i], x[i], value);
                     CHECK(half == 0 || fabs((double)x[i]) > before, "%04x, %d is %a, after %a", in.code[i], in.extra[i],
                           x[i], before);
                     before = fabs((double)x[i]);
-                    CHECK(out.code[i] == in.code[i] && out.extra[i] == in.extra[i], "%04x, %d came back as %04x, %d", in.code[i],
-                          in.extra[i], out.code[i], out.extra[i]);
+                    CHECK(out.code[i] == in.code[i] && out.extra[i] == in.extra[i], "%04x, %d came back as %04x, %d",
+                          in.code[i], in.extra[i], out.code[i], out.extra[i]);
                 }
             }
         }
     }
 }
 
-/* ---- Stochastic rounding ----------------------------------------------------------------------------------------------- */
+/* ---- Stochastic rounding ----------------------------------------------------------------------------------------- */
 
 /* One fp32 pattern with all 65,536 random half words, judged one by one. */
 static void enumerate(const struct half_format *f, uint32_t bits)
@@ -235,9 +238,12 @@ static void test_stochastic(void)
 {
     TEST("f16-sr goes away with probability exactly the dropped part, for all dropped patterns of 13 to 16 bits") {
         /* Exponent and kept mantissa bits; the first two of both signs with all patterns. */
-        static const struct { int exponent; uint32_t kept; int stride; } rows[] = {
-            {0, 0, 1},       {-14, 0x3ff, 1},  {-6, 0x155, 61}, {15, 0x3fe, 61},
-            {-15, 0x101, 3}, {-16, 0x0ff, 13}, {-17, 0, 29},    {-17, 0x7f, 251}};
+        static const struct {
+            int exponent;
+            uint32_t kept;
+            int stride;
+        } rows[] = {{0, 0, 1},       {-14, 0x3ff, 1},  {-6, 0x155, 61}, {15, 0x3fe, 61},
+                    {-15, 0x101, 3}, {-16, 0x0ff, 13}, {-17, 0, 29},    {-17, 0x7f, 251}};
         for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) {
             int dropped = rows[k].exponent < -14 ? 13 - 14 - rows[k].exponent : 13;
             uint32_t kept = rows[k].kept << 13 >> dropped << dropped, n = (uint32_t)1 << dropped;
@@ -277,13 +283,14 @@ static void test_stochastic(void)
     }
 }
 
-/* ---- Errors over whole binades ----------------------------------------------------------------------------------------- */
+/* ---- Errors over whole binades ----------------------------------------------------------------------------------- */
 
 /* The error that a format's header allows, for a number in its range, rounded to nearest or not. */
 static double allowed(const struct half_format *f, double magnitude, int nearest)
 {
     double normal = fmax(magnitude, 0x1p-14), share = nearest ? 0.5 : 1;
-    if (f->residual) return fmax(ldexp(magnitude, -22), 0x1p-35) * share + ldexp(magnitude, -24); /* and fp32's in the sum */
+    if (f->residual)
+        return fmax(ldexp(magnitude, -22), 0x1p-35) * share + ldexp(magnitude, -24); /* and fp32's in the sum */
     if (f->bits == 16) return magnitude >= 0x1p-17 ? 0 : 0x1p-41;
     int exponent;
     frexp(normal, &exponent);
@@ -324,8 +331,8 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
                       "%s: %04x, %d decodes to %a", f->name, stored.code[i], extra_of(f, &stored, i), out[i]);
                 /* The weight alone is the whole number to nearest. */
                 double unit = ldexp(1, (int)fmax(floor(log2(fabs((double)out[i]) + 0x1p-60)), -14) - 10);
-                CHECK(fabs(half_value(stored.code[i]) - out[i]) <= unit / 2, "%s: the weight of %a is %04x", f->name, out[i],
-                      stored.code[i]);
+                CHECK(fabs(half_value(stored.code[i]) - out[i]) <= unit / 2, "%s: the weight of %a is %04x", f->name,
+                      out[i], stored.code[i]);
             }
             if (f->residual)
                 CHECK(fabs(half_value(stored.code[i]) - in[i]) <= allowed(&formats[0], fabs((double)in[i]), 1),
@@ -338,12 +345,14 @@ static void test_errors(void)
 {
     for (int f = 0; f < FORMATS; f++) {
         static char name[FORMATS][80];
-        snprintf(name[f], sizeof name[f], "%s: whole binades stay within the error that its header states", formats[f].name);
+        snprintf(name[f], sizeof name[f], "%s: whole binades stay within the error that its header states",
+                 formats[f].name);
         TEST(name[f]) {
             static const int binades[] = {-30, -25, -24, -18, -17, -16, -15, -14, -13, -1, 0, 14, 15};
             struct source s = {5};
             double worst = 0;
-            for (size_t k = 0; k < sizeof binades / sizeof binades[0]; k++) judge_binade(&formats[f], binades[k], &s, &worst);
+            for (size_t k = 0; k < sizeof binades / sizeof binades[0]; k++)
+                judge_binade(&formats[f], binades[k], &s, &worst);
             printf("     %-9s at most %.4f of the error allowed\n", formats[f].name, worst);
         }
     }
@@ -358,7 +367,8 @@ static void test_errors(void)
             in[3] = -in[0];
             encode(best(), HSTEP_FORMAT_f16, in, &out, half_words, 0);
             int even = half + (half & 1);
-            CHECK(out.code[0] == even && out.code[1] == half && out.code[2] == half + 1 && out.code[3] == (even | 0x8000),
+            CHECK(out.code[0] == even && out.code[1] == half && out.code[2] == half + 1 &&
+                      out.code[3] == (even | 0x8000),
                   "f16 around %a: %04x %04x %04x %04x", middle, out.code[0], out.code[1], out.code[2], out.code[3]);
             encode(best(), HSTEP_FORMAT_f16_sr, in, &out, half_words, 0);
             /* Below 2^-17 the neighbours of the middle in fp32 are closer than the probability is told. */
@@ -369,7 +379,7 @@ static void test_errors(void)
     }
 }
 
-/* ---- Special values ---------------------------------------------------------------------------------------------------- */
+/* ---- Special values ---------------------------------------------------------------------------------------------- */
 
 /* Value x written as weight (0), state (1) or by a change from 0 (2). */
 static struct stored written(const struct half_format *f, float x, int how, uint32_t word, float *back)
@@ -398,8 +408,8 @@ static void test_special(void)
                         const struct half_format *format = &formats[f];
                         uint32_t top = sign ? 0x80000000u : 0;
                         int code = sign ? 0x8000 : 0;
-                        static const uint32_t finite[] = {0x477fe001, 0x477fefff, 0x477ff000, 0x477fffff, 0x47800000, 0x4b000000,
-                                                          0x7f7fffff};
+                        static const uint32_t finite[] = {0x477fe001, 0x477fefff, 0x477ff000, 0x477fffff,
+                                                          0x47800000, 0x4b000000, 0x7f7fffff};
                         float back;
                         struct stored s = written(format, from_bits(0x7fc00000 | top), how, word[k], &back);
                         CHECK(isnan(back) && isnan(half_value(s.code[0])) && extra_of(format, &s, 0) == 0 &&
@@ -407,19 +417,21 @@ static void test_special(void)
                               "%s (%d): NaN became %04x", format->name, how, s.code[0]);
                         s = written(format, from_bits(0x7f800000 | top), how, word[k], &back);
                         CHECK(s.code[0] == (0x7c00 | code) && extra_of(format, &s, 0) == 0 && isinf(back),
-                              "%s (%d): infinity became %04x, %d", format->name, how, s.code[0], extra_of(format, &s, 0));
+                              "%s (%d): infinity became %04x, %d", format->name, how, s.code[0],
+                              extra_of(format, &s, 0));
                         for (size_t j = 0; j < sizeof finite / sizeof finite[0]; j++) {
                             int gradient = f == 0 && how == 0, overflows = gradient && finite[j] >= 0x477ff000;
                             s = written(format, from_bits(finite[j] | top), how, word[k], &back);
-                            CHECK(s.code[0] == ((overflows ? 0x7c00 : 0x7bff) | code), "%s (%d): %a became %04x", format->name,
-                                  how, from_bits(finite[j] | top), s.code[0]);
+                            CHECK(s.code[0] == ((overflows ? 0x7c00 : 0x7bff) | code), "%s (%d): %a became %04x",
+                                  format->name, how, from_bits(finite[j] | top), s.code[0]);
                             CHECK(overflows || (fabsf(back) >= 65504 && fabsf(back) <= 65536), "%s (%d): %a became %a",
                                   format->name, how, from_bits(finite[j] | top), back);
                         }
                         s = written(format, from_bits(0x7f7fffff | top), how, word[k], &back);
                         int largest = format->bits == 8 ? 127 : format->bits == 16 ? 0x7ff8 : 0;
                         CHECK(format->residual || extra_of(format, &s, 0) == largest,
-                              "%s (%d): the largest number has error code %d", format->name, how, extra_of(format, &s, 0));
+                              "%s (%d): the largest number has error code %d", format->name, how,
+                              extra_of(format, &s, 0));
                     }
     }
     TEST("states: what rounds to zero is +0, the smallest half stays, zero bytes are +0") {
@@ -441,7 +453,8 @@ static void test_special(void)
                 CHECK(back == kept[k], "%s: the state %a became %a", formats[f].name, kept[k], back);
             }
             struct stored s = written(&formats[f], -0x1p-25f, 1, word[1], &back);
-            CHECK(f != 0 || (to_bits(back) == 0 && s.code[0] == 0), "f16: the state -2^-25 became %a (%04x)", back, s.code[0]);
+            CHECK(f != 0 || (to_bits(back) == 0 && s.code[0] == 0), "f16: the state -2^-25 became %a (%04x)", back,
+                  s.code[0]);
             s = written(&formats[f], -0.0f, 0, word[1], &back);
             CHECK((formats[f].residual || to_bits(back) == 0x80000000u) && s.code[0] == 0x8000,
                   "%s: the weight -0 became %a", formats[f].name, back);
@@ -463,7 +476,8 @@ static void test_special(void)
                 after = before;
                 random_words(&s, words);
                 apply(best(), formats[f].format, &after, zero, words);
-                CHECK(!memcmp(&before, &after, sizeof before), "%s: round %d changed something", formats[f].name, round);
+                CHECK(!memcmp(&before, &after, sizeof before), "%s: round %d changed something", formats[f].name,
+                      round);
             }
     }
     TEST("f16-kahan comes back from the end of its range at once") {
@@ -476,7 +490,7 @@ static void test_special(void)
     }
 }
 
-/* ---- Small changes add up ---------------------------------------------------------------------------------------------- */
+/* ---- Small changes add up ---------------------------------------------------------------------------------------- */
 
 static void test_movement(void)
 {
@@ -501,14 +515,14 @@ static void test_movement(void)
                 sum[i / COLUMNS] += moved / COLUMNS;
                 worst[i / COLUMNS] = fmax(worst[i / COLUMNS], fabs(moved - 1));
             }
-            printf("     %-9s realised %.4f %.4f, one element at most %.4f %.4f off\n", formats[f].name, sum[0], sum[1], worst[0],
-                   worst[1]);
+            printf("     %-9s realised %.4f %.4f, one element at most %.4f %.4f off\n", formats[f].name, sum[0], sum[1],
+                   worst[0], worst[1]);
             if (f == 0) {
                 CHECK(sum[0] == 0 && sum[1] == 0, "f16 moved by %g and %g: the test tests nothing", sum[0], sum[1]);
             } else {
                 double mean = f == 1 ? 0.05 : 0.005, single = f == 1 ? 1.5 : 0.04;
-                CHECK(fabs(sum[0] - 1) < mean && fabs(sum[1] - 1) < mean, "%s realised %g and %g", formats[f].name, sum[0],
-                      sum[1]);
+                CHECK(fabs(sum[0] - 1) < mean && fabs(sum[1] - 1) < mean, "%s realised %g and %g", formats[f].name,
+                      sum[0], sum[1]);
                 CHECK(worst[0] < single && worst[1] < single, "%s: an element is %g, %g off", formats[f].name, worst[0],
                       worst[1]);
             }
@@ -517,18 +531,20 @@ static void test_movement(void)
     }
 }
 
-/* ---- Instruction sets -------------------------------------------------------------------------------------------------- */
+/* ---- Instruction sets -------------------------------------------------------------------------------------------- */
 
 static int same_value(float a, float b) { return to_bits(a) == to_bits(b) || (isnan(a) && isnan(b)); }
 
 /* Any bits, or numbers around the range of a half, or its ends. */
 static float any_value(struct source *s)
 {
-    static const uint32_t ends[] = {0, 1, 0x007fffff, 0x00800000, 0x2b000000, 0x2b800000, 0x32ffffff, 0x33000000, 0x33000001,
-                                    0x33800000, 0x36ffffff, 0x37000000, 0x387fffff, 0x38800000, 0x3f800000, 0x477fdfff, 0x477fe000,
-                                    0x477fefff, 0x477ff000, 0x47800000, 0x4e800000, 0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fc00000};
+    static const uint32_t ends[] = {0,          1,          0x007fffff, 0x00800000, 0x2b000000, 0x2b800000, 0x32ffffff,
+                                    0x33000000, 0x33000001, 0x33800000, 0x36ffffff, 0x37000000, 0x387fffff, 0x38800000,
+                                    0x3f800000, 0x477fdfff, 0x477fe000, 0x477fefff, 0x477ff000, 0x47800000, 0x4e800000,
+                                    0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fc00000};
     uint64_t r = next64(s);
-    if (r % 8 == 0) return from_bits(ends[(r >> 8) % (sizeof ends / sizeof ends[0])] | (uint32_t)(r >> 32 & 0x80000000u));
+    if (r % 8 == 0)
+        return from_bits(ends[(r >> 8) % (sizeof ends / sizeof ends[0])] | (uint32_t)(r >> 32 & 0x80000000u));
     if (r % 8 < 3) return from_bits((uint32_t)(r >> 32));
     return from_bits((uint32_t)(r >> 32 & 0x807fffffu) | (uint32_t)(80 + r / 8 % 68) << 23);
 }
@@ -538,7 +554,8 @@ static void compare_stored(const struct half_format *f, const char *isa, const c
 {
     for (int i = 0; i < HSTEP_TILE; i++) {
         int nan = isnan(half_value(a->code[i])) && isnan(half_value(b->code[i]));
-        CHECK(nan || a->code[i] == b->code[i], "%s on %s, %s: %04x, expected %04x", f->name, isa, what, b->code[i], a->code[i]);
+        CHECK(nan || a->code[i] == b->code[i], "%s on %s, %s: %04x, expected %04x", f->name, isa, what, b->code[i],
+              a->code[i]);
         int ea = extra_of(f, a, i), eb = extra_of(f, b, i);
         nan = f->residual && isnan(half_value(ea & 0xffff)) && isnan(half_value(eb & 0xffff));
         CHECK(nan || ea == eb, "%s on %s, %s: extra %d, expected %d", f->name, isa, what, eb, ea);
@@ -561,7 +578,8 @@ static void test_isas(void)
                     struct stored x, y;
                     memset(&x, 0, sizeof x);
                     y = x;
-                    for (int i = 0; i < HSTEP_TILE; i++) in[i] = round & 1 ? any_value(&s) : (float)(0.05 * next_normal(&s));
+                    for (int i = 0; i < HSTEP_TILE; i++)
+                        in[i] = round & 1 ? any_value(&s) : (float)(0.05 * next_normal(&s));
                     random_words(&s, words);
                     encode(scalar, format->format, in, &x, words, round >> 1 & 1);
                     encode(k, format->format, in, &y, words, round >> 1 & 1);
@@ -578,7 +596,8 @@ static void test_isas(void)
                     for (int i = 0; i < HSTEP_TILE; i++)
                         CHECK(same_value(a[i], b[i]), "%s on %s: %04x, %d decodes to %a, expected %a", format->name,
                               hstep_isa_name(isa), x.code[i], extra_of(format, &x, i), b[i], a[i]);
-                    for (int i = 0; i < HSTEP_TILE; i++) in[i] = i % 5 ? (round & 8 ? any_value(&s) : in[i] * 1e-3f) : 0;
+                    for (int i = 0; i < HSTEP_TILE; i++)
+                        in[i] = i % 5 ? (round & 8 ? any_value(&s) : in[i] * 1e-3f) : 0;
                     random_words(&s, words);
                     apply(scalar, format->format, &x, in, words);
                     apply(k, format->format, &y, in, words);
@@ -588,7 +607,7 @@ static void test_isas(void)
     }
 }
 
-/* ---- The count of saturated weights ------------------------------------------------------------------------------------ */
+/* ---- The count of saturated weights ------------------------------------------------------------------------------ */
 
 static void test_saturated(void)
 {
@@ -607,8 +626,15 @@ static void test_saturated(void)
             snprintf(recipe, sizeof recipe, "sgd/%s", info.name);
             MUST(halfstep_create(NULL, &o));
             MUST(halfstep_add_group(o, recipe, &group));
-            halfstep_tensor t = {.struct_size = sizeof t, .group = group, .name = "w", .ndim = 2, .rows = ROWS,
-                                 .row_length = COLUMNS, .first_row = 1, .n_rows = HELD, .n_columns = FIRST,
+            halfstep_tensor t = {.struct_size = sizeof t,
+                                 .group = group,
+                                 .name = "w",
+                                 .ndim = 2,
+                                 .rows = ROWS,
+                                 .row_length = COLUMNS,
+                                 .first_row = 1,
+                                 .n_rows = HELD,
+                                 .n_columns = FIRST,
                                  .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &t, &tensor));
             MUST(halfstep_allocate_states(o));
@@ -647,7 +673,8 @@ static void test_saturated(void)
             MUST(halfstep_saturated(t.o, 0, t.weight, &count));
             one_read(&t, HALFSTEP_SLOT_WEIGHT, out);
             CHECK(count == 16, "%s: %d saturated, expected 16", formats[f].name, (int)count);
-            CHECK(out[0] >= 65504 && out[0] <= 65536 && out[4] == -out[0], "%s: %a and %a", formats[f].name, out[0], out[4]);
+            CHECK(out[0] >= 65504 && out[0] <= 65536 && out[4] == -out[0], "%s: %a and %a", formats[f].name, out[0],
+                  out[4]);
             one_close(&t);
         }
     }

@@ -1,14 +1,15 @@
-/* Every call of the library into the C library fails once, and once from some call on: the API answers with an error code and a
- * sentence, nothing is lost, and the same call made again gives the same bits.
+/* Every call of the library into the C library fails once, and once from some call on: the API answers with an error
+ * code and a sentence, nothing is lost, and the same call made again gives the same bits.
  *
  *   test_faults [--short]        one error at the first call from each place, once or from there on
  *   test_faults --all            every error at each call, both
  *   test_faults NAME:ERROR:K[+]  one fault (faults/inject.h), in this process
  *
- * The scenario creates optimizers, steps them, saves, loads, goes on. faults/inject.c is linked in by the linker's --wrap, and
- * src/io is compiled in for that. A child process works through a list of faults; if it dies, its fault is reported and
- * another goes on behind it. Leaks are counted after each fault, in blocks and descriptors; under AddressSanitizer its leak
- * checker runs at the end of each child. Over 500 lines because the scenario is a life of its own. */
+ * The scenario creates optimizers, steps them, saves, loads, goes on. faults/inject.c is linked in by the linker's
+ * --wrap, and src/io is compiled in for that. A child process works through a list of faults; if it dies, its fault is
+ * reported and another goes on behind it. Leaks are counted after each fault, in blocks and descriptors; under
+ * AddressSanitizer its leak checker runs at the end of each child. Over 500 lines because the scenario is a life of its
+ * own. */
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>
@@ -50,12 +51,11 @@ static struct shared {
 
 static char directory[512];
 
-/* ---- Judging one API call -------------------------------------------------------------------------------------------- */
+/* ---- Judging one API call ---------------------------------------------------------------------------------------- */
 
 static const char *present_fault;
 
-__attribute__((format(printf, 1, 2)))
-static int violated(const char *format, ...)
+__attribute__((format(printf, 1, 2))) static int violated(const char *format, ...)
 {
     if (shared->violation[0]) return 0;
     va_list arguments;
@@ -69,7 +69,8 @@ static int violated(const char *format, ...)
 /* After a failure: was there reason for it, and does it say so? From here on nothing fails any more. */
 static int judge_failure(int code, const char *text)
 {
-    if (!present_fault || !inject_struck()) return violated("fails without a fault: %s (%s)", halfstep_strerror(code), text);
+    if (!present_fault || !inject_struck())
+        return violated("fails without a fault: %s (%s)", halfstep_strerror(code), text);
     inject_arm(NULL);
     shared->refused++;
     if (code != HALFSTEP_ERROR_MEMORY && code != HALFSTEP_ERROR_IO)
@@ -79,15 +80,15 @@ static int judge_failure(int code, const char *text)
 }
 
 /* Makes a call, and if it fails, once more. Ends the scenario if that fails too. */
-#define TRY(text, call)                                                                                                      \
-    do {                                                                                                                     \
-        snprintf(shared->where, sizeof shared->where, "%.100s", #call);                                                      \
-        int code_ = (call);                                                                                                  \
-        if (code_ && judge_failure(code_, (text))) {                                                                         \
-            code_ = (call);                                                                                                  \
-            if (code_) violated("fails again: %s (%s)", halfstep_strerror(code_), (text));                                   \
-        }                                                                                                                    \
-        if (shared->violation[0]) goto done;                                                                                 \
+#define TRY(text, call)                                                                    \
+    do {                                                                                   \
+        snprintf(shared->where, sizeof shared->where, "%.100s", #call);                    \
+        int code_ = (call);                                                                \
+        if (code_ && judge_failure(code_, (text))) {                                       \
+            code_ = (call);                                                                \
+            if (code_) violated("fails again: %s (%s)", halfstep_strerror(code_), (text)); \
+        }                                                                                  \
+        if (shared->violation[0]) goto done;                                               \
     } while (0)
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
@@ -97,10 +98,10 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-/* ---- The scenario ---------------------------------------------------------------------------------------------------- */
+/* ---- The scenario ------------------------------------------------------------------------------------------------ */
 
 enum { TENSORS = 6, ROWS = 4, COLUMNS = 640, ELEMENTS = ROWS * COLUMNS, MAX_STREAMS = 64 };
-static const char *const recipes[TENSORS] = {"adamw/bf16-kahan/int8", "muon/bf16-sr",      "lamb/f32/dyn8",
+static const char *const recipes[TENSORS] = {"adamw/bf16-kahan/int8",  "muon/bf16-sr",    "lamb/f32/dyn8",
                                              "schedulefree/bf16-ecc8", "lamb16/bf16/fp8", "adan/f16-ecc16/bf16-sr"};
 static float gradients[TENSORS][ELEMENTS];
 
@@ -117,10 +118,7 @@ struct model {
 };
 static struct model first, second;
 
-static const char *detail(const struct model *model)
-{
-    return halfstep_error_detail(model->optimizer);
-}
+static const char *detail(const struct model *model) { return halfstep_error_detail(model->optimizer); }
 
 static int build(struct model *model)
 {
@@ -141,8 +139,13 @@ static int build(struct model *model)
         snprintf(name, sizeof name, "tensor%d", i);
         TRY(detail(model), halfstep_add_group(model->optimizer, recipes[i], &group));
         TRY(detail(model), halfstep_set_hyper(model->optimizer, group, "lr", 0.01));
-        halfstep_tensor tensor = {.struct_size = sizeof tensor, .group = group, .name = name, .ndim = 2, .rows = ROWS,
-                                  .row_length = COLUMNS, .gradient = "f32"};
+        halfstep_tensor tensor = {.struct_size = sizeof tensor,
+                                  .group = group,
+                                  .name = name,
+                                  .ndim = 2,
+                                  .rows = ROWS,
+                                  .row_length = COLUMNS,
+                                  .gradient = "f32"};
         TRY(detail(model), halfstep_add_tensor(model->optimizer, &tensor, &index));
         model->weight[i] = model->weights[i];
     }
@@ -268,7 +271,8 @@ done:
 }
 
 /* A whole save; its failure is the failure of the first call that fails. */
-static int save(const struct model *model, halfstep_safetensors_writer *writer, uint64_t step, int how, char *text, size_t size)
+static int save(const struct model *model, halfstep_safetensors_writer *writer, uint64_t step, int how, char *text,
+                size_t size)
 {
     halfstep_save_options options = {.struct_size = sizeof options, .keep = 2, .step = step};
     halfstep_checkpoint_save *save;
@@ -322,8 +326,7 @@ static int save_judged(const struct model *model, uint64_t before, uint64_t step
     if (code && !shared->violation[0] && judge_failure(code, text)) {
         uint64_t found = current_step();
         int in_place = strstr(text, "in place") != NULL;
-        if (found != (in_place ? step : before))
-            violated("step %d is in the directory after \"%s\"", (int)found, text);
+        if (found != (in_place ? step : before)) violated("step %d is in the directory after \"%s\"", (int)found, text);
         if (!shared->violation[0] && (code = save(model, writer, step, 1, text, sizeof text)))
             violated("fails again: %s", text);
     }
@@ -340,7 +343,8 @@ static int load(struct model *model)
     halfstep_safetensors *file = NULL;
     struct position position;
     char text[512] = "";
-    /* Whoever allows a fallback is told of it; here that is no success, so the option is tried for memory's sake only. */
+    /* Whoever allows a fallback is told of it; here that is no success, so the option is tried for memory's sake
+     * only. */
     TRY(text, halfstep_open_checkpoint(&checkpoint, directory, &options, text, sizeof text));
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     halfstep_get_checkpoint_info(checkpoint, &info);
@@ -351,11 +355,13 @@ static int load(struct model *model)
         checkpoint = NULL;
         TRY(text, halfstep_open_checkpoint(&checkpoint, directory, NULL, text, sizeof text));
     }
-    TRY(text, halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), text, sizeof text));
+    TRY(text,
+        halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), text, sizeof text));
     for (size_t i = 0; i < model->count; i++) {
         uint64_t index;
         TRY(model->streams[i].name, halfstep_safetensor_find(file, model->streams[i].name, &index));
-        TRY(text, halfstep_read_safetensor(file, index, 0, model->streams[i].data, model->streams[i].bytes, text, sizeof text));
+        TRY(text, halfstep_read_safetensor(file, index, 0, model->streams[i].data, model->streams[i].bytes, text,
+                                           sizeof text));
     }
     inject_hold(1);
     FILE *stream = fopen(halfstep_checkpoint_path(checkpoint, "position"), "rb");
@@ -374,7 +380,8 @@ static int write_files(void)
     halfstep_safetensors_writer *writer = NULL;
     char text[512] = "", path[600];
     snprintf(path, sizeof path, "%s-file", directory);
-    if (halfstep_create_safetensors_writer(&writer)) return inject_struck() ? (inject_arm(NULL), 1) : violated("no writer");
+    if (halfstep_create_safetensors_writer(&writer))
+        return inject_struck() ? (inject_arm(NULL), 1) : violated("no writer");
     if (!declare(&first, writer, text, sizeof text)) goto done;
     TRY(text, halfstep_write_safetensors(writer, path, fill, &first, text, sizeof text));
     TRY(text, halfstep_write_file_atomic(path, "new", 3, text, sizeof text));
@@ -421,7 +428,8 @@ static uint64_t scenario(const char *fault)
     uint64_t blocks = inject_live_blocks();
     unsigned descriptors = entries("/proc/self/fd", NULL);
     inject_arm(fault);
-    if (!build(&first) || !train(&first, 2) || !save_judged(&first, 0, 1) || !train(&first, 1) || !save_judged(&first, 1, 2))
+    if (!build(&first) || !train(&first, 2) || !save_judged(&first, 0, 1) || !train(&first, 1) ||
+        !save_judged(&first, 1, 2))
         goto done;
     hash = hash_model(&first);
     if (!build(&second) || !load(&second)) goto done;
@@ -449,7 +457,7 @@ done:
     return result;
 }
 
-/* ---- Lists of faults ------------------------------------------------------------------------------------------------- */
+/* ---- Lists of faults --------------------------------------------------------------------------------------------- */
 
 static char (*faults)[64];
 static size_t fault_count, fault_room;
@@ -482,7 +490,8 @@ static void list_faults(int everything)
                 for (size_t e = 0; e < 2 * errors; e++) add_fault(inject_names[call], list[e / 2], k, e % 2);
         } else {
             size_t places = inject_places(call, numbers, sizeof numbers / sizeof *numbers);
-            for (size_t i = 0; i < places; i++, turn++) add_fault(inject_names[call], list[turn % errors], numbers[i], turn / errors % 2);
+            for (size_t i = 0; i < places; i++, turn++)
+                add_fault(inject_names[call], list[turn % errors], numbers[i], turn / errors % 2);
         }
     }
 }
@@ -496,8 +505,7 @@ static void work_through(const char *program)
         alarm(60);
         scenario(faults[i]);
         shared->struck += inject_struck() != 0;
-        if (shared->violation[0])
-            printf("     %s\n     reproduce: %s %s\n", shared->violation, program, faults[i]);
+        if (shared->violation[0]) printf("     %s\n     reproduce: %s %s\n", shared->violation, program, faults[i]);
         if (shared->violation[0] || alone) {
             shared->next = i + 1;
             test_leave(shared->violation[0] ? 3 : 0);
@@ -520,7 +528,10 @@ int main(int argc, char **argv)
     char own[400];
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     /* Memory, if there is any: every save syncs. */
-    snprintf(own, sizeof own, "%s/halfstep-faults-XXXXXX", base && *base ? base : access("/dev/shm", W_OK) ? P_tmpdir : "/dev/shm");
+    snprintf(own, sizeof own, "%s/halfstep-faults-XXXXXX",
+             base && *base              ? base
+             : access("/dev/shm", W_OK) ? P_tmpdir
+                                        : "/dev/shm");
     if (shared == MAP_FAILED || !mkdtemp(own)) {
         fprintf(stderr, "%s: cannot start in %s: %s\n", argv[0], own, strerror(errno));
         return 1;
@@ -536,7 +547,10 @@ int main(int argc, char **argv)
         int ok = reference != 0;
         for (int i = 1; i < argc && ok; i++) {
             scenario(argv[i]);
-            printf("%s: %s\n", argv[i], shared->violation[0] ? shared->violation : inject_struck() ? "as it should be" : "never");
+            printf("%s: %s\n", argv[i],
+                   shared->violation[0] ? shared->violation
+                   : inject_struck()    ? "as it should be"
+                                        : "never");
             ok &= !shared->violation[0];
         }
         remove_all(own);
@@ -609,8 +623,8 @@ int main(int argc, char **argv)
         }
         clock_gettime(CLOCK_MONOTONIC, &end);
         CHECK(!violations, "%u faults were not met as they should be", violations);
-        CHECK(shared->struck * 10 >= fault_count * 9, "only %llu of %zu faults hit a call", (unsigned long long)shared->struck,
-              fault_count);
+        CHECK(shared->struck * 10 >= fault_count * 9, "only %llu of %zu faults hit a call",
+              (unsigned long long)shared->struck, fault_count);
         printf("     %zu faults, %llu hit a call, of which %llu were told of; %u violations; %.1f s\n", fault_count,
                (unsigned long long)shared->struck, (unsigned long long)shared->refused, violations,
                (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec));

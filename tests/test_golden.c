@@ -1,6 +1,6 @@
-/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every way of
- * sharing the work: all cases on one thread, a quarter in each other variant (--short: a 61st of them). Reads the list from
- * the source tree. */
+/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every way
+ * of sharing the work: all cases on one thread, a quarter in each other variant (--short: a 61st of them). Reads the
+ * list from the source tree. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -14,7 +14,8 @@
 
 #include "core/prepare.h"
 #include "test.h"
-/* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not built. */
+/* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not
+ * built. */
 #include <tools/halfstep/golden.c>
 
 /* A host whose "threads" are one loop that starts at the far end: tasks that waited for each other would hang here. */
@@ -90,13 +91,16 @@ int main(int argc, char **argv)
             if (!golden_expected(list, &cases[i], &hash) && !lacking++)
                 printf("     not listed: %s %s %s\n", cases[i].recipe, cases[i].gradients, cases[i].generator);
         }
-        CHECK(!lacking, "tests/golden/hashes.txt lacks %d of %d cases: after a new row 'make golden' adds them (docs/adding.md)",
+        CHECK(!lacking,
+              "tests/golden/hashes.txt lacks %d of %d cases: after a new row 'make golden' adds them (docs/adding.md)",
               lacking, n);
         for (const char *line = list; *line; line += strcspn(line, "\n"), line += *line == '\n', lines++) {
             if (listed(cases, n, line)) continue;
             if (!lost++) printf("     no case: %.*s\n", (int)strcspn(line, "\n"), line);
         }
-        CHECK(!lost, "%d lines of tests/golden/hashes.txt are no case: a new row takes no promise away (docs/adding.md)", lost);
+        CHECK(!lost,
+              "%d lines of tests/golden/hashes.txt are no case: a new row takes no promise away (docs/adding.md)",
+              lost);
         CHECK(lines - lost == n - lacking, "%d lines for %d cases: some are listed twice", lines - lost, n - lacking);
     }
     for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
@@ -106,8 +110,10 @@ int main(int argc, char **argv)
             char name[128];
             snprintf(name, sizeof name, "%s: %s", halfstep_isa_name(isa), variant->name);
             TEST(name) {
-                struct golden_layout layout = {.threads = variant->threads, .run = variant->serial ? run_backwards : NULL,
-                                               .parts = variant->parts, .by_columns = variant->by_columns};
+                struct golden_layout layout = {.threads = variant->threads,
+                                               .run = variant->serial ? run_backwards : NULL,
+                                               .parts = variant->parts,
+                                               .by_columns = variant->by_columns};
                 CHECK(halfstep_set_isa(halfstep_isa_name(isa)) == HALFSTEP_OK, "halfstep_set_isa");
                 hstep_use_fused = !variant->tiles;
                 int stride = short_run ? 61 : v ? 4 : 1;

@@ -1,6 +1,6 @@
-/* The grid of second moments in block codes (src/grid.h): a pure decay rounds nothing, whatever the path, the format and the
- * rate; the number that says where the grid is belongs to the tensor, moves with what is written and with nothing else, and is
- * read, set, saved and refused as other numbers are. */
+/* The grid of second moments in block codes (src/grid.h): a pure decay rounds nothing, whatever the path, the format
+ * and the rate; the number that says where the grid is belongs to the tensor, moves with what is written and with
+ * nothing else, and is read, set, saved and refused as other numbers are. */
 #include <math.h>
 #include <unistd.h>
 
@@ -79,7 +79,8 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
     one_hyper(&t, "beta2", beta);
     get_slot(&t, 1, &v);
     memset(t.gradient, 0, t.gradient_bytes);
-    /* The window of a block was chosen for a largest value that was rounded afterwards: it may move once, with all values. */
+    /* The window of a block was chosen for a largest value that was rounded afterwards: it may move once, with all
+     * values. */
     one_read(&t, HALFSTEP_SLOT_STATE + 1, before);
     MUST(one_step(&t));
     one_read(&t, HALFSTEP_SLOT_STATE + 1, after);
@@ -95,11 +96,12 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
         double now = grid_of(&t, "exp_avg_sq"), decayed = grid * (double)(float)beta;
         int times = 0;
         for (; decayed < 0.25; times++) decayed *= 4;
-        CHECK(now == (double)(float)decayed && now >= 0.25 && now <= 1, "%s: step %d took the grid from %.9g to %.9g", format, k,
-              grid, now);
-        CHECK(!memcmp(codes, v.code, (size_t)v.code_bytes), "%s, beta %g, fused %d: step %d of a pure decay changed codes", format,
-              beta, fused, k);
-        CHECK(times || !memcmp(scales, v.extra, (size_t)v.extra_bytes), "%s, beta %g: step %d changed scales", format, beta, k);
+        CHECK(now == (double)(float)decayed && now >= 0.25 && now <= 1, "%s: step %d took the grid from %.9g to %.9g",
+              format, k, grid, now);
+        CHECK(!memcmp(codes, v.code, (size_t)v.code_bytes),
+              "%s, beta %g, fused %d: step %d of a pure decay changed codes", format, beta, fused, k);
+        CHECK(times || !memcmp(scales, v.extra, (size_t)v.extra_bytes), "%s, beta %g: step %d changed scales", format,
+              beta, k);
         memcpy(scales, v.extra, (size_t)v.extra_bytes);
         octaves += times;
         grid = now;
@@ -122,7 +124,10 @@ static void judge_decay(const char *format, double beta, int steps, int fused)
 
 static void test_decay(void)
 {
-    static const struct { double beta; int steps; } rates[] = {{0.999, 4000}, {0.9, 300}, {0.5, 40}, {0.1, 12}};
+    static const struct {
+        double beta;
+        int steps;
+    } rates[] = {{0.999, 4000}, {0.9, 300}, {0.5, 40}, {0.1, 12}};
     TEST("a pure decay changes no code and decodes to beta^n v") {
         for (int f = 0; f < format_count; f++)
             for (size_t r = 0; r < sizeof rates / sizeof *rates; r++)
@@ -194,7 +199,8 @@ static void test_writes(void)
         one_write(&t, HALFSTEP_SLOT_STATE + 1, t.room);
         CHECK(grid_of(&t, "exp_avg_sq") == grid, "writing a slot moved the grid");
         MUST(halfstep_allocate_states(t.o));
-        CHECK(grid_of(&t, "exp_avg_sq") == 1, "states at their initial values are on a grid of %g", grid_of(&t, "exp_avg_sq"));
+        CHECK(grid_of(&t, "exp_avg_sq") == 1, "states at their initial values are on a grid of %g",
+              grid_of(&t, "exp_avg_sq"));
         one_close(&t);
     }
     TEST("a part of no elements keeps pace") {
@@ -204,8 +210,15 @@ static void test_writes(void)
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw/f32/int8", &group));
         for (int part = 0; part < 2; part++) {
-            halfstep_tensor d = {.struct_size = sizeof d, .name = part ? "b" : "a", .ndim = 2, .rows = 2, .row_length = 32,
-                                 .first_row = part ? 0 : 1, .n_rows = part ? 2 : 0, .n_columns = 32, .gradient = "f32"};
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .name = part ? "b" : "a",
+                                 .ndim = 2,
+                                 .rows = 2,
+                                 .row_length = 32,
+                                 .first_row = part ? 0 : 1,
+                                 .n_rows = part ? 2 : 0,
+                                 .n_columns = 32,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -223,7 +236,8 @@ static void test_writes(void)
         double shown = -1;
         open_grid(&t, "adamw", "int8", 0.999);
         CHECK(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE, &shown) == HALFSTEP_ERROR_ARGUMENT &&
-              halfstep_bind_grid(t.o, 0, 99, &shown) == HALFSTEP_ERROR_ARGUMENT && shown == -1, "a slot without a grid was bound");
+                  halfstep_bind_grid(t.o, 0, 99, &shown) == HALFSTEP_ERROR_ARGUMENT && shown == -1,
+              "a slot without a grid was bound");
         MUST(halfstep_bind_grid(t.o, 0, HALFSTEP_SLOT_STATE + 1, &shown));
         CHECK(shown == 1, "bound, it is %g", shown);
         for (int k = 0; k < 3; k++) {
@@ -297,24 +311,26 @@ static void test_slots(void)
     }
     TEST("the number is refused where no step leaves such, or there is none") {
         static const double bad[] = {0, -1, 0.2, 0.2499999, 1.0000001, 4, NAN, INFINITY, 0.3};
-        static const char *const names[] = {"exp_avg.grid", "exp_avg_sq",          "exp_avg_sq.grids", "grid",
-                                            ".grid",        "max_exp_avg_sq.grid"};
+        static const char *const names[] = {"exp_avg.grid", "exp_avg_sq", "exp_avg_sq.grids",
+                                            "grid",         ".grid",      "max_exp_avg_sq.grid"};
         struct one t;
         double value;
         open_grid(&t, "adamw", "int8", 0.999);
         MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.5));
         for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
             CHECK(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", bad[i]) == HALFSTEP_ERROR_RANGE &&
-                  strstr(halfstep_error_detail(t.o), "exp_avg_sq.grid") && grid_of(&t, "exp_avg_sq") == 0.5,
+                      strstr(halfstep_error_detail(t.o), "exp_avg_sq.grid") && grid_of(&t, "exp_avg_sq") == 0.5,
                   "%g was taken: %s", bad[i], halfstep_error_detail(t.o));
         for (size_t i = 0; i < sizeof names / sizeof *names; i++)
             CHECK(halfstep_set_scalar(t.o, 0, names[i], 0.5) == HALFSTEP_ERROR_NAME &&
-                  halfstep_get_scalar(t.o, 0, names[i], &value) == HALFSTEP_ERROR_NAME, "'%s' was taken", names[i]);
+                      halfstep_get_scalar(t.o, 0, names[i], &value) == HALFSTEP_ERROR_NAME,
+                  "'%s' was taken", names[i]);
         one_close(&t);
         open_grid(&t, "adamw", "bf16-sr", 0.999);
         CHECK(halfstep_get_scalar(t.o, 0, "exp_avg_sq.grid", &value) == HALFSTEP_ERROR_NAME, "BF16 states have a grid");
         one_close(&t);
-        static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8", "fp8-lamb16"};
+        static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8",
+                                                                                                   "fp8-lamb16"};
         for (int i = 0; i < 7; i++) {
             halfstep_format_info info = {.struct_size = sizeof info};
             MUST(halfstep_get_format_info(halfstep_format_find(i < 4 ? some[i] : without[i - 4]), &info));

@@ -1,6 +1,7 @@
-/* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign files,
- * under failing system calls, failing allocations and simulated losses of power. The library's sources are compiled into this
- * file, with the calls that can fail replaced, so that every one of them fails here once: that is why it is over 500 lines. */
+/* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign
+ * files, under failing system calls, failing allocations and simulated losses of power. The library's sources are
+ * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once: that is
+ * why it is over 500 lines. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -24,7 +25,7 @@
 #include "halfstep_io.h"
 #include "test.h"
 
-/* ---- A disk that fails ---------------------------------------------------------------------------------------------- */
+/* ---- A disk that fails ------------------------------------------------------------------------------------------- */
 
 enum { MODE_NONE, MODE_ONCE, MODE_DEAD };
 
@@ -228,7 +229,10 @@ static void faulty_free(void *block)
 }
 
 static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
-static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : count_held(calloc(count, bytes)); }
+static void *faulty_calloc(size_t count, size_t bytes)
+{
+    return refuse_allocation() ? NULL : count_held(calloc(count, bytes));
+}
 
 static void *faulty_realloc(void *old, size_t bytes)
 {
@@ -283,7 +287,7 @@ static void *faulty_realloc(void *old, size_t bytes)
 #undef lstat
 #undef opendir
 
-/* ---- Scratch -------------------------------------------------------------------------------------------------------- */
+/* ---- Scratch ----------------------------------------------------------------------------------------------------- */
 
 static char scratch[256], message[1024];
 #define TEXT message, sizeof message
@@ -291,7 +295,9 @@ static char scratch[256], message[1024];
 /* The path of a name in the scratch directory; the same pointer for the same name, as long as the program runs. */
 static const char *at(const char *name)
 {
-    static struct { char name[64], path[512]; } known[64];
+    static struct {
+        char name[64], path[512];
+    } known[64];
     size_t i = 0;
     while (i < 63 && known[i].name[0] && strcmp(known[i].name, name)) i++;
     snprintf(known[i].name, sizeof known[i].name, "%s", name);
@@ -316,10 +322,7 @@ static void empty_tree(const char *path, int itself)
     if (itself) rmdir(path);
 }
 
-static void remove_scratch(void)
-{
-    empty_tree(scratch, 1);
-}
+static void remove_scratch(void) { empty_tree(scratch, 1); }
 
 static void put_file(const char *path, const void *data, size_t bytes)
 {
@@ -347,7 +350,7 @@ static uint64_t next_random(void)
     return random_state >> 33;
 }
 
-/* ---- The reader ----------------------------------------------------------------------------------------------------- */
+/* ---- The reader -------------------------------------------------------------------------------------------------- */
 
 /* A file of length field, header text and `data` zero bytes; `length` < 0 means the true one. */
 static int open_made(const char *header, size_t header_bytes, int64_t length, size_t data)
@@ -379,7 +382,8 @@ static const reader_case reader_cases[] = {
     {"{}      ", 0, NULL},
     {"{\"a\":" T("F32", "[2,3]", "[0,24]") "}", 24, NULL},
     {"{\"a\":" T("F32", "[]", "[0,4]") "}  ", 4, NULL},
-    {"{\"a\":" T("F32", "[0]", "[0,0]") ",\"b\":" T("U8", "[1]", "[0,1]") ",\"c\":" T("F64", "[4,0,2]", "[1,1]") "}", 1, NULL},
+    {"{\"a\":" T("F32", "[0]", "[0,0]") ",\"b\":" T("U8", "[1]", "[0,1]") ",\"c\":" T("F64", "[4,0,2]", "[1,1]") "}", 1,
+     NULL},
     {"{\"b\":" T("U8", "[3]", "[1,4]") ",\"a\":" T("U8", "[1]", "[0,1]") "}", 4, NULL},
     {"{\"__metadata__\":{\"k\":\"v\",\"\":\"\"},\"\":" T("F4", "[2]", "[0,1]") "}", 1, NULL},
     {"{\"__metadata__\":{}}", 0, NULL},
@@ -486,7 +490,11 @@ static void test_reader_cases(void)
 
 static void test_reader_lengths(void)
 {
-    static const struct { const char *bytes; size_t count; const char *says; } raw[] = {
+    static const struct {
+        const char *bytes;
+        size_t count;
+        const char *says;
+    } raw[] = {
         {"", 0, "too few"},
         {"\x02\0\0\0\0\0\0", 7, "too few"},
         {"\0\0\0\0\0\0\0\0", 8, "too small"},
@@ -494,22 +502,24 @@ static void test_reader_lengths(void)
         {"\x02\0\0\0\0\0\0\0{", 9, "reach beyond"},
         {"\xff\xff\xff\xff\xff\xff\xff\xff{}", 10, "not allowed"},
         {"\xf8\xff\xff\xff\xff\xff\xff\x7f{}", 10, "not allowed"},
-        {"\x01\xe1\xf5\x05\0\0\0\0{}", 10, "not allowed"},  /* 100,000,001 */
-        {"\0\xe1\xf5\x05\0\0\0\0{}", 10, "reach beyond"},   /* 100,000,000 */
+        {"\x01\xe1\xf5\x05\0\0\0\0{}", 10, "not allowed"}, /* 100,000,001 */
+        {"\0\xe1\xf5\x05\0\0\0\0{}", 10, "reach beyond"},  /* 100,000,000 */
         {"\x03\0\0\0\0\0\0\0{}", 10, "reach beyond"},
-        {"\0\0\0\0\0\0\0\x02{}", 10, "not allowed"},        /* the same length, big-endian */
+        {"\0\0\0\0\0\0\0\x02{}", 10, "not allowed"}, /* the same length, big-endian */
     };
     halfstep_safetensors *file;
     for (size_t i = 0; i < sizeof raw / sizeof *raw; i++) {
         put_file(at("case"), raw[i].bytes, raw[i].count);
         int code = halfstep_open_safetensors(&file, at("case"), TEXT);
-        CHECK(code == HALFSTEP_ERROR_FORMAT && !file && strstr(message, raw[i].says), "case %zu: %d \"%s\"", i, code, message);
+        CHECK(code == HALFSTEP_ERROR_FORMAT && !file && strstr(message, raw[i].says), "case %zu: %d \"%s\"", i, code,
+              message);
     }
     CHECK(open_made("{}\0", 3, -1, 0) == HALFSTEP_ERROR_FORMAT, "a zero byte behind the header");
     CHECK(open_made("{\"a\0b\":1}", 9, -1, 0) == HALFSTEP_ERROR_FORMAT, "a zero byte in a name");
 
     CHECK(halfstep_open_safetensors(&file, at("absent"), TEXT) == HALFSTEP_ERROR_IO && strstr(message, "absent") &&
-          strstr(message, "No such file"), "absent: %s", message);
+              strstr(message, "No such file"),
+          "absent: %s", message);
     CHECK(halfstep_open_safetensors(&file, scratch, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "directory"),
           "directory: %s", message);
     mkfifo(at("pipe"), 0600);
@@ -536,19 +546,26 @@ static void test_reader_limits(void)
     CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", 63, "]}}") == 0,
           "64 dimensions: %s", message);
     CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", 64, "]}}") ==
-          HALFSTEP_ERROR_FORMAT && strstr(message, "dimensions"), "65 dimensions: %s", message);
+                  HALFSTEP_ERROR_FORMAT &&
+              strstr(message, "dimensions"),
+          "65 dimensions: %s", message);
     CHECK(open_repeated("{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0", ",1", (1 << 22), "]}}") ==
-          HALFSTEP_ERROR_FORMAT && strstr(message, "dimensions"), "millions of dimensions: %s", message);
+                  HALFSTEP_ERROR_FORMAT &&
+              strstr(message, "dimensions"),
+          "millions of dimensions: %s", message);
     CHECK(open_repeated("{", "\"%x\":" T("U8", "[0]", "[0,0]") ",", 20000, "\"z\":" T("U8", "[0]", "[0,0]") "}") == 0,
           "20001 tensors: %s", message);
     CHECK(open_repeated("{", "\"%x\":" T("U8", "[0]", "[0,0]") ",", 1 << 20, "\"z\":" T("U8", "[0]", "[0,0]") "}") ==
-          HALFSTEP_ERROR_FORMAT && strstr(message, "tensors"), "too many tensors: %s", message);
+                  HALFSTEP_ERROR_FORMAT &&
+              strstr(message, "tensors"),
+          "too many tensors: %s", message);
     CHECK(open_repeated("{\"a\":", "[", 100000, "}") == HALFSTEP_ERROR_FORMAT, "nesting: %s", message);
 }
 
-/* Opens a header of about `bytes` that repeats item between begin and end (item has one %x, its number), and returns the
- * most memory that this took, in headers. */
-static double measure_peak(size_t bytes, const char *begin, const char *item, const char *end, int expected, const char *says)
+/* Opens a header of about `bytes` that repeats item between begin and end (item has one %x, its number), and returns
+ * the most memory that this took, in headers. */
+static double measure_peak(size_t bytes, const char *begin, const char *item, const char *end, int expected,
+                           const char *says)
 {
     size_t room = bytes + strlen(begin) + strlen(item) + strlen(end) + 64, used;
     char *text = malloc(room);
@@ -577,10 +594,14 @@ static void test_reader_memory(void)
     strcpy(name, "\"%x");
     memset(name + 3, 'n', 65536);
     strcpy(name + 3 + 65536, "\":" EMPTY ",");
-    struct { const char *what, *begin, *item, *end; int code; const char *says; } bombs[] = {
+    struct {
+        const char *what, *begin, *item, *end;
+        int code;
+        const char *says;
+    } bombs[] = {
         {"metadata", "{\"__metadata__\":{", "\"%x\":\"\",", "\"z\":\"\"}}", 0, ""},
-        {"one key of metadata again and again", "{\"__metadata__\":{", "\"\":\"\",", "\"z\":\"\"}}", HALFSTEP_ERROR_FORMAT,
-         "pairs"},
+        {"one key of metadata again and again", "{\"__metadata__\":{", "\"\":\"\",", "\"z\":\"\"}}",
+         HALFSTEP_ERROR_FORMAT, "pairs"},
         {"tensors", "{", "\"%x\":" EMPTY ",", "\"z\":" EMPTY "}", 0, ""},
         {"scalars", "{", "\"%x\":" T("U8", "[]", "[0,1]") ",", "\"z\":" EMPTY "}", HALFSTEP_ERROR_FORMAT, "do not lie"},
         {"tensors of four dimensions", "{", four, "\"z\":" EMPTY "}", 0, ""},
@@ -608,11 +629,13 @@ static void test_writer_limits(void)
         snprintf(name, sizeof name, "%u", count);
         code = halfstep_declare_safetensor(writer, name, "U8", 64, shape, NULL, TEXT);
     }
-    CHECK(code == HALFSTEP_ERROR_RANGE && count == 17477 && strstr(message, "dimensions"), "%u: %d %s", count, code, message);
+    CHECK(code == HALFSTEP_ERROR_RANGE && count == 17477 && strstr(message, "dimensions"), "%u: %d %s", count, code,
+          message);
     CHECK(!halfstep_write_safetensors(writer, at("deep"), NULL, NULL, TEXT), "%s", message);
     halfstep_destroy_safetensors_writer(writer);
     halfstep_safetensors *file;
-    CHECK(!halfstep_open_safetensors(&file, at("deep"), TEXT) && halfstep_safetensor_count(file) == 17476, "%s", message);
+    CHECK(!halfstep_open_safetensors(&file, at("deep"), TEXT) && halfstep_safetensor_count(file) == 17476, "%s",
+          message);
     halfstep_close_safetensors(file);
 }
 
@@ -634,7 +657,8 @@ static void test_changed_file(void)
     /* One that shrinks between the look at its size and the reading. */
     reads = 0, read_ends_at = 1;
     CHECK(halfstep_read_safetensor(file, 0, 3, read, 1, TEXT) == HALFSTEP_ERROR_FORMAT &&
-          strstr(message, "case ends at byte") && strstr(message, "while it is being read"), "a file that ends: %s", message);
+              strstr(message, "case ends at byte") && strstr(message, "while it is being read"),
+          "a file that ends: %s", message);
     read_ends_at = 0;
     char *whole = get_file(at("case"), &bytes);
     put_file(at("case"), whole, bytes - 1);
@@ -644,7 +668,7 @@ static void test_changed_file(void)
     halfstep_close_safetensors(file);
 }
 
-/* ---- The writer ----------------------------------------------------------------------------------------------------- */
+/* ---- The writer -------------------------------------------------------------------------------------------------- */
 
 static int fill_pattern(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
 {
@@ -696,7 +720,8 @@ static void test_round_trip(void)
     CHECK(!halfstep_write_safetensors(writer, at("round"), fill_pattern, progress, TEXT), "%s", message);
     char *second = get_file(at("round"), &second_bytes);
     CHECK(first_bytes == second_bytes && !memcmp(first, second, first_bytes), "the second writing differs");
-    CHECK(first[0] % 8 == 0 && !memcmp(first + 8, "{\"__metadata__\":{\"a\":\"\\\"quoted\\\"\\u000a\",\"z\":\"2\"},", 45),
+    CHECK(first[0] % 8 == 0 &&
+              !memcmp(first + 8, "{\"__metadata__\":{\"a\":\"\\\"quoted\\\"\\u000a\",\"z\":\"2\"},", 45),
           "metadata is not first and sorted: %.60s", first + 8);
     free(first);
     free(second);
@@ -704,7 +729,8 @@ static void test_round_trip(void)
 
     CHECK(!halfstep_open_safetensors(&file, at("round"), TEXT), "%s", message);
     if (!file) return;
-    CHECK(halfstep_safetensor_count(file) == declared, "%llu tensors", (unsigned long long)halfstep_safetensor_count(file));
+    CHECK(halfstep_safetensor_count(file) == declared, "%llu tensors",
+          (unsigned long long)halfstep_safetensor_count(file));
     halfstep_safetensor_info info = {.struct_size = sizeof info}, last = info;
     for (uint64_t i = 0; i < declared; i++) {
         CHECK(!halfstep_get_safetensor_info(file, i, &info), "info %llu", (unsigned long long)i);
@@ -712,7 +738,8 @@ static void test_round_trip(void)
         CHECK(info.begin % align == 0, "%s begins at %llu", info.name, (unsigned long long)info.begin);
         if (i) {
             uint32_t before = last.dtype_bits < 8 ? 1 : last.dtype_bits / 8;
-            CHECK(before > align || (before == align && strcmp(last.name, info.name) < 0), "%s before %s", last.name, info.name);
+            CHECK(before > align || (before == align && strcmp(last.name, info.name) < 0), "%s before %s", last.name,
+                  info.name);
         }
         CHECK(!halfstep_safetensor_find(file, info.name, &index) && index == i, "find %s", info.name);
         last = info;
@@ -727,8 +754,7 @@ static void test_round_trip(void)
         } else if (info.bytes) {
             /* The declaration number follows from the first byte; the rest must continue its pattern. */
             int wrong = 0;
-            for (uint64_t b = 0; b < info.bytes; b++)
-                wrong += data[b] != (unsigned char)(data[0] + b * 31 + b / 251);
+            for (uint64_t b = 0; b < info.bytes; b++) wrong += data[b] != (unsigned char)(data[0] + b * 31 + b / 251);
             CHECK(!wrong, "%s: %d bytes differ", info.name, wrong);
         }
         free(data);
@@ -771,12 +797,15 @@ static void test_writer_refusals(void)
     put_file(at("kept"), "old", 3);
     CHECK(!DECLARE("a", "U8", 1, &million), "%s", message);
     CHECK(halfstep_write_safetensors(writer, at("kept"), NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT &&
-          strstr(message, "\"a\""), "no data: %s", message);
+              strstr(message, "\"a\""),
+          "no data: %s", message);
     CHECK(halfstep_write_safetensors(writer, at("kept"), fill_failure, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "\"a\""), "fill: %s", message);
+              strstr(message, "\"a\""),
+          "fill: %s", message);
     CHECK(!DECLARE("a", "U8", 1, &three), "%s", message);
     CHECK(halfstep_write_safetensors(writer, at("kept"), fill_pattern, progress, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
-          strstr(message, "\"a\""), "duplicate: %s", message);
+              strstr(message, "\"a\""),
+          "duplicate: %s", message);
     char *kept = get_file(at("kept"), &bytes);
     CHECK(bytes == 3 && !memcmp(kept, "old", 3), "the old file was touched");
     CHECK(count_entries(scratch, ".halfstep") == 0, "a temporary file was left");
@@ -802,9 +831,11 @@ static void test_write_file(void)
     CHECK(!halfstep_write_file_atomic("/dev/null", "x", 1, TEXT), "/dev/null: %s", message);
     CHECK(!stat("/dev/null", &status) && S_ISCHR(status.st_mode), "/dev/null was replaced");
     CHECK(halfstep_write_file_atomic("/dev/full", "x", 1, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "/dev/full") &&
-          strstr(message, "No space"), "/dev/full: %s", message);
+              strstr(message, "No space"),
+          "/dev/full: %s", message);
     CHECK(halfstep_write_file_atomic(at("no/such/dir"), "x", 1, TEXT) == HALFSTEP_ERROR_IO &&
-          strstr(message, "no/such/dir"), "no directory: %s", message);
+              strstr(message, "no/such/dir"),
+          "no directory: %s", message);
     CHECK(halfstep_write_file_atomic(scratch, "x", 1, TEXT) == HALFSTEP_ERROR_IO, "a directory: %s", message);
     /* Every failing call: the old contents stay, and no temporary file. */
     for (fault.at = 0;; fault.at++) {
@@ -817,8 +848,8 @@ static void test_write_file(void)
         data = get_file(at("text"), &bytes);
         int is_new = bytes == 5 && !memcmp(data, "three", 5);
         CHECK(code == HALFSTEP_ERROR_IO && strstr(message, "text"), "call %ld: %d %s", fault.at, code, message);
-        CHECK((bytes == 7 && !memcmp(data, "two two", 7)) || (is_new && strstr(message, "in place")), "call %ld: %.*s (%s)",
-              fault.at, (int)bytes, data, message);
+        CHECK((bytes == 7 && !memcmp(data, "two two", 7)) || (is_new && strstr(message, "in place")),
+              "call %ld: %.*s (%s)", fault.at, (int)bytes, data, message);
         CHECK(count_entries(scratch, ".halfstep") == 0, "call %ld left a temporary file", fault.at);
         free(data);
         if (is_new) halfstep_write_file_atomic(at("text"), "two two", 7, TEXT);
@@ -848,19 +879,18 @@ static void test_write_file(void)
     /* A disk that takes no more bytes, and calls that no failure. */
     writes = 0, write_stops_at = 1;
     CHECK(halfstep_write_file_atomic(at("text"), "fifth", 5, TEXT) == HALFSTEP_ERROR_IO &&
-          strstr(message, "cannot write ") && strstr(message, "/text: "), "a write of nothing: %s", message);
+              strstr(message, "cannot write ") && strstr(message, "/text: "),
+          "a write of nothing: %s", message);
     write_stops_at = 0;
     data = get_file(at("text"), &bytes);
-    CHECK(bytes == 4 && !memcmp(data, "four", 4) && count_entries(scratch, ".halfstep") == 0, "the old file was touched");
+    CHECK(bytes == 4 && !memcmp(data, "four", 4) && count_entries(scratch, ".halfstep") == 0,
+          "the old file was touched");
     free(data);
 }
 
-/* ---- Checkpoints ---------------------------------------------------------------------------------------------------- */
+/* ---- Checkpoints ------------------------------------------------------------------------------------------------- */
 
-static uint64_t model_bytes(unsigned k)
-{
-    return 40 + k % 7 * 100;
-}
+static uint64_t model_bytes(unsigned k) { return 40 + k % 7 * 100; }
 
 /* Generation k: contents and sizes follow from k. keep = 0: the default. */
 static int save_generation(const char *dir, unsigned k, halfstep_save_options options, const char *stop_before)
@@ -904,7 +934,8 @@ static int save_generation(const char *dir, unsigned k, halfstep_save_options op
     return halfstep_commit_checkpoint(save, TEXT);
 }
 
-/* The generation that dir opens with, after every byte of it has been compared; -1 if it does not open, -2 if it is none. */
+/* The generation that dir opens with, after every byte of it has been compared; -1 if it does not open, -2 if it is
+ * none. */
 static long open_generation_number(const char *dir, const halfstep_open_options *options)
 {
     halfstep_checkpoint *checkpoint;
@@ -915,7 +946,8 @@ static long open_generation_number(const char *dir, const halfstep_open_options 
     if (halfstep_open_checkpoint(&checkpoint, dir, options, TEXT)) return -1;
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     halfstep_get_checkpoint_info(checkpoint, &info);
-    long k = strtol(halfstep_checkpoint_value(checkpoint, "k"), NULL, 10), good = (uint64_t)k == info.step && info.files == 2;
+    long k = strtol(halfstep_checkpoint_value(checkpoint, "k"), NULL, 10),
+         good = (uint64_t)k == info.step && info.files == 2;
     char opened[1024];
     memcpy(opened, message, sizeof opened);
     if (!halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), TEXT)) {
@@ -923,7 +955,8 @@ static long open_generation_number(const char *dir, const halfstep_open_options 
                !halfstep_read_safetensor(file, index, 0, bytes, model_bytes((unsigned)k), TEXT);
         for (uint64_t i = 0; good && i < model_bytes((unsigned)k); i++) good = bytes[i] == (k & 255);
         good = good && !halfstep_safetensor_find(file, "pair", &index) &&
-               !halfstep_read_safetensor(file, index, 0, pair, 8, TEXT) && pair[0] == (uint32_t)k && pair[1] == ~(uint32_t)k;
+               !halfstep_read_safetensor(file, index, 0, pair, 8, TEXT) && pair[0] == (uint32_t)k &&
+               pair[1] == ~(uint32_t)k;
         halfstep_close_safetensors(file);
     } else {
         good = 0;
@@ -940,7 +973,8 @@ static void test_checkpoint_basics(void)
     const char *dir = at("basics");
     size_t bytes;
     CHECK(open_generation_number(dir, NULL) == -1 &&
-          halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME, "absent: %s", message);
+              halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME,
+          "absent: %s", message);
     CHECK(!save_generation(dir, 3, none, NULL) && !message[0], "%s", message);
     CHECK(open_generation_number(dir, NULL) == 3, "%s", message);
     CHECK(open_generation_number(at("basics/checkpoint-3"), NULL) == 3, "by its own path: %s", message);
@@ -966,10 +1000,13 @@ static void test_checkpoint_basics(void)
     CHECK(!save_generation(dir, 2, none, "commit") && open_generation_number(dir, NULL) == 1, "abandoned: %s", message);
     CHECK(count_entries(dir, ".halfstep") == 0, "temporaries of an abandoned save");
     CHECK(save_generation(at("basics/checkpoint-1-2"), 2, none, NULL) == HALFSTEP_ERROR_ARGUMENT &&
-          strstr(message, "itself a checkpoint"), "into a checkpoint: %s", message);
-    CHECK(save_generation(at("no/parent"), 2, none, NULL) == HALFSTEP_ERROR_IO && strstr(message, "no/parent"), "%s", message);
+              strstr(message, "itself a checkpoint"),
+          "into a checkpoint: %s", message);
+    CHECK(save_generation(at("no/parent"), 2, none, NULL) == HALFSTEP_ERROR_IO && strstr(message, "no/parent"), "%s",
+          message);
     CHECK(save_generation(at("basics/config.json"), 2, none, NULL) == HALFSTEP_ERROR_IO, "into a file: %s", message);
-    CHECK(!save_generation(at("fresh"), 2, none, "commit") && access(at("fresh"), F_OK), "an abandoned first save left its "
+    CHECK(!save_generation(at("fresh"), 2, none, "commit") && access(at("fresh"), F_OK),
+          "an abandoned first save left its "
           "directory");
 }
 
@@ -980,7 +1017,8 @@ static void test_checkpoint_files(void)
     const char *dir = at("files");
     halfstep_checkpoint_file file = {.struct_size = sizeof file};
     const char *key, *value;
-    static const char *const bad[] = {"", ".", "..", ".x", "a/b", "../a", "a b", "manifest.json", "checkpoint-1", "\xc3\xa9"};
+    static const char *const bad[] = {"",        ".", "..", ".x", "a/b", "../a", "a b", "manifest.json", "checkpoint-1",
+                                      "\xc3\xa9"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
         CHECK(halfstep_save_file(save, bad[i], "x", 1, TEXT) == HALFSTEP_ERROR_NAME, "the name \"%s\"", bad[i]);
@@ -993,19 +1031,24 @@ static void test_checkpoint_files(void)
     CHECK(!halfstep_save_value(save, "z", "2", TEXT), "%s", message);
     halfstep_checkpoint_save *second;
     CHECK(halfstep_begin_checkpoint(&second, dir, NULL, TEXT) == HALFSTEP_ERROR_IO && !second &&
-          strstr(message, "another process"), "two saves at once: %s", message);
+              strstr(message, "another process"),
+          "two saves at once: %s", message);
     CHECK(!halfstep_commit_checkpoint(save, TEXT), "%s", message);
     CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT), "%s", message);
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
-    CHECK(!halfstep_get_checkpoint_info(checkpoint, &info) && info.files == 2 && info.values == 2 && info.sequence == 1 &&
-          info.step == 0 && !info.fell_back, "info");
-    CHECK(!halfstep_get_checkpoint_file(checkpoint, 0, &file) && !strcmp(file.name, "a.txt") && !file.bytes && !file.crc64,
+    CHECK(!halfstep_get_checkpoint_info(checkpoint, &info) && info.files == 2 && info.values == 2 &&
+              info.sequence == 1 && info.step == 0 && !info.fell_back,
+          "info");
+    CHECK(!halfstep_get_checkpoint_file(checkpoint, 0, &file) && !strcmp(file.name, "a.txt") && !file.bytes &&
+              !file.crc64,
           "a.txt");
     CHECK(!halfstep_get_checkpoint_file(checkpoint, 1, &file) && file.bytes == 9 &&
-          file.crc64 == UINT64_C(0x995dc9bbdf1939fa), "the published check value of CRC-64/XZ: %llx",
-          (unsigned long long)file.crc64);
-    CHECK(!halfstep_get_checkpoint_value(checkpoint, 0, &key, &value) && !strcmp(key, "a\n") && !strcmp(value, "\""), "value");
-    CHECK(!strcmp(halfstep_checkpoint_value(checkpoint, "z"), "2") && !halfstep_checkpoint_value(checkpoint, "y"), "values");
+              file.crc64 == UINT64_C(0x995dc9bbdf1939fa),
+          "the published check value of CRC-64/XZ: %llx", (unsigned long long)file.crc64);
+    CHECK(!halfstep_get_checkpoint_value(checkpoint, 0, &key, &value) && !strcmp(key, "a\n") && !strcmp(value, "\""),
+          "value");
+    CHECK(!strcmp(halfstep_checkpoint_value(checkpoint, "z"), "2") && !halfstep_checkpoint_value(checkpoint, "y"),
+          "values");
     CHECK(!halfstep_checkpoint_path(checkpoint, "c.txt"), "path of an absent file");
 
     /* A checkpoint that is being read outlives the saves after it; the first save after its end removes it. */
@@ -1015,7 +1058,8 @@ static void test_checkpoint_files(void)
     halfstep_close_checkpoint(checkpoint);
     CHECK(count_entries(dir, "checkpoint-") == 2, "two checkpoints");
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
-    CHECK(!halfstep_save_file(save, "b.txt", "newer", 5, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(!halfstep_save_file(save, "b.txt", "newer", 5, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s",
+          message);
     CHECK(count_entries(dir, "checkpoint-") == 1, "one checkpoint");
     CHECK(access(at("files/a.txt"), F_OK) && !access(at("files/b.txt"), F_OK), "a link to a file that is no more");
     /* Leftovers of a killed save. */
@@ -1090,8 +1134,8 @@ static void test_foreign_in_generation(void)
 {
     halfstep_save_options none = {0};
     const char *dir = at("foreign"), *old = at("foreign/checkpoint-1");
-    static const char *const kinds[] = {"a folder", "a file", "a file with a name of ours", "a link", "a pipe",
-                                        "write protection"};
+    static const char *const kinds[] = {"a folder", "a file", "a file with a name of ours",
+                                        "a link",   "a pipe", "write protection"};
     for (int kind = 0; kind < 6; kind++) {
         const char *what = kinds[kind];
         char inner[600];
@@ -1103,14 +1147,15 @@ static void test_foreign_in_generation(void)
         else if (kind == 1 || kind == 2) put_file(inner, "mine", 4);
         else if (kind == 3 ? symlink("/", inner) : kind == 4 ? mkfifo(inner, 0600) : chmod(old, 0555))
             test_fail(__FILE__, __LINE__, "%s: %s", what, strerror(errno));
-        const char *says = kind == 5 ? "foreign/checkpoint-1 stays: it is write-protected" :
-                           kind == 2 ? "foreign/checkpoint-1 stays: it holds \"notes.txt\"" :
-                                       "foreign/checkpoint-1 stays: it holds \"my notes\"";
+        const char *says = kind == 5   ? "foreign/checkpoint-1 stays: it is write-protected"
+                           : kind == 2 ? "foreign/checkpoint-1 stays: it holds \"notes.txt\""
+                                       : "foreign/checkpoint-1 stays: it holds \"my notes\"";
         save_beside(dir, 2, none, says, what);
         save_beside(dir, 3, none, says, what);
         CHECK(kind ? kind == 5 || !faulty_lstat(inner, &(struct stat){0}) : has_foreign(inner), "%s was touched", what);
         check_kept(old, 1, what);
-        CHECK(count_entries(dir, "checkpoint-") == 2 && access(at("foreign/checkpoint-2"), F_OK), "%s: pruning stopped", what);
+        CHECK(count_entries(dir, "checkpoint-") == 2 && access(at("foreign/checkpoint-2"), F_OK), "%s: pruning stopped",
+              what);
         CHECK(count_entries(dir, ".halfstep") == 0, "%s: a temporary was left", what);
         /* Once it is gone, the next save tidies. */
         if (kind == 0) empty_tree(inner, 1);
@@ -1138,8 +1183,10 @@ static void test_foreign_in_leftovers(void)
         if (kind == 0) put_foreign(inner);
         else if (kind < 3) put_file(inner, "mine", 4);
         else if (symlink("/", inner)) test_fail(__FILE__, __LINE__, "symlink");
-        save_beside(dir, 2, none, kind == 2 ? ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"" :
-                                              ".halfstep-tmp-1-0 stays: it holds \"notes\"", what);
+        save_beside(dir, 2, none,
+                    kind == 2 ? ".halfstep-tmp-1-0 stays: it holds \"manifest.json\""
+                              : ".halfstep-tmp-1-0 stays: it holds \"notes\"",
+                    what);
         CHECK(kind ? !faulty_lstat(inner, &(struct stat){0}) : has_foreign(inner), "%s was touched", what);
         CHECK(!access(part, F_OK), "%s: what lies beside it was touched", what);
         CHECK(count_entries(dir, "checkpoint-") == 1, "%s: not pruned", what);
@@ -1153,14 +1200,15 @@ static void test_foreign_in_leftovers(void)
     for (int foreign = 0; foreign < 2; foreign++) {
         char path[600];
         empty_tree(dir, 1);
-        CHECK(!save_generation(dir, 1, none, NULL) && !save_generation(dir, 2, (halfstep_save_options){.keep = 2}, NULL), "%s",
-              message);
+        CHECK(!save_generation(dir, 1, none, NULL) &&
+                  !save_generation(dir, 2, (halfstep_save_options){.keep = 2}, NULL),
+              "%s", message);
         if (rename(at("foreign/checkpoint-1"), left)) test_fail(__FILE__, __LINE__, "rename");
         snprintf(path, sizeof path, "%s/%s", left, inside[foreign]);
         put_file(path, "?", 1);
         save_beside(dir, 3, none, foreign ? "\"notes.txt\"" : NULL, "a retired generation");
-        CHECK(count_entries(dir, ".halfstep") == foreign && count_entries(left, "") == (foreign ? 4 : -1), "%s: %d entries",
-              inside[foreign], count_entries(left, ""));
+        CHECK(count_entries(dir, ".halfstep") == foreign && count_entries(left, "") == (foreign ? 4 : -1),
+              "%s: %d entries", inside[foreign], count_entries(left, ""));
     }
     /* Names that are nearly ours, and things that no save makes. */
     empty_tree(dir, 1);
@@ -1169,7 +1217,8 @@ static void test_foreign_in_leftovers(void)
     put_file(at("foreign/.halfstep-tmp-1"), "x", 1);
     put_file(at("foreign/.halfstep-tmp-1-2.bak"), "x", 1);
     save_beside(dir, 1, none, NULL, "names that are nearly ours");
-    CHECK(has_foreign(at("foreign/.halfstep-tmp-mine")) && count_entries(dir, ".halfstep") == 3, "names that are nearly ours");
+    CHECK(has_foreign(at("foreign/.halfstep-tmp-mine")) && count_entries(dir, ".halfstep") == 3,
+          "names that are nearly ours");
     if (mkfifo(at("foreign/.halfstep-tmp-1-9"), 0600)) test_fail(__FILE__, __LINE__, "mkfifo");
     save_beside(dir, 2, none, ".halfstep-tmp-1-9 stays", "a pipe");
     mkdir(at("foreign/.halfstep-tmp-1-3"), 0555);
@@ -1192,7 +1241,8 @@ static void test_foreign_names(void)
     save_beside(dir, 2, none, NULL, "a dangling link");
     CHECK(!lstat(at("foreign/checkpoint-1"), &status) && S_ISREG(status.st_mode) && status.st_size == 4, "the file");
     CHECK(!lstat(at("foreign/checkpoint-2"), &status) && S_ISLNK(status.st_mode), "the dangling link");
-    CHECK(!access(at("foreign/checkpoint-2-2/config.json"), F_OK) && access(at("foreign/checkpoint-1-2"), F_OK), "names");
+    CHECK(!access(at("foreign/checkpoint-2-2/config.json"), F_OK) && access(at("foreign/checkpoint-1-2"), F_OK),
+          "names");
     CHECK(!save_generation(at("elsewhere"), 7, none, NULL), "%s", message);
     if (symlink("../elsewhere/checkpoint-7", at("foreign/checkpoint-7"))) test_fail(__FILE__, __LINE__, "symlink");
     save_beside(dir, 8, none, NULL, "a checkpoint kept elsewhere");
@@ -1202,10 +1252,12 @@ static void test_foreign_names(void)
     /* A link of ours in DIR that has become a folder of somebody else's: the other links are made all the same. */
     unlink(at("foreign/config.json"));
     put_foreign(at("foreign/config.json"));
-    CHECK(!save_generation(dir, 10, none, NULL) && !strncmp(message, "note: ", 6) && strstr(message, "foreign/config.json"),
+    CHECK(!save_generation(dir, 10, none, NULL) && !strncmp(message, "note: ", 6) &&
+              strstr(message, "foreign/config.json"),
           "a folder in the place of a link: %s", message);
     CHECK(has_foreign(at("foreign/config.json")) && open_generation_number(dir, NULL) == 10, "the folder was touched");
-    CHECK(hstep_same_file(at("foreign/model.safetensors"), at("foreign/checkpoint-10/model.safetensors")), "the other link");
+    CHECK(hstep_same_file(at("foreign/model.safetensors"), at("foreign/checkpoint-10/model.safetensors")),
+          "the other link");
     CHECK(count_entries(dir, ".halfstep") == 0 && access(at("foreign/checkpoint-9"), F_OK), "not tidied");
 }
 
@@ -1233,7 +1285,8 @@ static void test_foreign_unreadable(void)
     save_beside(dir, 6, none, NULL, "the same one, back");
     /* All of DIR: an error, and no endless search for a name. */
     halfstep_checkpoint_save *save;
-    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", "x", 1, TEXT), "%s", message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", "x", 1, TEXT), "%s",
+          message);
     snprintf(gone, sizeof gone, "%s", dir);
     CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_IO, "DIR is gone: %s", message);
     gone[0] = 0;
@@ -1275,7 +1328,8 @@ static void test_foreign_hidden(void)
     }
     int status = -1;
     waitpid(child, &status, 0);
-    CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 77), "the child got status %x", status);
+    CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 77), "the child got status %x",
+          status);
 }
 
 /* A manifest is read whole, so it has a limit, and what is kept of it stays in proportion. */
@@ -1289,12 +1343,16 @@ static void test_manifest_size(void)
     memset(value, 'v', room);
     value[room] = 0;
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_value(save, "a", "1", TEXT) &&
-          !halfstep_commit_checkpoint(save, TEXT), "%s", message);
-    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_value(save, "a", value, TEXT), "%s", message);
-    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_RANGE && strstr(message, dir) && strstr(message, "4194304"),
+              !halfstep_commit_checkpoint(save, TEXT),
+          "%s", message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_value(save, "a", value, TEXT), "%s",
+          message);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_RANGE && strstr(message, dir) &&
+              strstr(message, "4194304"),
           "a value that no reader would take: %s", message);
     free(value);
-    CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) && !strcmp(halfstep_checkpoint_value(checkpoint, "a"), "1"),
+    CHECK(!halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) &&
+              !strcmp(halfstep_checkpoint_value(checkpoint, "a"), "1"),
           "the old one: %s", message);
     halfstep_close_checkpoint(checkpoint);
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT), "%s", message);
@@ -1338,11 +1396,13 @@ static void test_checkpoint_damage(void)
         else if (kind == 2) unlink(path);
         else put_file(path, "", 0);
         int code = halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT);
-        CHECK(code == (kind == 2 ? HALFSTEP_ERROR_IO : HALFSTEP_ERROR_FORMAT) && !checkpoint, "%s, kind %d: %d", name, kind, code);
+        CHECK(code == (kind == 2 ? HALFSTEP_ERROR_IO : HALFSTEP_ERROR_FORMAT) && !checkpoint, "%s, kind %d: %d", name,
+              kind, code);
         CHECK(strstr(message, path) && strstr(message, "another checkpoint") && strstr(message, "checkpoint-10"), "%s",
               message);
         if (kind == 0 && i % 3 < 2)
-            CHECK(!halfstep_open_checkpoint(&checkpoint, dir, &quick, TEXT) && (halfstep_close_checkpoint(checkpoint), 1),
+            CHECK(!halfstep_open_checkpoint(&checkpoint, dir, &quick, TEXT) &&
+                      (halfstep_close_checkpoint(checkpoint), 1),
                   "contents were to be skipped: %s", message);
         CHECK(open_generation_number(dir, &fallback) == 10 && !strncmp(message, "note: ", 6) && strstr(message, path),
               "fallback: %s", message);
@@ -1357,24 +1417,28 @@ static void test_checkpoint_damage(void)
     char *pointer = get_file(at("damage/manifest.json"), &bytes);
     for (size_t flip = 0; flip < bytes; flip++) {
         damage(at("damage/manifest.json"), (long)flip);
-        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "byte %zu: %s", flip, message);
+        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "byte %zu: %s", flip,
+              message);
         put_file(at("damage/manifest.json"), pointer, bytes);
     }
     for (size_t length = 0; length < bytes; length++) {
         put_file(at("damage/manifest.json"), pointer, length);
-        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "%zu bytes: %s", length, message);
+        CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_FORMAT, "%zu bytes: %s", length,
+              message);
     }
     CHECK(open_generation_number(dir, &fallback) == 20, "fallback without a pointer: %s", message);
     unlink(at("damage/manifest.json"));
-    CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME && strstr(message, "checkpoint-20"),
+    CHECK(halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT) == HALFSTEP_ERROR_NAME &&
+              strstr(message, "checkpoint-20"),
           "no pointer: %s", message);
     free(pointer);
     /* Nothing sound at all. */
     CHECK(!save_generation(dir, 30, (halfstep_save_options){0}, NULL), "%s", message);
     damage(at("damage/checkpoint-30/config.json"), 2);
-    CHECK(open_generation_number(dir, &fallback) == -1 && strstr(message, "config.json") && !strstr(message, "another"), "%s",
-          message);
-    /* A bit of every file of the usual places: the links are the checkpoint's own files, so damage there is found too. */
+    CHECK(open_generation_number(dir, &fallback) == -1 && strstr(message, "config.json") && !strstr(message, "another"),
+          "%s", message);
+    /* A bit of every file of the usual places: the links are the checkpoint's own files, so damage there is found
+     * too. */
     CHECK(!save_generation(dir, 40, (halfstep_save_options){0}, NULL), "%s", message);
     damage(at("damage/model.safetensors"), 100);
     CHECK(open_generation_number(dir, NULL) == -1 && strstr(message, "model.safetensors"), "%s", message);
@@ -1388,8 +1452,9 @@ static void test_incomplete_save(void)
     const char *dir = at("incomplete");
     empty_tree(dir, 1);
     CHECK(!save_generation(dir, 10, none, NULL), "%s", message);
-    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "config.json", "{ }", 3, TEXT), "%s",
-          message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) &&
+              !halfstep_save_file(save, "config.json", "{ }", 3, TEXT),
+          "%s", message);
     DIR *stream = opendir(dir);
     struct dirent *entry;
     int cut = 0;
@@ -1401,7 +1466,8 @@ static void test_incomplete_save(void)
     }
     if (stream) closedir(stream);
     CHECK(cut == 1, "%d files cut", cut);
-    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_FORMAT && strstr(message, "config.json"), "%s", message);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_FORMAT && strstr(message, "config.json"), "%s",
+          message);
     CHECK(open_generation_number(dir, NULL) == 10, "%s", message);
 }
 
@@ -1417,14 +1483,14 @@ static void test_fallback_is_for_damage(void)
         if (damaged) damage(at("unreadable/checkpoint-30/config.json"), 1);
         long sound = damaged ? 20 : 30, number;
         CHECK(open_generation_number(dir, &fallback) == sound, "%s", message);
-        for (long at = 1; ; at++) {
+        for (long at = 1;; at++) {
             reads = 0;
             read_fails_at = at;
             number = open_generation_number(dir, &fallback);
             read_fails_at = 0;
             if (reads < at) break;
-            CHECK(number < 0 || number == sound, "%s, read %ld fails: went back to %ld: %s", damaged ? "damaged" : "sound", at,
-                  number, message);
+            CHECK(number < 0 || number == sound, "%s, read %ld fails: went back to %ld: %s",
+                  damaged ? "damaged" : "sound", at, number, message);
         }
         CHECK(number == sound, "%s", message);
     }
@@ -1459,8 +1525,10 @@ static void test_failing_calls(void)
             long opens = open_generation_number(dir, NULL);
             if (code) {
                 CHECK(code == HALFSTEP_ERROR_IO && strstr(text, scratch), "call %ld: %d \"%s\"", call, code, text);
-                CHECK(opens == (with_old ? 7 : -1) || (opens == 8 && strstr(text, "in place")), "call %ld failed (%s), then "
-                      "opened %ld", call, text, opens);
+                CHECK(opens == (with_old ? 7 : -1) || (opens == 8 && strstr(text, "in place")),
+                      "call %ld failed (%s), then "
+                      "opened %ld",
+                      call, text, opens);
             } else {
                 CHECK(opens == 8, "call %ld: reported success, opened %ld: %s", call, opens, message);
             }
@@ -1471,7 +1539,7 @@ static void test_failing_calls(void)
                       "call %ld (%s) left something", call, text);
             }
             CHECK(!save_generation(dir, 9, none, NULL) && !message[0] && open_generation_number(dir, NULL) == 9 &&
-                  count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
+                      count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
                   "call %ld: the save after it: %s", call, message);
         }
     }
@@ -1504,7 +1572,8 @@ static void forget_contents(const char *path)
     closedir(stream);
 }
 
-/* The worst that a loss of power may leave: removals are on the disk, contents and names that were not synced are not. */
+/* The worst that a loss of power may leave: removals are on the disk, contents and names that were not synced are
+ * not. */
 static void lose_power(const char *dir)
 {
     for (size_t i = power.name_count; i-- > 0;) {
@@ -1540,13 +1609,14 @@ static void test_sudden_end(void)
             if (with_power) lose_power(dir);
             power_reset();
             long opens = open_generation_number(dir, NULL);
-            if (died && !code) CHECK(opens == 8, "variant %d, call %ld: success was reported, opened %ld", variant, call, opens);
-            CHECK(opens == 8 || opens == (with_old ? 7 : -1), "variant %d, killed at call %ld: opened %ld (%s)", variant, call,
-                  opens, message);
+            if (died && !code)
+                CHECK(opens == 8, "variant %d, call %ld: success was reported, opened %ld", variant, call, opens);
+            CHECK(opens == 8 || opens == (with_old ? 7 : -1), "variant %d, killed at call %ld: opened %ld (%s)",
+                  variant, call, opens, message);
             seen_old += opens != 8;
             seen_new += opens == 8;
             CHECK(!save_generation(dir, 9, none, NULL) && !message[0] && open_generation_number(dir, NULL) == 9 &&
-                  count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
+                      count_entries(dir, ".halfstep") == 0 && count_entries(dir, "checkpoint-") == 1,
                   "variant %d, killed at call %ld, then saved again: %s", variant, call, message);
             if (!died) break;
         }
@@ -1554,8 +1624,8 @@ static void test_sudden_end(void)
     }
 }
 
-/* With no_sync, a loss of power must be able to lose the checkpoint in the simulation above: that it can is what makes the
- * group above a test. */
+/* With no_sync, a loss of power must be able to lose the checkpoint in the simulation above: that it can is what makes
+ * the group above a test. */
 static void test_simulation(void)
 {
     const char *dir = at("sudden");
@@ -1589,8 +1659,10 @@ static void test_failing_allocations(void)
         char text[1024];
         memcpy(text, message, sizeof text);
         long opens = open_generation_number(dir, NULL);
-        CHECK(code ? code == HALFSTEP_ERROR_MEMORY && opens == 7 : opens == 8, "allocation %ld of a save: code %d (%s), opened "
-              "%ld (%s)", call, code, text, opens, message);
+        CHECK(code ? code == HALFSTEP_ERROR_MEMORY && opens == 7 : opens == 8,
+              "allocation %ld of a save: code %d (%s), opened "
+              "%ld (%s)",
+              call, code, text, opens, message);
     }
     CHECK(failed > 40, "only %ld allocations in a save", failed);
     failed = 0;
@@ -1602,7 +1674,8 @@ static void test_failing_allocations(void)
         allocations = allocations_failed = 0;
         allocation_at = call;
         int code = halfstep_open_checkpoint(&checkpoint, dir, NULL, TEXT);
-        if (!code) code = halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), TEXT);
+        if (!code)
+            code = halfstep_open_safetensors(&file, halfstep_checkpoint_path(checkpoint, "model.safetensors"), TEXT);
         allocation_at = -1;
         halfstep_close_safetensors(file);
         halfstep_close_checkpoint(checkpoint);
@@ -1630,7 +1703,10 @@ static void test_file_size_limit(void)
         int code = save_generation(dir, 13, none, NULL); /* 640 bytes of model */
         /* Coverage counters are files too, and one that was cut is worth nothing to those who come after. */
         setrlimit(RLIMIT_FSIZE, &before);
-        test_leave(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") && strstr(message, "too large") ? 0 : 1);
+        test_leave(code == HALFSTEP_ERROR_IO && strstr(message, "limit/model.safetensors") &&
+                           strstr(message, "too large")
+                       ? 0
+                       : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);
@@ -1660,8 +1736,10 @@ static void test_racing_reader(void)
     snprintf(dir, sizeof dir, "%s", at("racing"));
     halfstep_checkpoint_save *save;
     unsigned zero = 0, rounds = 0, opened = 0, last = 0;
-    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) && !halfstep_save_file(save, "a", &zero, sizeof zero, TEXT) &&
-          !halfstep_save_file(save, "b", &zero, sizeof zero, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s", message);
+    CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) &&
+              !halfstep_save_file(save, "a", &zero, sizeof zero, TEXT) &&
+              !halfstep_save_file(save, "b", &zero, sizeof zero, TEXT) && !halfstep_commit_checkpoint(save, TEXT),
+          "%s", message);
     pid_t child = fork();
     if (!child) {
         save_repeatedly(&rounds);
@@ -1740,7 +1818,8 @@ int main(int argc, char **argv)
     TEST("checkpoint: size of a manifest") test_manifest_size();
     TEST("checkpoint: damage is found and named") test_checkpoint_damage();
     TEST("checkpoint: what a save has not written whole replaces nothing") test_incomplete_save();
-    TEST("checkpoint: a fallback passes over damage only, not over a disk that cannot be read") test_fallback_is_for_damage();
+    TEST("checkpoint: a fallback passes over damage only, not over a disk that cannot be read")
+        test_fallback_is_for_damage();
     TEST("checkpoint: every call failing once") test_failing_calls();
     TEST("checkpoint: killed or out of power at every call") test_sudden_end();
     TEST("checkpoint: the power simulation bites") test_simulation();

@@ -1,7 +1,7 @@
-/* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as NULL,
- * structures of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that fits. Nothing
- * crashes, the code is the documented one, the sentence names the thing, and what was there stays. Over 500 lines because each
- * function and each member of a manifest has its own. */
+/* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as
+ * NULL, structures of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that
+ * fits. Nothing crashes, the code is the documented one, the sentence names the thing, and what was there stays. Over
+ * 500 lines because each function and each member of a manifest has its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,19 +18,21 @@
 static char scratch[256], text[1024];
 #define TEXT text, sizeof text
 
-/* A call that is refused: with room for a sentence, which says so; without any; and with none to write into, which stays. */
-#define REFUSED(code, says, function, ...)                                                                   \
-    do {                                                                                                     \
-        EXPECT(function(__VA_ARGS__, TEXT), code);                                                           \
-        CHECK(strstr(text, says) && !strchr(text, '\n'), "line %d: the sentence \"%s\" lacks \"%s\"", __LINE__, text, says); \
-        EXPECT(function(__VA_ARGS__, NULL, 0), code);                                                        \
-        text[0] = '?';                                                                                       \
-        EXPECT(function(__VA_ARGS__, text, 0), code);                                                        \
-        CHECK(text[0] == '?', "line %d: %s writes beyond its room", __LINE__, #function);                    \
+/* A call that is refused: with room for a sentence, which says so; without any; and with none to write into, which
+ * stays. */
+#define REFUSED(code, says, function, ...)                                                                            \
+    do {                                                                                                              \
+        EXPECT(function(__VA_ARGS__, TEXT), code);                                                                    \
+        CHECK(strstr(text, says) && !strchr(text, '\n'), "line %d: the sentence \"%s\" lacks \"%s\"", __LINE__, text, \
+              says);                                                                                                  \
+        EXPECT(function(__VA_ARGS__, NULL, 0), code);                                                                 \
+        text[0] = '?';                                                                                                \
+        EXPECT(function(__VA_ARGS__, text, 0), code);                                                                 \
+        CHECK(text[0] == '?', "line %d: %s writes beyond its room", __LINE__, #function);                             \
     } while (0)
 #define REFUSED_NULL(function, ...) REFUSED(HALFSTEP_ERROR_ARGUMENT, #function ": NULL", function, __VA_ARGS__)
 
-/* ---- Scratch -------------------------------------------------------------------------------------------------------- */
+/* ---- Scratch ----------------------------------------------------------------------------------------------------- */
 
 static const char *at(const char *name) { return path_in(scratch, name); }
 
@@ -84,7 +86,7 @@ static int64_t opened_step(const char *dir, int fallback)
     return (int64_t)info.step;
 }
 
-/* ---- Arguments ------------------------------------------------------------------------------------------------------ */
+/* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
 /* One of everything. */
 static struct {
@@ -98,8 +100,8 @@ static struct {
 
 static void make_good(void)
 {
-    halfstep_tensor tensor = {.struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 1, .row_length = 64,
-                              .gradient = "f32"};
+    halfstep_tensor tensor = {
+        .struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
     int32_t index;
     uint64_t three = 3;
     MUST(halfstep_create(NULL, &good.optimizer));
@@ -139,7 +141,8 @@ static void test_null(void)
         halfstep_close_safetensors(NULL);
         CHECK(!halfstep_safetensors_dtype_bits(NULL) && !halfstep_safetensor_count(NULL) &&
                   !halfstep_safetensors_metadata_count(NULL) && !halfstep_safetensors_metadata_find(NULL, "k") &&
-                  !halfstep_safetensors_metadata_find(good.file, NULL), "something of nothing");
+                  !halfstep_safetensors_metadata_find(good.file, NULL),
+              "something of nothing");
         EXPECT(halfstep_get_safetensor_info(NULL, 0, &info), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensor_info(good.file, 0, NULL), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensor_info(good.file, 2, &info), HALFSTEP_ERROR_ARGUMENT);
@@ -150,7 +153,8 @@ static void test_null(void)
         REFUSED_NULL(halfstep_read_safetensor, NULL, 0, 0, data, 1);
         REFUSED_NULL(halfstep_read_safetensor, good.file, 0, 0, NULL, 1);
         REFUSED(HALFSTEP_ERROR_ARGUMENT, "no tensor number 2", halfstep_read_safetensor, good.file, 2, 0, data, 1);
-        REFUSED(HALFSTEP_ERROR_RANGE, "\"a\" has 3 bytes; 3 from 1", halfstep_read_safetensor, good.file, 0, 1, data, 3);
+        REFUSED(HALFSTEP_ERROR_RANGE, "\"a\" has 3 bytes; 3 from 1", halfstep_read_safetensor, good.file, 0, 1, data,
+                3);
         EXPECT(halfstep_get_safetensors_metadata(NULL, 0, &key, &value), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensors_metadata(good.file, 0, NULL, &value), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_get_safetensors_metadata(good.file, 0, &key, NULL), HALFSTEP_ERROR_ARGUMENT);
@@ -217,8 +221,8 @@ static void test_null(void)
         EXPECT(halfstep_get_checkpoint_value(checkpoint, 1, &key, &value), HALFSTEP_ERROR_ARGUMENT);
         CHECK(!halfstep_checkpoint_path(NULL, "a") && !halfstep_checkpoint_path(checkpoint, NULL) &&
                   !halfstep_checkpoint_path(checkpoint, "b") && !halfstep_checkpoint_value(NULL, "k") &&
-                  !halfstep_checkpoint_value(checkpoint, NULL) &&
-                  !halfstep_checkpoint_value(checkpoint, "l"), "found nothing");
+                  !halfstep_checkpoint_value(checkpoint, NULL) && !halfstep_checkpoint_value(checkpoint, "l"),
+              "found nothing");
         REFUSED_NULL(halfstep_load_optimizer, NULL, good.optimizer, good.weights, NULL);
         REFUSED_NULL(halfstep_load_optimizer, checkpoint, NULL, good.weights, NULL);
         MUST(halfstep_load_optimizer(checkpoint, good.optimizer, good.weights, NULL, NULL, 0));
@@ -256,15 +260,16 @@ static void test_sizes(void)
             EXPECT(halfstep_get_checkpoint_file(good.checkpoint, 0, (void *)room), HALFSTEP_ERROR_ARGUMENT);
             CHECK(room[4] == 0x55, "size %u: something was written", odd[i]);
             memset(room + 4, 0, sizeof room - 4);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_begin_checkpoint, &save, at("sizes"), (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_begin_checkpoint, &save, at("sizes"),
+                    (void *)room);
             REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_open_checkpoint, &checkpoint, at("good-run"),
                     (void *)room);
             REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_write_optimizer, at("y"), good.optimizer, NULL,
                     (void *)room);
             REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_read_optimizer, at("x"), good.optimizer, NULL,
                     (void *)room);
-            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer, NULL,
-                    (void *)room);
+            REFUSED(HALFSTEP_ERROR_ARGUMENT, "struct_size", halfstep_load_optimizer, good.checkpoint, good.optimizer,
+                    NULL, (void *)room);
         }
         const uint32_t longer = sizeof room, head = 4;
         for (int unknown = 0; unknown < 2; unknown++) {
@@ -301,11 +306,21 @@ static void test_names(void)
         halfstep_checkpoint_save *save;
         halfstep_save_options options = {.struct_size = sizeof options, .step = (uint64_t)INT64_MAX + 1};
         REFUSED(HALFSTEP_ERROR_RANGE, "9223372036854775808", halfstep_begin_checkpoint, &save, at("run"), &options);
-        static const char *const not_utf8[] = {"\x80", "\xc1\x81", "\xc3", "\xe0\x9f\x80", "\xed\xa0\x80", "\xe2\x82x",
-                                               "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xf0\x9f\x98x"};
+        static const char *const not_utf8[] = {"\x80",
+                                               "\xc1\x81",
+                                               "\xc3",
+                                               "\xe0\x9f\x80",
+                                               "\xed\xa0\x80",
+                                               "\xe2\x82x",
+                                               "\xf0\x8f\xbf\xbf",
+                                               "\xf4\x90\x80\x80",
+                                               "\xf5\x80\x80\x80",
+                                               "\xf0\x9f\x98x"};
         name[129] = 0;
         for (int kind = 0; kind < 4; kind++) {
-            const char *says = kind == 0 ? "cannot be named \"nnn" : kind == 1 ? "two files are named \"a\"" : "is not UTF-8";
+            const char *says = kind == 0   ? "cannot be named \"nnn"
+                               : kind == 1 ? "two files are named \"a\""
+                                           : "is not UTF-8";
             int code = kind == 1 ? HALFSTEP_ERROR_DUPLICATE : HALFSTEP_ERROR_NAME;
             for (size_t i = 0; i < (kind < 2 ? 1 : sizeof not_utf8 / sizeof *not_utf8); i++) {
                 int64_t before = opened_step(at("run"), 0);
@@ -355,8 +370,8 @@ static void test_tensors(void)
         uint64_t most = UINT64_MAX / 8, two[2] = {(uint64_t)INT64_MAX + 1, 0};
         put_file(at("kept"), "old", 3);
         MUST(halfstep_create_safetensors_writer(&writer));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8", 2,
-                two, NULL);
+        REFUSED(HALFSTEP_ERROR_SHAPE, "\"c\": dimension 0 is too large", halfstep_declare_safetensor, writer, "c", "U8",
+                2, two, NULL);
         REFUSED(HALFSTEP_ERROR_NAME, "\"k\" is not UTF-8", halfstep_declare_safetensors_metadata, writer, "k", "\xff");
         REFUSED(HALFSTEP_ERROR_NAME, "is not UTF-8", halfstep_declare_safetensors_metadata, writer, "\xff", "v");
         /* A fill function that says no: its own code where it is one. */
@@ -369,10 +384,11 @@ static void test_tensors(void)
                 at("kept"), fill_nothing, &says);
         static const char *const more[] = {"d", "e", "f", "g"};
         for (int i = 0; i < 4; i++) MUST(halfstep_declare_safetensor(writer, more[i], "U8", 1, &most, NULL, TEXT));
-        REFUSED(HALFSTEP_ERROR_SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"), fill_nothing,
-                &says);
+        REFUSED(HALFSTEP_ERROR_SHAPE, "too large for one file", halfstep_write_safetensors, writer, at("kept"),
+                fill_nothing, &says);
         halfstep_destroy_safetensors_writer(writer);
-        CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"), "a refused call has written");
+        CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"),
+              "a refused call has written");
     }
     TEST("more tensors, pairs of metadata and bytes of a header than a file may have") {
         halfstep_safetensors_writer *writer;
@@ -383,15 +399,15 @@ static void test_tensors(void)
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensors_metadata(writer, name, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 pairs"), "%u: %d %s", count,
-              code, text);
+        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 pairs"), "%u: %d %s",
+              count, code, text);
         MUST(halfstep_declare_safetensors_metadata(writer, "00000000", "replaced", TEXT));
         for (code = 0, count = 0; !code && count < 2u << 20; count++) {
             snprintf(name, sizeof name, "%08x", count);
             code = halfstep_declare_safetensor(writer, name, "U8", 0, NULL, "", TEXT);
         }
-        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 tensors"), "%u: %d %s", count,
-              code, text);
+        CHECK(code == HALFSTEP_ERROR_RANGE && count == (1u << 20) + 1 && strstr(text, "1048576 tensors"), "%u: %d %s",
+              count, code, text);
         halfstep_destroy_safetensors_writer(writer);
         /* Seventeen million characters, each escaped in six bytes. */
         enum { CHARACTERS = 100000000 / 6 + 1 };
@@ -405,12 +421,13 @@ static void test_tensors(void)
         free(value);
         EXPECT(halfstep_write_safetensors(writer, at("kept"), NULL, NULL, TEXT), HALFSTEP_ERROR_RANGE);
         CHECK(strstr(text, "kept: a header of 1000000"), "%s", text);
-        CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"), "a refused call has written");
+        CHECK(!strcmp(get_file(at("kept")), "old") && !count_entries(scratch, ".halfstep"),
+              "a refused call has written");
         halfstep_destroy_safetensors_writer(writer);
     }
 }
 
-/* ---- Files ---------------------------------------------------------------------------------------------------------- */
+/* ---- Files ------------------------------------------------------------------------------------------------------- */
 
 static void test_places(void)
 {
@@ -460,7 +477,7 @@ static void test_places(void)
     }
 }
 
-/* ---- Manifests that say something wrong ----------------------------------------------------------------------------- */
+/* ---- Manifests that say something wrong -------------------------------------------------------------------------- */
 
 /* CRC-64/XZ, one bit at a time. */
 static unsigned long long slow_crc(const char *data, size_t bytes)
@@ -597,7 +614,8 @@ static void test_manifests(void)
         snprintf(inner, sizeof inner, "%s", get_file(at("manifests/checkpoint-4/manifest.json")));
         for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
             int which = wrong[i].which;
-            const char *path = at(which == POINTER ? "manifests/manifest.json" : "manifests/checkpoint-4/manifest.json");
+            const char *path =
+                at(which == POINTER ? "manifests/manifest.json" : "manifests/checkpoint-4/manifest.json");
             const char *says = wrong[i].says, *original = which == POINTER ? pointer : inner;
             change_manifest(path, original, wrong[i].from, wrong[i].to);
             int64_t code = opened_step(dir, 0);
@@ -606,8 +624,11 @@ static void test_manifests(void)
             } else {
                 int version = strstr(says, "has version") != NULL, absent = strstr(says, "No such file") != NULL;
                 int contents = strstr(says, "is not the checkpoint") || strstr(says, "its manifest");
-                CHECK(code == (version ? HALFSTEP_ERROR_UNSUPPORTED : absent ? HALFSTEP_ERROR_IO : HALFSTEP_ERROR_FORMAT) &&
-                          strstr(text, says), "row %zu: %d \"%s\", not \"%s\"", i, (int)code, text, says);
+                CHECK(code == (version  ? HALFSTEP_ERROR_UNSUPPORTED
+                               : absent ? HALFSTEP_ERROR_IO
+                                        : HALFSTEP_ERROR_FORMAT) &&
+                          strstr(text, says),
+                      "row %zu: %d \"%s\", not \"%s\"", i, (int)code, text, says);
                 CHECK(version || absent || contents || (strstr(text, path) && strstr(text, "is corrupt: byte ")),
                       "row %zu: %s", i, text);
                 /* Of the other checkpoint it tells; a version that is newer is nothing to go back for. */
@@ -631,7 +652,8 @@ static void test_manifests(void)
         memset(large, ' ', bytes);
         put_file(at("manifests/manifest.json"), large, bytes);
         CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
-                  strstr(text, "has 4194305 bytes, more than the 4194304 allowed"), "%s", text);
+                  strstr(text, "has 4194305 bytes, more than the 4194304 allowed"),
+              "%s", text);
         CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
         free(large);
     }
@@ -646,8 +668,8 @@ static void test_manifests(void)
                         "'sequence': 9223372036854775807");
         EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
         CHECK(strstr(text, dir) && strstr(text, "sequence numbers are used up"), "%s", text);
-        CHECK(opened_step(dir, 0) == 3 && count_entries(dir, "checkpoint-") == 1 && !count_entries(dir, ".halfstep"), "%s",
-              text);
+        CHECK(opened_step(dir, 0) == 3 && count_entries(dir, "checkpoint-") == 1 && !count_entries(dir, ".halfstep"),
+              "%s", text);
         /* Without a pointer the newest generation has it. */
         unlink(at("manifests/manifest.json"));
         EXPECT(save_step(dir, 4, 1), HALFSTEP_ERROR_RANGE);
@@ -675,7 +697,8 @@ static void test_manifests(void)
         snprintf(pointer, sizeof pointer, "%s", get_file(at("manifests/manifest.json")));
         change_manifest(at("manifests/manifest.json"), pointer, "checkpoint-3", "checkpoint-7");
         CHECK(opened_step(dir, 0) == HALFSTEP_ERROR_FORMAT &&
-                  strstr(text, "checkpoint-7 is not the checkpoint that its parent's"), "%s", text);
+                  strstr(text, "checkpoint-7 is not the checkpoint that its parent's"),
+              "%s", text);
         CHECK(opened_step(dir, 1) == 3, "with a fallback: %s", text);
         /* It is no checkpoint of this directory, so it is never removed; nor is a leftover with such a manifest. */
         if (mkdir(at("manifests/.halfstep-tmp-1-0"), 0777)) exit(1);
@@ -684,7 +707,8 @@ static void test_manifests(void)
         put_file(at("manifests/.halfstep-tmp-1-1/.halfstep-part-.x"), "x", 1);
         MUST(save_step(dir, 8, 1));
         CHECK(strstr(text, ".halfstep-tmp-1-0 stays: it holds \"manifest.json\"") &&
-                  strstr(text, ".halfstep-tmp-1-1 stays: it holds \".halfstep-part-.x\""), "%s", text);
+                  strstr(text, ".halfstep-tmp-1-1 stays: it holds \".halfstep-part-.x\""),
+              "%s", text);
         CHECK(opened_step(dir, 0) == 8 && opened_step(at("manifests/checkpoint-7"), 0) == 1, "%s", text);
         CHECK(count_entries(dir, "checkpoint-") == 2 && count_entries(dir, ".halfstep-tmp-1-") == 2,
               "something was removed");

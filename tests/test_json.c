@@ -40,14 +40,77 @@ static char *again(const char *text, struct text *out)
 int main(int argc, char **argv)
 {
     static const char *const good[] = {
-        "{}", "[]", " [ ] ", "0", "-0", "12", "-1.5e+3", "1E-7", "\"\"", "\"a\\u00e9\\n\"", "true", "false", "null",
-        "\"\\\"\\\\\\/\\b\\f\\r\\t\"", "\"\\u00E9\\uAbCd\\ud83D\\uDE00\"", "[1, [2, {\"a\": [], \"b\": {}}], \"c\"]", "{\"a\": {\"b\": {\"c\": [null, true]}}, \"d\": 1}",
+        "{}",
+        "[]",
+        " [ ] ",
+        "0",
+        "-0",
+        "12",
+        "-1.5e+3",
+        "1E-7",
+        "\"\"",
+        "\"a\\u00e9\\n\"",
+        "true",
+        "false",
+        "null",
+        "\"\\\"\\\\\\/\\b\\f\\r\\t\"",
+        "\"\\u00E9\\uAbCd\\ud83D\\uDE00\"",
+        "[1, [2, {\"a\": [], \"b\": {}}], \"c\"]",
+        "{\"a\": {\"b\": {\"c\": [null, true]}}, \"d\": 1}",
     };
     static const char *const bad[] = {
-        "", "{", "[", "[1", "[1,", "[1,]", "[,1]", "{\"a\"}", "{\"a\":}", "{\"a\": 1,}", "{1: 2}", "{\"a\": 1 \"b\": 2}", "]", "}", "[1}",
-        "{\"a\": 1]", "01", "1.", ".5", "+1", "1e", "1e+", "--1", "1e999", "-", "tru", "nul", "True", "NaN", "Infinity", "'a'", "\"a",
-        "\"\\x\"", "\"\\u12\"", "\"\\u12", "\"\\u12g4\"", "\"\\u0000\"", "\"\\", "\"\\\x01\"",
-        "\"\\ud800\"", "\"\\ud800xxxxxx\"", "\"\\ud800\\nxxxx\"", "\"\\ud800\\u0041\"", "\"\\ud800\\uxyzw\"", "\"\\udc00\\ud800\"", "\"\\ud800\\ue000\"", "\"\xff\"", "\"\t\"", "1 2", "[] []", "{} x", "\"a\" \"b\"",
+        "",
+        "{",
+        "[",
+        "[1",
+        "[1,",
+        "[1,]",
+        "[,1]",
+        "{\"a\"}",
+        "{\"a\":}",
+        "{\"a\": 1,}",
+        "{1: 2}",
+        "{\"a\": 1 \"b\": 2}",
+        "]",
+        "}",
+        "[1}",
+        "{\"a\": 1]",
+        "01",
+        "1.",
+        ".5",
+        "+1",
+        "1e",
+        "1e+",
+        "--1",
+        "1e999",
+        "-",
+        "tru",
+        "nul",
+        "True",
+        "NaN",
+        "Infinity",
+        "'a'",
+        "\"a",
+        "\"\\x\"",
+        "\"\\u12\"",
+        "\"\\u12",
+        "\"\\u12g4\"",
+        "\"\\u0000\"",
+        "\"\\",
+        "\"\\\x01\"",
+        "\"\\ud800\"",
+        "\"\\ud800xxxxxx\"",
+        "\"\\ud800\\nxxxx\"",
+        "\"\\ud800\\u0041\"",
+        "\"\\ud800\\uxyzw\"",
+        "\"\\udc00\\ud800\"",
+        "\"\\ud800\\ue000\"",
+        "\"\xff\"",
+        "\"\t\"",
+        "1 2",
+        "[] []",
+        "{} x",
+        "\"a\" \"b\"",
     };
     test_init(argc, argv);
 
@@ -90,7 +153,8 @@ int main(int argc, char **argv)
             if (!isfinite(value)) continue;
             snprintf(text, sizeof text, "%.17g", value);
             hstep_json json = open_text(copy, text);
-            CHECK(hstep_json_real(&json, &found) && hstep_json_end(&json) && found == value, "%s is read as %.17g", text, found);
+            CHECK(hstep_json_real(&json, &found) && hstep_json_end(&json) && found == value, "%s is read as %.17g",
+                  text, found);
         }
     }
 
@@ -109,7 +173,8 @@ int main(int argc, char **argv)
         }
         struct text text = {0};
         CHECK(again("{\"a\": 1, \"a\": 2}", &text) == NULL, "a name twice");
-        CHECK(again("[9007199254740992, -3, 0.5, 1e3]", &text) && strstr(text.data, "9007199254740992") && strstr(text.data, "-3"),
+        CHECK(again("[9007199254740992, -3, 0.5, 1e3]", &text) && strstr(text.data, "9007199254740992") &&
+                  strstr(text.data, "-3"),
               "integers: %s", text_string(&text));
         text_free(&text);
     }
@@ -132,13 +197,18 @@ int main(int argc, char **argv)
         document_free(&d);
         document_begin(&d);
         put_number(&d, d.root, "nan", NAN);
-        put_text(&d, d.root, "bytes", "a\xff" "b\xc3\xa9");
+        put_text(&d, d.root, "bytes",
+                 "a\xff"
+                 "b\xc3\xa9");
         document_write(&d, &text);
-        CHECK(!text.failed && strstr(text.data, "\"nan\": null") && strstr(text.data, "a\xef\xbf\xbd" "b\xc3\xa9"), "%s",
-              text_string(&text));
+        CHECK(!text.failed && strstr(text.data, "\"nan\": null") &&
+                  strstr(text.data, "a\xef\xbf\xbd"
+                                    "b\xc3\xa9"),
+              "%s", text_string(&text));
         text_free(&text);
         text_add_json(&text, "\"\\\n\x01\xff\xe2\x82\xac");
-        CHECK(strcmp(text_string(&text), "\"\\\"\\\\\\u000a\\u0001\xef\xbf\xbd\xe2\x82\xac\"") == 0, "%s", text_string(&text));
+        CHECK(strcmp(text_string(&text), "\"\\\"\\\\\\u000a\\u0001\xef\xbf\xbd\xe2\x82\xac\"") == 0, "%s",
+              text_string(&text));
         text_free(&text);
     }
     return test_done();

@@ -1,9 +1,10 @@
-/* Kills a process at random instants of saving, and opens what it left: the last checkpoint that was reported as saved, or
- * the one being saved, complete to the last byte; and never an older one than before.
+/* Kills a process at random instants of saving, and opens what it left: the last checkpoint that was reported as saved,
+ * or the one being saved, complete to the last byte; and never an older one than before.
  *
  *   test_kill_save [KILLS [SEED [DIRECTORY]]]
  *
- * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to recur. */
+ * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to
+ * recur. */
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -35,10 +36,7 @@ static uint64_t mix(uint64_t x)
 }
 
 /* Checkpoint k: between 1 and 8 MiB of words that follow from k and the seed. */
-static uint64_t model_words(uint64_t seed, uint64_t k)
-{
-    return ((1 << 20) + mix(seed ^ k << 20) % (7 << 20)) / 8;
-}
+static uint64_t model_words(uint64_t seed, uint64_t k) { return ((1 << 20) + mix(seed ^ k << 20) % (7 << 20)) / 8; }
 
 static void make_model(uint64_t *words, uint64_t seed, uint64_t k)
 {
@@ -179,10 +177,12 @@ int main(int argc, char **argv)
             uint64_t begun = shared->begun, committed = shared->committed;
             CHECK(!shared->failed && WIFSIGNALED(status), "round %ld: a save failed by itself", round);
             uint64_t k = load(dir, seed, text, sizeof text);
-            CHECK(k, "round %ld, killed %.6f s after its start in save %llu: %s", round, wait, (unsigned long long)begun, text);
+            CHECK(k, "round %ld, killed %.6f s after its start in save %llu: %s", round, wait,
+                  (unsigned long long)begun, text);
             CHECK(k == committed || k == begun, "round %ld: opened %llu; %llu was saved and %llu begun", round,
                   (unsigned long long)k, (unsigned long long)committed, (unsigned long long)begun);
-            CHECK(k >= last, "round %ld: opened %llu after %llu", round, (unsigned long long)k, (unsigned long long)last);
+            CHECK(k >= last, "round %ld: opened %llu after %llu", round, (unsigned long long)k,
+                  (unsigned long long)last);
             in_save += begun != committed;
             new_state += begun != committed && k == begun;
             last = k;
@@ -190,11 +190,13 @@ int main(int argc, char **argv)
             next = begun + 1;
         }
         CHECK(in_save * 2 >= (uint64_t)round, "only %llu of %ld kills hit a save", (unsigned long long)in_save, round);
-        printf("     %ld kills, %llu in mid-save, of which %llu after the new state was in place; %llu saves begun; %.1f s\n",
+        printf("     %ld kills, %llu in mid-save, of which %llu after the new state was in place; %llu saves begun; "
+               "%.1f s\n",
                round, (unsigned long long)in_save, (unsigned long long)new_state, (unsigned long long)(next - 1),
                seconds() - start);
         if (test_group_failed)
-            printf("     reproduce: %s %ld %llu   (the directory is kept: %s)\n", argv[0], kills, (unsigned long long)seed, dir);
+            printf("     reproduce: %s %ld %llu   (the directory is kept: %s)\n", argv[0], kills,
+                   (unsigned long long)seed, dir);
     }
     if (!test_group_failed) remove_all(own);
     return test_done();

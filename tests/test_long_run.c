@@ -2,8 +2,8 @@
  *
  *   test_long_run [--short | STEPS]     (30000, fewer, or for example 1000000)
  *
- * SGD with a constant gradient per element moves a weight along a line that exact arithmetic knows. A format that loses small
- * updates stays behind: plain BF16 does, which shows that the check can fail. */
+ * SGD with a constant gradient per element moves a weight along a line that exact arithmetic knows. A format that loses
+ * small updates stays behind: plain BF16 does, which shows that the check can fail. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -36,7 +36,11 @@ static int run(const char *recipe, long steps, double *sum, double *norm, long *
 {
     halfstep_optimizer *optimizer;
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 11};
-    halfstep_tensor tensor = {.struct_size = sizeof tensor, .name = "w", .ndim = 2, .rows = 16, .row_length = ELEMENTS / 16,
+    halfstep_tensor tensor = {.struct_size = sizeof tensor,
+                              .name = "w",
+                              .ndim = 2,
+                              .rows = 16,
+                              .row_length = ELEMENTS / 16,
                               .gradient = "f32"};
     int32_t index;
     static _Alignas(64) char weight[4 * ELEMENTS];
@@ -80,15 +84,20 @@ int main(int argc, char **argv)
     long steps = argc > 1 && !is_short ? strtol(argv[1], &end, 10) : is_short ? 3000 : 30000;
     if (end && *end) steps = 30000;
     test_init(end && *end ? argc : 1, argv);
-    /* Weights up to 2: an update is at most u = 2^-21, an ulp of fp32 2^-23, of BF16 2^-7, of an 8-bit error code 2^-15. The new
-     * weight is computed in fp32, which errs by half an ulp at most, always to one side at worst. A stochastic rounding errs by at most an ulp with
-     * probability u / ulp: variance u ulp a step, without bias. */
+    /* Weights up to 2: an update is at most u = 2^-21, an ulp of fp32 2^-23, of BF16 2^-7, of an 8-bit error code
+     * 2^-15. The new weight is computed in fp32, which errs by half an ulp at most, always to one side at worst. A
+     * stochastic rounding errs by at most an ulp with probability u / ulp: variance u ulp a step, without bias. */
     const double n = (double)steps, root = sqrt((double)ELEMENTS), u = 0x1p-21;
     static const struct {
         const char *recipe;
         double stochastic; /* ulp of what is rounded so, or 0 */
-    } cases[] = {{"sgd/f32", 0}, {"sgd/bf16-ecc16", 0}, {"sgd/bf16-sr", 0x1p-7}, {"sgd/bf16-ecc8", 0x1p-15},
-                 {"sgd/bf16-kahan", 0x1p-15}, {"sgd/f16-ecc16", 0}, {"sgd/f16-sr", 0x1p-10}};
+    } cases[] = {{"sgd/f32", 0},
+                 {"sgd/bf16-ecc16", 0},
+                 {"sgd/bf16-sr", 0x1p-7},
+                 {"sgd/bf16-ecc8", 0x1p-15},
+                 {"sgd/bf16-kahan", 0x1p-15},
+                 {"sgd/f16-ecc16", 0},
+                 {"sgd/f16-sr", 0x1p-10}};
     TEST("steps without growth of memory or drift") {
         for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
             double sum, norm;
@@ -97,14 +106,15 @@ int main(int argc, char **argv)
             CHECK(!code, "%s: %s", cases[i].recipe, halfstep_strerror(code));
             /* Six deviations, and one rounding. */
             double ulp = cases[i].stochastic, sigma = sqrt(n * u * ulp);
-                    double bound = root * (n * 0x1p-24 + 2 * sigma + ulp);
+            double bound = root * (n * 0x1p-24 + 2 * sigma + ulp);
             CHECK(norm <= bound, "%s: norm of the error %g, bound %g", cases[i].recipe, norm, bound);
             if (ulp > 0)
-                CHECK(fabs(sum) <= 6 * root * sigma + ELEMENTS * (n * 0x1p-24 + ulp / 64), "%s: sum of the errors %g, bound %g",
-                      cases[i].recipe, sum, 6 * root * sigma + ELEMENTS * (n * 0x1p-24 + ulp / 64));
+                CHECK(fabs(sum) <= 6 * root * sigma + ELEMENTS * (n * 0x1p-24 + ulp / 64),
+                      "%s: sum of the errors %g, bound %g", cases[i].recipe, sum,
+                      6 * root * sigma + ELEMENTS * (n * 0x1p-24 + ulp / 64));
             CHECK(grown <= 64, "%s: %ld pages more", cases[i].recipe, grown);
-            printf("     %s: %ld steps, norm of the error %.3g (bound %.3g), %ld pages more\n", cases[i].recipe, steps, norm, bound,
-                   grown);
+            printf("     %s: %ld steps, norm of the error %.3g (bound %.3g), %ld pages more\n", cases[i].recipe, steps,
+                   norm, bound, grown);
         }
     }
     TEST("updates that a format loses are seen as drift") {

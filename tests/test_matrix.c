@@ -1,6 +1,6 @@
-/* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against plain C
- * loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the largest
- * shapes. Over 500 lines because the plain loops are here too. */
+/* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against
+ * plain C loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the
+ * largest shapes. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -33,7 +33,7 @@ static int64_t differences(const float *a, const float *b, int64_t n)
     return count;
 }
 
-/* ---- The kernel --------------------------------------------------------------------------------------------------------- */
+/* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
 static void test_product(void)
 {
@@ -65,7 +65,8 @@ static void test_product(void)
                 kernels->product(c + shift, a + shift, b + shift, length);
                 int64_t wrong = 0;
                 for (int i = 0; i < TILE; i++)
-                    wrong += to_bits(c[i + shift]) != to_bits(expected[i]) && !(isnan(c[i + shift]) && isnan(expected[i]));
+                    wrong +=
+                        to_bits(c[i + shift]) != to_bits(expected[i]) && !(isnan(c[i + shift]) && isnan(expected[i]));
                 CHECK(!wrong, "round %d: %d of %d elements differ", round, (int)wrong, TILE);
             }
         }
@@ -73,7 +74,7 @@ static void test_product(void)
     }
 }
 
-/* ---- The iteration ------------------------------------------------------------------------------------------------------ */
+/* ---- The iteration ----------------------------------------------------------------------------------------------- */
 
 /* As matrix.h defines it, in plain loops. */
 static void plain_newton_schulz(float *u, int rows, int columns, int steps, float eps)
@@ -124,12 +125,16 @@ static void newton_schulz(const struct hstep_kernels *kernels, int threads, floa
     struct hstep_context c = {.kernels = kernels, .threads = threads};
     size_t n = hstep_newton_schulz_workspace(rows, columns);
     float *workspace = floats((int64_t)n + 64);
-    const float k[] = {[newton_schulz_a] = quintic[0], [newton_schulz_b] = quintic[1], [newton_schulz_c] = quintic[2],
-                       [newton_schulz_steps] = (float)steps, [newton_schulz_eps] = eps};
+    const float k[] = {[newton_schulz_a] = quintic[0],
+                       [newton_schulz_b] = quintic[1],
+                       [newton_schulz_c] = quintic[2],
+                       [newton_schulz_steps] = (float)steps,
+                       [newton_schulz_eps] = eps};
     /* Whatever was in it, and nothing behind it. */
     for (size_t i = 0; i < n + 64; i++) workspace[i] = NAN;
     hstep_newton_schulz(&c, u, rows, columns, k, workspace);
-    for (size_t i = n; i < n + 64; i++) CHECK(isnan(workspace[i]), "%d x %d writes behind its workspace", rows, columns);
+    for (size_t i = n; i < n + 64; i++)
+        CHECK(isnan(workspace[i]), "%d x %d writes behind its workspace", rows, columns);
     free(workspace);
 }
 
@@ -137,11 +142,11 @@ static const struct hstep_kernels *best(void) { return hstep_isa_kernels(hstep_i
 
 static void test_bits(void)
 {
-    /* Edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both ways round; and two
-     * that are large enough for more than one task. */
-    static const int shapes[][2] = {{2, 2},     {2, 3},     {3, 2},     {5, 31},     {12, 32},   {13, 33},
-                                    {33, 13},   {64, 64},   {31, 97},   {97, 31},    {1, 7},     {7, 1},
-                                    {4, 1100},  {1100, 4},  {100, 517}, {521, 100},  {130, 1090}, {1030, 131}};
+    /* Edges of strips, panels and blocks of rows (24), columns (1024) and the inner dimension (512), both ways round;
+     * and two that are large enough for more than one task. */
+    static const int shapes[][2] = {{2, 2},    {2, 3},    {3, 2},     {5, 31},    {12, 32},    {13, 33},
+                                    {33, 13},  {64, 64},  {31, 97},   {97, 31},   {1, 7},      {7, 1},
+                                    {4, 1100}, {1100, 4}, {100, 517}, {521, 100}, {130, 1090}, {1030, 131}};
     TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
         for (int k = 0; k < (short_run ? 14 : 18); k++) {
             int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, steps = k < 14 ? 5 : 2;
@@ -155,8 +160,8 @@ static void test_bits(void)
                     if (!hstep_isa_kernels(isa)) continue;
                     memcpy(u, in, (size_t)n * sizeof *in);
                     newton_schulz(hstep_isa_kernels(isa), threads, u, rows, columns, steps, 1e-7f);
-                    CHECK(!differences(u, expected, n), "%d x %d, %s, %d threads: %d of %d elements differ", rows, columns,
-                          hstep_isa_name(isa), threads, (int)differences(u, expected, n), n);
+                    CHECK(!differences(u, expected, n), "%d x %d, %s, %d threads: %d of %d elements differ", rows,
+                          columns, hstep_isa_name(isa), threads, (int)differences(u, expected, n), n);
                 }
             free(in);
         }
@@ -191,7 +196,7 @@ static void test_bits(void)
     }
 }
 
-/* ---- Accuracy ----------------------------------------------------------------------------------------------------------- */
+/* ---- Accuracy ---------------------------------------------------------------------------------------------------- */
 
 /* `count` orthonormal vectors of length n. */
 static void orthonormal(struct source *s, double *v, int count, int n)
@@ -212,8 +217,8 @@ static void orthonormal(struct source *s, double *v, int count, int n)
 }
 
 /* A matrix from its singular values, and the same with f(value / norm). Returns the range of the latter. */
-static void from_spectrum(struct source *s, int rows, int columns, const double *values, int count, float *u, double *image,
-                          double *range)
+static void from_spectrum(struct source *s, int rows, int columns, const double *values, int count, float *u,
+                          double *image, double *range)
 {
     double *left = zeroed(sizeof *left * (size_t)(count * (rows + columns))), *right = left + count * rows, norm = 0;
     orthonormal(s, left, count, rows);
@@ -240,8 +245,8 @@ static void from_spectrum(struct source *s, int rows, int columns, const double 
     free(left);
 }
 
-/* fp32 rounds to 2^-24 of the largest singular value; five steps make of that as much as 3.4445^5 = 485 times it, like of
- * any small singular value. Measured on the matrices below: at most 0.21 times that in any element. */
+/* fp32 rounds to 2^-24 of the largest singular value; five steps make of that as much as 3.4445^5 = 485 times it, like
+ * of any small singular value. Measured on the matrices below: at most 0.21 times that in any element. */
 #define ACCURACY (485 * 0x1p-24)
 
 static void judge_accuracy(const char *what, const float *in, int rows, int columns, const double *image)
@@ -289,8 +294,8 @@ static void test_accuracy(void)
             for (int r = 0; r < m; r++) values[r] = 1 + 3.0 * r / m;
             from_spectrum(&s, rows, columns, values, m, u, image, range);
             judge_accuracy("singular values of 1 to 4", u, rows, columns, image);
-            CHECK(range[0] > 0.65 && range[1] < 1.25, "%d x %d: singular values of 1 to 4 become %g to %g", rows, columns,
-                  range[0], range[1]);
+            CHECK(range[0] > 0.65 && range[1] < 1.25, "%d x %d: singular values of 1 to 4 become %g to %g", rows,
+                  columns, range[0], range[1]);
             free(u);
             free(image);
             free(values);
@@ -298,7 +303,7 @@ static void test_accuracy(void)
     }
 }
 
-/* ---- muon --------------------------------------------------------------------------------------------------------------- */
+/* ---- muon -------------------------------------------------------------------------------------------------------- */
 
 enum { LAYERS = 4, LARGEST = 100 * 150 };
 static const int layer[LAYERS][3] = {{2, 60, 90}, {2, 100, 33}, {1, 75, 1}, {3, 100, 150}};
@@ -320,8 +325,12 @@ static void model_open(struct model *m, const char *recipe, int isa, int threads
     for (int i = 0; i < LAYERS; i++) {
         char name[8];
         snprintf(name, sizeof name, "w%d", i);
-        halfstep_tensor d = {.struct_size = sizeof d, .name = name, .ndim = layer[i][0], .rows = layer[i][1],
-                             .row_length = layer[i][2], .gradient = "f32"};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .name = name,
+                             .ndim = layer[i][0],
+                             .rows = layer[i][1],
+                             .row_length = layer[i][2],
+                             .gradient = "f32"};
         MUST(halfstep_add_tensor(m->o, &d, &index));
     }
     MUST(halfstep_allocate_states(m->o));
@@ -367,8 +376,8 @@ static void test_muon(void)
                     model_run(&other, 4, threads % 2);
                     for (int i = 0; i < LAYERS; i++) {
                         int n = layer[i][1] * layer[i][2], wrong = (int)differences(first.out[i], other.out[i], n);
-                        CHECK(!wrong, "%s, %s, %d threads: w%d: %d of %d differ", recipes[k], hstep_isa_name(isa), threads, i,
-                              wrong, n);
+                        CHECK(!wrong, "%s, %s, %d threads: w%d: %d of %d differ", recipes[k], hstep_isa_name(isa),
+                              threads, i, wrong, n);
                     }
                     halfstep_destroy(other.o);
                 }
@@ -381,9 +390,18 @@ static void test_muon(void)
         static float w[N], g[N];
         static const double options[][2] = {{0, 1}, {1, 1}, {0, 0}}; /* match_rms, nesterov */
         for (int k = 0; k < 3; k++) {
-            struct ref_hyper h = {.lr = 1e-2, .weight_decay = 0.1, .reference_lr = 1, .decay = REF_DECOUPLED, .momentum = 0.95,
-                                  .nesterov = options[k][1], .match_rms = options[k][0], .ns_steps = 5, .ns_a = 3.4445,
-                                  .ns_b = -4.775, .ns_c = 2.0315, .ns_eps = 1e-7};
+            struct ref_hyper h = {.lr = 1e-2,
+                                  .weight_decay = 0.1,
+                                  .reference_lr = 1,
+                                  .decay = REF_DECOUPLED,
+                                  .momentum = 0.95,
+                                  .nesterov = options[k][1],
+                                  .match_rms = options[k][0],
+                                  .ns_steps = 5,
+                                  .ns_a = 3.4445,
+                                  .ns_b = -4.775,
+                                  .ns_c = 2.0315,
+                                  .ns_eps = 1e-7};
             struct ref_tensor r = {.n = N, .ndim = 2, .rows = ROWS, .columns = COLUMNS, .x = x};
             struct source s = {11};
             struct one t;
@@ -411,7 +429,8 @@ static void test_muon(void)
                 worst = fmax(worst, fabs((double)t.room[i] - x[i].w));
                 moved = fmax(moved, fabs((double)w[i] - x[i].w));
             }
-            printf("     match_rms %g, nesterov %g: off by %.1e, moved by up to %.1e\n", h.match_rms, h.nesterov, worst, moved);
+            printf("     match_rms %g, nesterov %g: off by %.1e, moved by up to %.1e\n", h.match_rms, h.nesterov, worst,
+                   moved);
             CHECK(worst <= 1e-4 * moved, "match_rms %g, nesterov %g: %g off", h.match_rms, h.nesterov, worst);
             one_close(&t);
         }
@@ -453,15 +472,28 @@ static void test_muon(void)
         int32_t index;
         MUST(halfstep_create(&options, &o));
         MUST(halfstep_add_group(o, "muon", &index));
-        halfstep_tensor d = {.struct_size = sizeof d, .name = "half", .ndim = 2, .rows = 8, .row_length = 64, .n_rows = 4,
-                             .n_columns = 64, .gradient = "f32"};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .name = "half",
+                             .ndim = 2,
+                             .rows = 8,
+                             .row_length = 64,
+                             .n_rows = 4,
+                             .n_columns = 64,
+                             .gradient = "f32"};
         CHECK(halfstep_add_tensor(o, &d, &index) == HALFSTEP_ERROR_UNSUPPORTED, "half of the rows was taken");
-        CHECK(strstr(halfstep_error_detail(o), "half") != NULL, "no name of the tensor in: %s", halfstep_error_detail(o));
+        CHECK(strstr(halfstep_error_detail(o), "half") != NULL, "no name of the tensor in: %s",
+              halfstep_error_detail(o));
         d.n_rows = 8;
         d.n_columns = 32;
         CHECK(halfstep_add_tensor(o, &d, &index) == HALFSTEP_ERROR_UNSUPPORTED, "half of the columns was taken");
-        halfstep_tensor v = {.struct_size = sizeof v, .name = "vector", .ndim = 1, .rows = 64, .row_length = 1, .n_rows = 32,
-                             .n_columns = 1, .gradient = "f32"};
+        halfstep_tensor v = {.struct_size = sizeof v,
+                             .name = "vector",
+                             .ndim = 1,
+                             .rows = 64,
+                             .row_length = 1,
+                             .n_rows = 32,
+                             .n_columns = 1,
+                             .gradient = "f32"};
         CHECK(halfstep_add_tensor(o, &v, &index) == HALFSTEP_OK, "%s", halfstep_error_detail(o));
         halfstep_destroy(o);
     }
@@ -478,10 +510,8 @@ static void test_muon(void)
             const void *gradients[1] = {t.gradient};
             for (int i = 0; i < N; i++) g[step][i] = (float)next_normal(&s);
             one_write(&t, HALFSTEP_SLOT_GRADIENT, g[step]);
-            if (step)
-                MUST(one_step(&t));
-            else
-                MUST(halfstep_accumulate_states(t.o, gradients));
+            if (step) MUST(one_step(&t));
+            else MUST(halfstep_accumulate_states(t.o, gradients));
             one_read(&t, HALFSTEP_SLOT_WEIGHT, after);
             int moved = (int)differences(before, after, N);
             CHECK(!moved == !step, "step %d: %d weights moved", step, moved);

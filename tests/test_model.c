@@ -1,6 +1,6 @@
 /* The language model and the text loader of the trainer. The model is judged against a second, plain implementation in
- * double precision below: its loss, and by central differences of that loss every tensor's gradient. Over 500 lines because that second
- * implementation and the helpers serve all groups. */
+ * double precision below: its loss, and by central differences of that loss every tensor's gradient. Over 500 lines
+ * because that second implementation and the helpers serve all groups. */
 #include <errno.h>
 #include <math.h>
 #include <stdint.h>
@@ -18,10 +18,7 @@
 
 static char error[256];
 
-static double uniform(uint64_t seed, uint64_t i)
-{
-    return (double)(hash_counters(seed, i, 77, 0) >> 11) * 0x1p-53;
-}
+static double uniform(uint64_t seed, uint64_t i) { return (double)(hash_counters(seed, i, 77, 0) >> 11) * 0x1p-53; }
 
 static void *need(void *p)
 {
@@ -38,15 +35,12 @@ struct weights {
     struct lm_config config;
     int count;
     struct lm_tensor *info;
-    float **values;             /* fp32 */
-    void **stored;              /* the same in the stored type */
+    float **values; /* fp32 */
+    void **stored;  /* the same in the stored type */
     struct lm_weight *list;
 };
 
-static int64_t elements(const struct weights *w, int i)
-{
-    return w->info[i].rows * w->info[i].row_length;
-}
+static int64_t elements(const struct weights *w, int i) { return w->info[i].rows * w->info[i].row_length; }
 
 /* std > 0 replaces the initial deviation, so that attention and SwiGLU are far from linear. */
 static struct weights make_weights(struct lm_config config, int dtype, double std, uint64_t seed)
@@ -147,8 +141,8 @@ static void plain_rotate(double *head, int position, int d)
 enum { MOST_WIDTH = 256, MOST_LENGTH = 160 };
 
 /* Mean loss; with logits, the logits after the last position too. */
-static double plain_loss(const struct lm_config *c, double *const *weights, const uint8_t *tokens, int batch, int length,
-                         double *logits_out)
+static double plain_loss(const struct lm_config *c, double *const *weights, const uint8_t *tokens, int batch,
+                         int length, double *logits_out)
 {
     static double x[MOST_LENGTH][MOST_WIDTH], q[MOST_LENGTH][MOST_WIDTH], k[MOST_LENGTH][MOST_WIDTH],
         v[MOST_LENGTH][MOST_WIDTH];
@@ -229,8 +223,13 @@ static const struct lm_config tiny = {.width = 24, .depth = 2, .heads = 3, .cont
 static void test_loss(void)
 {
     /* Longer than one block of attention rows, and not a multiple of any block. */
-    const struct { struct lm_config config; int batch, length; } cases[] = {
-        {tiny, 2, 7}, {tiny, 1, 1}, {{.width = 64, .depth = 2, .heads = 2, .context = 150}, 2, 150},
+    const struct {
+        struct lm_config config;
+        int batch, length;
+    } cases[] = {
+        {tiny, 2, 7},
+        {tiny, 1, 1},
+        {{.width = 64, .depth = 2, .heads = 2, .context = 150}, 2, 150},
         {{.width = 32, .depth = 1, .heads = 1, .context = 130}, 3, 129},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -242,7 +241,8 @@ static void test_loss(void)
         double expected = plain_loss(&w.config, wide, tokens, batch, length, NULL);
         struct lm *m = make_model(&cases[i].config, (struct lm_options){.batch = batch, .training = 1, .threads = 2});
         double forward = lm_forward(m, w.list, tokens, batch, length), eval = lm_eval(m, w.list, tokens, batch, length);
-        CHECK(fabs(forward - expected) < 2e-6 * expected, "case %zu: loss %.9g, plain double %.9g", i, forward, expected);
+        CHECK(fabs(forward - expected) < 2e-6 * expected, "case %zu: loss %.9g, plain double %.9g", i, forward,
+              expected);
         CHECK(forward == eval, "case %zu: forward %.17g, eval %.17g", i, forward, eval);
         lm_destroy(m);
         free(tokens);
@@ -296,8 +296,9 @@ static void test_gradients(void)
             wide[i][k] = w.values[i][k];
         }
         difference /= 2e-5;
-        CHECK(fabs(difference - measured) < 2e-5 * norm, "%s along a random direction: gradient %.8g, central difference %.8g",
-              w.info[i].name, measured, difference);
+        CHECK(fabs(difference - measured) < 2e-5 * norm,
+              "%s along a random direction: gradient %.8g, central difference %.8g", w.info[i].name, measured,
+              difference);
     }
     lm_destroy(m);
     free_buffers(&w, gradients);
@@ -332,7 +333,8 @@ static void test_release(void)
             for (int stored = LM_F32; stored <= LM_F16; stored++) {
                 struct weights w = make_weights(shape, stored, 0.1, 5);
                 void **once = make_buffers(&w), **released = make_buffers(&w);
-                struct lm_options options = {.batch = 5, .training = 1, .compute = compute, .gradients = dtype, .threads = 2};
+                struct lm_options options = {
+                    .batch = 5, .training = 1, .compute = compute, .gradients = dtype, .threads = 2};
                 struct lm *m = make_model(&shape, options);
                 lm_forward(m, w.list, tokens, 5, 33);
                 CHECK(lm_backward(m, w.list, 4.0, &(struct lm_sink){.buffers = once}) == 0, "%s", lm_error(m));
@@ -341,17 +343,19 @@ static void test_release(void)
                 m = make_model(&shape, options);
                 struct receiver r = {.w = &w, .buffers = released, .dtype = dtype, .poison = 1};
                 lm_forward(m, w.list, tokens, 5, 33);
-                CHECK(lm_backward(m, w.list, 4.0, &(struct lm_sink){.on_gradient = receive, .arg = &r}) == 0, "%s", lm_error(m));
-                CHECK(r.next == w.count && !r.wrong_order, "%d of %d gradients, order wrong: %d", r.next, w.count, r.wrong_order);
+                CHECK(lm_backward(m, w.list, 4.0, &(struct lm_sink){.on_gradient = receive, .arg = &r}) == 0, "%s",
+                      lm_error(m));
+                CHECK(r.next == w.count && !r.wrong_order, "%d of %d gradients, order wrong: %d", r.next, w.count,
+                      r.wrong_order);
                 int64_t layer = 0;
                 for (int i = 1; i <= 9; i++) layer += elements(&w, i);
                 if (layer < elements(&w, 0)) layer = elements(&w, 0);
-                CHECK(lm_gradient_peak_bytes(m) <= (size_t)layer * lm_dtype_bytes(dtype) + 4096, "%zu bytes of gradients, a layer has %lld elements",
-                      lm_gradient_peak_bytes(m), (long long)layer);
+                CHECK(lm_gradient_peak_bytes(m) <= (size_t)layer * lm_dtype_bytes(dtype) + 4096,
+                      "%zu bytes of gradients, a layer has %lld elements", lm_gradient_peak_bytes(m), (long long)layer);
                 for (int i = 0; i < w.count; i++)
                     CHECK(!memcmp(once[i], released[i], (size_t)elements(&w, i) * lm_dtype_bytes(dtype)),
-                          "%s: gradients %d compute %d stored %d differ between release and all at once", w.info[i].name, dtype,
-                          compute, stored);
+                          "%s: gradients %d compute %d stored %d differ between release and all at once",
+                          w.info[i].name, dtype, compute, stored);
                 lm_destroy(m);
                 free_buffers(&w, once);
                 free_buffers(&w, released);
@@ -371,7 +375,8 @@ static void test_gradient_types(void)
     void **buffers[4];
     for (int i = 0; i < 4; i++) {
         buffers[i] = make_buffers(&w);
-        struct lm *m = make_model(&shape, (struct lm_options){.batch = 3, .training = 1, .gradients = i % 3, .threads = 1});
+        struct lm *m =
+            make_model(&shape, (struct lm_options){.batch = 3, .training = 1, .gradients = i % 3, .threads = 1});
         lm_forward(m, w.list, tokens, 3, 20);
         lm_backward(m, w.list, i == 3 ? 1024.0 : 1.0, &(struct lm_sink){.buffers = buffers[i]});
         lm_destroy(m);
@@ -383,9 +388,12 @@ static void test_gradient_types(void)
             float b, h;
             row_load(&b, &bf16[k], LM_BF16, 1);
             row_load(&h, &f16[k], LM_F16, 1);
-            CHECK(fabsf(b - exact[k]) <= fabsf(exact[k]) * 0x1p-8f, "%s[%lld]: %g as bf16 %g", w.info[i].name, (long long)k, exact[k], b);
-            CHECK(fabsf(h - exact[k]) <= fabsf(exact[k]) * 0x1p-11f + 0x1p-25f, "%s[%lld]: %g as f16 %g", w.info[i].name, (long long)k, exact[k], h);
-            CHECK(scaled[k] == exact[k] * 1024.0f, "%s[%lld]: %g scaled by 1024 is %g", w.info[i].name, (long long)k, exact[k], scaled[k]);
+            CHECK(fabsf(b - exact[k]) <= fabsf(exact[k]) * 0x1p-8f, "%s[%lld]: %g as bf16 %g", w.info[i].name,
+                  (long long)k, exact[k], b);
+            CHECK(fabsf(h - exact[k]) <= fabsf(exact[k]) * 0x1p-11f + 0x1p-25f, "%s[%lld]: %g as f16 %g",
+                  w.info[i].name, (long long)k, exact[k], h);
+            CHECK(scaled[k] == exact[k] * 1024.0f, "%s[%lld]: %g scaled by 1024 is %g", w.info[i].name, (long long)k,
+                  exact[k], scaled[k]);
         }
     }
     for (int i = 0; i < 4; i++) free_buffers(&w, buffers[i]);
@@ -403,15 +411,16 @@ static void test_determinism(void)
         void **first = make_buffers(&w), **again = make_buffers(&w);
         double loss = 0;
         for (int k = 0; k < 5; k++) {
-            struct lm *m = make_model(&shape, (struct lm_options){.batch = 8, .training = 1, .compute = compute, .threads = threads[k]});
+            struct lm *m = make_model(
+                &shape, (struct lm_options){.batch = 8, .training = 1, .compute = compute, .threads = threads[k]});
             CHECK(lm_threads(m) == threads[k], "%d threads instead of %d", lm_threads(m), threads[k]);
             double got = lm_forward(m, w.list, tokens, 6, 65);
             if (!k) loss = got;
             CHECK(got == loss, "compute %d, %d threads: loss %.17g, first %.17g", compute, threads[k], got, loss);
             lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = k ? again : first});
             for (int i = 0; k && i < w.count; i++)
-                CHECK(!memcmp(first[i], again[i], (size_t)elements(&w, i) * sizeof(float)), "compute %d, %d threads: %s differs",
-                      compute, threads[k], w.info[i].name);
+                CHECK(!memcmp(first[i], again[i], (size_t)elements(&w, i) * sizeof(float)),
+                      "compute %d, %d threads: %s differs", compute, threads[k], w.info[i].name);
             lm_destroy(m);
         }
         free_buffers(&w, first);
@@ -429,7 +438,8 @@ static void test_bf16(void)
     void **exact = make_buffers(&w), **rounded = make_buffers(&w);
     double loss[2];
     for (int compute = LM_F32; compute <= LM_BF16; compute++) {
-        struct lm *m = make_model(&shape, (struct lm_options){.batch = 4, .training = 1, .compute = compute, .threads = 2});
+        struct lm *m =
+            make_model(&shape, (struct lm_options){.batch = 4, .training = 1, .compute = compute, .threads = 2});
         loss[compute] = lm_forward(m, w.list, tokens, 4, 64);
         lm_backward(m, w.list, 1.0, &(struct lm_sink){.buffers = compute ? rounded : exact});
         lm_destroy(m);
@@ -443,16 +453,18 @@ static void test_bf16(void)
             aa += (double)a[k] * a[k];
             bb += (double)b[k] * b[k];
         }
-        CHECK(ab / sqrt(aa * bb) > 0.995, "%s: cosine of bf16 and f32 gradients %g", w.info[i].name, ab / sqrt(aa * bb));
+        CHECK(ab / sqrt(aa * bb) > 0.995, "%s: cosine of bf16 and f32 gradients %g", w.info[i].name,
+              ab / sqrt(aa * bb));
     }
     free_buffers(&w, exact);
     free_buffers(&w, rounded);
     free_weights(&w);
 }
 
-static const char text[] = "In a village of La Mancha, the name of which I have no desire to call to mind, there lived "
-                           "not long since one of those gentlemen that keep a lance in the lance-rack, an old buckler, a "
-                           "lean hack, and a greyhound for coursing.";
+static const char text[] =
+    "In a village of La Mancha, the name of which I have no desire to call to mind, there lived "
+    "not long since one of those gentlemen that keep a lance in the lance-rack, an old buckler, a "
+    "lean hack, and a greyhound for coursing.";
 
 /* Adam on one batch, then the model must say it by heart. */
 static void test_overfit(void)
@@ -463,7 +475,8 @@ static void test_overfit(void)
     void **gradients = make_buffers(&w), **moment = make_buffers(&w), **square = make_buffers(&w);
     uint8_t tokens[BATCH * (LENGTH + 1)];
     memcpy(tokens, text, sizeof tokens);
-    struct lm *m = make_model(&shape, (struct lm_options){.batch = BATCH, .training = 1, .compute = LM_BF16, .threads = 2});
+    struct lm *m =
+        make_model(&shape, (struct lm_options){.batch = BATCH, .training = 1, .compute = LM_BF16, .threads = 2});
     double loss = 0, first = 0, power1 = 1, power2 = 1;
     for (int step = 0; step < STEPS; step++) {
         loss = lm_forward(m, w.list, tokens, BATCH, LENGTH);
@@ -484,7 +497,8 @@ static void test_overfit(void)
     CHECK(loss < 0.1, "loss after %d steps on one batch: %g", STEPS, loss);
     uint8_t said[LENGTH - 12];
     CHECK(lm_generate(m, w.list, tokens, 12, 0, 1, said, sizeof said) == 0, "%s", lm_error(m));
-    CHECK(!memcmp(said, tokens + 12, sizeof said), "memorized text came out as \"%.*s\"", (int)sizeof said, (char *)said);
+    CHECK(!memcmp(said, tokens + 12, sizeof said), "memorized text came out as \"%.*s\"", (int)sizeof said,
+          (char *)said);
     lm_destroy(m);
     free_buffers(&w, gradients);
     free_buffers(&w, moment);
@@ -497,7 +511,8 @@ static void test_generate(void)
     enum { N = 90 };
     struct weights w = make_weights(tiny, LM_BF16, 0.4, 10);
     double **wide = widen(&w);
-    struct lm *m = make_model(&tiny, (struct lm_options){.threads = 2}), *single = make_model(&tiny, (struct lm_options){.threads = 1});
+    struct lm *m = make_model(&tiny, (struct lm_options){.threads = 2}),
+              *single = make_model(&tiny, (struct lm_options){.threads = 1});
     uint8_t a[N], b[N];
     const uint8_t *prompt = (const uint8_t *)"Call me";
     CHECK(lm_generate(m, w.list, prompt, 7, 0.8, 42, a, N) == 0, "%s", lm_error(m));
@@ -518,7 +533,8 @@ static void test_generate(void)
         double logits[256];
         plain_loss(&w.config, wide, all + start, 1, 7 + i - start, logits);
         int best = 0;
-        for (int k = 1; k < 256; k++) if (logits[k] > logits[best]) best = k;
+        for (int k = 1; k < 256; k++)
+            if (logits[k] > logits[best]) best = k;
         CHECK(best == a[i], "byte %d: %d, by the plain implementation %d", i, a[i], best);
     }
     /* Odd prompts. */
@@ -529,7 +545,8 @@ static void test_generate(void)
     CHECK(!memcmp(a, b, N), "an empty prompt is not a newline");
     CHECK(lm_generate(m, w.list, lengthy, sizeof lengthy, 0, 1, a, N) == 0, "%s", lm_error(m));
     CHECK(lm_generate(m, w.list, lengthy, sizeof lengthy, 0, 1, a, 0) == 0, "%s", lm_error(m));
-    CHECK(lm_generate(m, w.list, prompt, 7, -1, 1, a, N) == -1 && strstr(lm_error(m), "temperature"), "\"%s\"", lm_error(m));
+    CHECK(lm_generate(m, w.list, prompt, 7, -1, 1, a, N) == -1 && strstr(lm_error(m), "temperature"), "\"%s\"",
+          lm_error(m));
     CHECK(lm_generate(m, w.list, prompt, 7, NAN, 1, a, N) == -1, "a temperature of NaN is accepted");
     lm_destroy(m);
     lm_destroy(single);
@@ -577,20 +594,30 @@ static void test_shapes(void)
     lm_destroy(m);
 
     int64_t sum = 0;
-    const char *expected[] = {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight",
-                              "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight",
-                              "model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.o_proj.weight",
-                              "model.layers.0.post_attention_layernorm.weight", "model.layers.0.mlp.gate_proj.weight",
-                              "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"};
+    const char *expected[] = {"model.embed_tokens.weight",
+                              "model.layers.0.input_layernorm.weight",
+                              "model.layers.0.self_attn.q_proj.weight",
+                              "model.layers.0.self_attn.k_proj.weight",
+                              "model.layers.0.self_attn.v_proj.weight",
+                              "model.layers.0.self_attn.o_proj.weight",
+                              "model.layers.0.post_attention_layernorm.weight",
+                              "model.layers.0.mlp.gate_proj.weight",
+                              "model.layers.0.mlp.up_proj.weight",
+                              "model.layers.0.mlp.down_proj.weight"};
     for (int i = 0; i < w.count; i++) sum += elements(&w, i);
-    for (int i = 0; i < 10; i++) CHECK(!strcmp(w.info[i].name, expected[i]), "tensor %d is %s, not %s", i, w.info[i].name, expected[i]);
-    CHECK(!strcmp(w.info[w.count - 2].name, "model.norm.weight") && !strcmp(w.info[w.count - 1].name, "lm_head.weight"), "last tensors");
-    CHECK(sum == lm_parameter_count(&w.config), "%lld parameters, counted %lld", (long long)lm_parameter_count(&w.config), (long long)sum);
+    for (int i = 0; i < 10; i++)
+        CHECK(!strcmp(w.info[i].name, expected[i]), "tensor %d is %s, not %s", i, w.info[i].name, expected[i]);
+    CHECK(!strcmp(w.info[w.count - 2].name, "model.norm.weight") && !strcmp(w.info[w.count - 1].name, "lm_head.weight"),
+          "last tensors");
+    CHECK(sum == lm_parameter_count(&w.config), "%lld parameters, counted %lld",
+          (long long)lm_parameter_count(&w.config), (long long)sum);
     struct lm_config default_size = {.width = 256, .depth = 1, .heads = 4, .context = 8};
-    CHECK(lm_config_check(&default_size, error, sizeof error) == 0 && default_size.intermediate == 704, "intermediate size %d of width 256", default_size.intermediate);
+    CHECK(lm_config_check(&default_size, error, sizeof error) == 0 && default_size.intermediate == 704,
+          "intermediate size %d of width 256", default_size.intermediate);
     char json[2048];
     int n = lm_config_json(&w.config, "bfloat16", json, sizeof json);
-    CHECK(n == (int)strlen(json) && strstr(json, "\"hidden_size\": 24") && strstr(json, "\"rope_theta\": 10000.0"), "config.json: %s", json);
+    CHECK(n == (int)strlen(json) && strstr(json, "\"hidden_size\": 24") && strstr(json, "\"rope_theta\": 10000.0"),
+          "config.json: %s", json);
     CHECK(lm_config_json(&w.config, "bfloat16", json, 100) == -1, "config.json in 100 bytes");
     free_weights(&w);
 }
@@ -616,8 +643,10 @@ static void test_initial(void)
             continue;
         }
         CHECK(fabs(sum / n) < 5 * s / sqrt(n), "%s: mean %g", w.info[i].name, sum / n);
-        CHECK(fabs(square / n / (s * s) - 1) < 5 * sqrt(2 / n), "%s: variance %g of the wanted", w.info[i].name, square / n / (s * s));
-        CHECK(fabs(fourth / n / (s * s * s * s) - 3) < 5 * sqrt(96 / n), "%s: fourth moment %g", w.info[i].name, fourth / n / (s * s * s * s));
+        CHECK(fabs(square / n / (s * s) - 1) < 5 * sqrt(2 / n), "%s: variance %g of the wanted", w.info[i].name,
+              square / n / (s * s));
+        CHECK(fabs(fourth / n / (s * s * s * s) - 3) < 5 * sqrt(96 / n), "%s: fourth moment %g", w.info[i].name,
+              fourth / n / (s * s * s * s));
     }
     CHECK(fabs(w.info[5].init_std - 0.02 / sqrt(8)) < 1e-12, "deviation of o_proj %g", w.info[5].init_std);
     /* The same on every machine: this is what it was where it was first computed. */
@@ -640,7 +669,8 @@ static void test_rows(void)
             float y;
             row_load(&y, &next, type, 1);
             if (is_nan || !isfinite(y) || (code & 0x7FFF) == 0x7FFF) continue;
-            float middle = (float)(((double)x + (double)y) / 2), near_x = nextafterf(middle, x), near_y = nextafterf(middle, y);
+            float middle = (float)(((double)x + (double)y) / 2), near_x = nextafterf(middle, x),
+                  near_y = nextafterf(middle, y);
             row_store(&out, type, &middle, 1);
             CHECK(out == (code & 1 ? next : in), "type %d: tie after %04X rounds to %04X", type, in, out);
             row_store(&out, type, &near_x, 1);
@@ -688,7 +718,8 @@ static void test_matmul(void)
     row_load(b, stored_b, LM_BF16, SIZE);
     for (int trial = 0; trial < 256; trial++) {
         uint64_t h = hash_counters(3, (uint64_t)trial, 0, 0);
-        struct matmul_shape s = {.m = 1 + (int64_t)(h % 40), .n = 1 + (int64_t)(h / 64 % 40), .k = 1 + (int64_t)(h / 4096 % 40)};
+        struct matmul_shape s = {
+            .m = 1 + (int64_t)(h % 40), .n = 1 + (int64_t)(h / 64 % 40), .k = 1 + (int64_t)(h / 4096 % 40)};
         int ta = trial & 1, tb = trial >> 1 & 1, gap = trial >> 5 & 3;
         s.type = trial >> 2 & 1 ? LM_BF16 : LM_F32;
         s.accumulate = trial >> 3 & 1;
@@ -699,16 +730,18 @@ static void test_matmul(void)
         s.b_column = tb ? s.k + gap : 1;
         s.c_row = s.n + gap;
         for (int i = 0; i < SIZE; i++) c[i] = 2.0f;
-        CHECK(matmul_run(context, &s, s.type ? (void *)stored_a : a, s.type ? (void *)stored_b : b, c) == 0, "%s", matmul_error(context));
+        CHECK(matmul_run(context, &s, s.type ? (void *)stored_a : a, s.type ? (void *)stored_b : b, c) == 0, "%s",
+              matmul_error(context));
         for (int64_t i = 0; i < s.m; i++) {
             for (int64_t j = 0; j < s.n; j++) {
                 double sum = s.accumulate ? 2.0 : 0.0;
-                for (int64_t k = 0; k < s.k; k++) sum += (double)a[i * s.a_row + k * s.a_column] * (double)b[k * s.b_row + j * s.b_column];
+                for (int64_t k = 0; k < s.k; k++)
+                    sum += (double)a[i * s.a_row + k * s.a_column] * (double)b[k * s.b_row + j * s.b_column];
                 float got = c[i * s.c_row + j];
                 if (s.c_type == LM_BF16) row_load(&got, (uint16_t *)c + i * s.c_row + j, LM_BF16, 1);
                 CHECK(fabs((double)got - sum) < (s.c_type == LM_BF16 ? fabs(sum) * 0x1p-8 + 1e-4 : 1e-5),
-                      "trial %d [%lld,%lld,%lld]: C[%lld,%lld] = %g, expected %g", trial, (long long)s.m, (long long)s.n,
-                      (long long)s.k, (long long)i, (long long)j, (double)got, sum);
+                      "trial %d [%lld,%lld,%lld]: C[%lld,%lld] = %g, expected %g", trial, (long long)s.m,
+                      (long long)s.n, (long long)s.k, (long long)i, (long long)j, (double)got, sum);
             }
             for (int64_t j = s.n; j < s.c_row && s.c_type == LM_F32; j++)
                 CHECK(c[i * s.c_row + j] == 2.0f, "trial %d wrote between the rows of C", trial);
@@ -716,17 +749,20 @@ static void test_matmul(void)
     }
     /* More shapes than are kept: those that were dropped come again. */
     for (int64_t m = 1; m <= 400; m++) {
-        struct matmul_shape s = {.m = m, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
-        CHECK(matmul_run(context, &s, a, b, c) == 0 && c[m - 1] == a[m - 1] * b[0], "%lld rows: %g %s", (long long)m, (double)c[m - 1],
-              matmul_error(context));
+        struct matmul_shape s = {
+            .m = m, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
+        CHECK(matmul_run(context, &s, a, b, c) == 0 && c[m - 1] == a[m - 1] * b[0], "%lld rows: %g %s", (long long)m,
+              (double)c[m - 1], matmul_error(context));
     }
-    struct matmul_shape wrong = {.m = -1, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
+    struct matmul_shape wrong = {
+        .m = -1, .n = 1, .k = 1, .a_row = 1, .a_column = 1, .b_row = 1, .b_column = 1, .c_row = 1};
     for (int type = LM_F32; type <= LM_F16; type++) {
         static const char *const called[] = {[LM_F32] = "f32", [LM_BF16] = "bf16", [LM_F16] = "f16"};
         char expected[64];
         wrong.type = type;
         snprintf(expected, sizeof expected, "oneDNN cannot multiply %s matrices [-1, 1] x [1, 1]", called[type]);
-        CHECK(matmul_run(context, &wrong, a, b, c) == -1 && strstr(matmul_error(context), expected), "%s: %s", called[type], matmul_error(context));
+        CHECK(matmul_run(context, &wrong, a, b, c) == -1 && strstr(matmul_error(context), expected), "%s: %s",
+              called[type], matmul_error(context));
     }
     matmul_destroy(context);
 }
@@ -810,7 +846,8 @@ static void expect_load(const char *name, const void *bytes, size_t n, const voi
     error[0] = 0;
     int status = data_load(write_file(name, bytes, n), &file, error, sizeof error);
     CHECK(!status, "%s", error);
-    CHECK(!status && file.n == content_n && !memcmp(file.bytes, content, content_n), "%s: %zu bytes instead of %zu, or others", name, file.n, content_n);
+    CHECK(!status && file.n == content_n && !memcmp(file.bytes, content, content_n),
+          "%s: %zu bytes instead of %zu, or others", name, file.n, content_n);
     data_free(&file);
     unlink(path);
 }
@@ -821,7 +858,8 @@ static void expect_refusal(const char *load_path, const char *word)
     error[0] = 0;
     int status = data_load(load_path, &file, error, sizeof error);
     CHECK(status == -1 && !file.bytes && !file.n, "%s was accepted", load_path);
-    CHECK(strstr(error, load_path) && strstr(error, word) && !strchr(error, '\n'), "\"%s\" does not name \"%s\"", error, word);
+    CHECK(strstr(error, load_path) && strstr(error, word) && !strchr(error, '\n'), "\"%s\" does not name \"%s\"", error,
+          word);
     data_free(&file);
 }
 
@@ -845,7 +883,8 @@ static void test_load(void)
     expect_load("thousandfold", packed, small, zeros, 40 * N);
 
     n = pack(packed, 2 * N, bytes, N);
-    for (size_t cut = 2; cut < n; cut += cut < 40 ? 1 : 7777) expect_refusal(write_file("truncated", packed, cut), "gzip");
+    for (size_t cut = 2; cut < n; cut += cut < 40 ? 1 : 7777)
+        expect_refusal(write_file("truncated", packed, cut), "gzip");
     expect_refusal(write_file("truncated", packed, n - 1), "truncated");
     packed[n / 2] ^= 0x10;
     expect_refusal(write_file("corrupt", packed, n), "corrupt");
@@ -881,11 +920,13 @@ static void test_windows(void)
     struct data_file file = {bytes, 1000};
     struct data_part train, validation;
     data_split(&file, &train, &validation);
-    CHECK(train.bytes == bytes && train.n == 900 && validation.bytes == bytes + 900 && validation.n == 100, "split %zu + %zu", train.n, validation.n);
+    CHECK(train.bytes == bytes && train.n == 900 && validation.bytes == bytes + 900 && validation.n == 100,
+          "split %zu + %zu", train.n, validation.n);
 
     struct data_part exact = {bytes, 34}, one_less = {bytes, 33};
     CHECK(data_check(&exact, 32, "x", error, sizeof error) == 0, "%s", error);
-    CHECK(data_check(&one_less, 32, "training part of corpus.txt", error, sizeof error) == -1 && strstr(error, "corpus.txt") && strstr(error, "34"),
+    CHECK(data_check(&one_less, 32, "training part of corpus.txt", error, sizeof error) == -1 &&
+              strstr(error, "corpus.txt") && strstr(error, "34"),
           "\"%s\"", error);
 
     data_batch(&train, 7, 3, 1, 8, 32, windows);
@@ -893,7 +934,8 @@ static void test_windows(void)
     CHECK(!memcmp(windows, again, sizeof windows), "the same batch twice");
     for (int i = 0; i < 8; i++) {
         size_t start = data_window(&train, 7, 3, 1, (uint64_t)i, 32);
-        CHECK(start + 33 <= train.n && !memcmp(windows + i * 33, bytes + start, 33), "window %d starts at %zu", i, start);
+        CHECK(start + 33 <= train.n && !memcmp(windows + i * 33, bytes + start, 33), "window %d starts at %zu", i,
+              start);
     }
     int differ = 0;
     for (int i = 0; i < 4; i++) {
@@ -910,7 +952,8 @@ static void test_windows(void)
     CHECK(fabs(chi - 867) < 5 * sqrt(2 * 867), "chi-square of window starts %g, expected 867", chi);
 
     size_t windows_n = data_eval_count(&validation, 32, 0);
-    CHECK(windows_n == 3 && data_eval_count(&validation, 32, 2) == 2 && data_eval_count(&exact, 32, 0) == 1, "%zu evaluation windows", windows_n);
+    CHECK(windows_n == 3 && data_eval_count(&validation, 32, 2) == 2 && data_eval_count(&exact, 32, 0) == 1,
+          "%zu evaluation windows", windows_n);
     for (size_t i = 0; i < windows_n; i++) {
         uint8_t window[33];
         data_eval_window(&validation, i, windows_n, 32, window);

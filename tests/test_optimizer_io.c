@@ -1,6 +1,7 @@
-/* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever does not
- * fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations and its
- * reading can fail and its locale can be another one. Over 500 lines because each thing that a file may say wrong is a row. */
+/* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever
+ * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations
+ * and its reading can fail and its locale can be another one. Over 500 lines because each thing that a file may say
+ * wrong is a row. */
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>
@@ -20,7 +21,7 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-/* ---- What can go wrong around the library ---------------------------------------------------------------------------- */
+/* ---- What can go wrong around the library ------------------------------------------------------------------------ */
 
 static long allocation_at = -1, allocations, read_at = -1, reads;
 static int failed;
@@ -49,7 +50,10 @@ static void faulty_free(void *block)
 }
 
 static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
-static void *faulty_calloc(size_t count, size_t bytes) { return refuse_allocation() ? NULL : count_held(calloc(count, bytes)); }
+static void *faulty_calloc(size_t count, size_t bytes)
+{
+    return refuse_allocation() ? NULL : count_held(calloc(count, bytes));
+}
 
 static void *faulty_realloc(void *old, size_t bytes)
 {
@@ -72,8 +76,7 @@ static ssize_t faulty_pread(int fd, void *data, size_t bytes, off_t offset)
 }
 
 /* snprintf and strtod as a locale with another decimal point has them. */
-__attribute__((format(printf, 3, 4)))
-static int local_snprintf(char *text, size_t size, const char *format, ...)
+__attribute__((format(printf, 3, 4))) static int local_snprintf(char *text, size_t size, const char *format, ...)
 {
     char local[1024];
     va_list arguments;
@@ -140,7 +143,7 @@ static int quick_fsync(int fd)
 #undef free
 #undef pread
 
-/* ---- Runs ------------------------------------------------------------------------------------------------------------- */
+/* ---- Runs -------------------------------------------------------------------------------------------------------- */
 
 static char scratch[256], message[1024];
 static int is_short;
@@ -154,11 +157,11 @@ typedef struct shape {
     int64_t rows, row_length;
 } shape;
 
-/* Of every kind: a scalar, vectors that blocks take and that they do not, rows that end within a block, more dimensions, whole
- * blocks of every length, nothing at all. */
+/* Of every kind: a scalar, vectors that blocks take and that they do not, rows that end within a block, more
+ * dimensions, whole blocks of every length, nothing at all. */
 static const shape shapes[] = {
-    {"scalar", 0, 0, 1, 1}, {"norm.weight", 0, 1, 100, 1}, {"flat/vector", 1, 1, 1, 4096}, {"embed", 0, 2, 5, 300},
-    {"linear", 1, 2, 40, 128}, {"conv", 0, 4, 8, 72}, {"empty", 1, 2, 0, 7},
+    {"scalar", 0, 0, 1, 1},    {"norm.weight", 0, 1, 100, 1}, {"flat/vector", 1, 1, 1, 4096}, {"embed", 0, 2, 5, 300},
+    {"linear", 1, 2, 40, 128}, {"conv", 0, 4, 8, 72},         {"empty", 1, 2, 0, 7},
 };
 enum { TENSORS = sizeof shapes / sizeof *shapes, GROUPS = 2, MOST = 5120 };
 
@@ -176,8 +179,8 @@ typedef struct plan {
     int order[TENSORS], count; /* which shapes, in which order; count 0: all */
     int swapped;               /* groups are added the other way round */
     uint64_t seed;
-    double momentum;           /* of rules that have it */
-    int bare;                  /* states get no memory */
+    double momentum; /* of rules that have it */
+    int bare;        /* states get no memory */
 } plan;
 
 static const plan usual = {.recipe = {"adamw/bf16-sr/int8", "adamw/bf16-sr/int8"}, .seed = 7};
@@ -214,9 +217,13 @@ static int build(run *r, const plan *p)
     r->n = p->count ? p->count : TENSORS;
     for (int i = 0; i < r->n; i++) {
         const shape *s = &shapes[p->count ? p->order[i] : i];
-        halfstep_tensor t = {.struct_size = sizeof t, .group = group[s->group], .name = s->name, .ndim = s->ndim,
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = group[s->group],
+                             .name = s->name,
+                             .ndim = s->ndim,
                              .rows = s->rows,
-                             .row_length = s->row_length, .gradient = "f32"};
+                             .row_length = s->row_length,
+                             .gradient = "f32"};
         int32_t index;
         halfstep_slot_info slot = {.struct_size = sizeof slot};
         if (halfstep_add_tensor(r->o, &t, &index)) return 0;
@@ -281,7 +288,8 @@ static uint64_t fingerprint(const run *r, int settings)
         hash = mix_bytes(hash, r->weights[i], (size_t)r->bytes[i]);
         for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
             halfstep_slot_info info = {.struct_size = sizeof info};
-            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0) continue;
+            if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(r->o, i, slot, &info) || info.format < 0)
+                continue;
             if (info.code) hash = mix_bytes(hash, info.code, info.code_bytes);
             if (info.extra) hash = mix_bytes(hash, info.extra, info.extra_bytes);
             char name[64];
@@ -293,7 +301,8 @@ static uint64_t fingerprint(const run *r, int settings)
         for (int32_t row = 0; !halfstep_get_rule_info(row, &rule); row++)
             for (int32_t k = 0; k < rule.scalars; k++) {
                 double value;
-                if (!halfstep_get_scalar(r->o, i, rule.scalar_name[k], &value)) hash = mix_bytes(hash, &value, sizeof value);
+                if (!halfstep_get_scalar(r->o, i, rule.scalar_name[k], &value))
+                    hash = mix_bytes(hash, &value, sizeof value);
             }
         uint64_t steps;
         MUST(halfstep_get_group_steps(r->o, t.group, &steps));
@@ -307,7 +316,8 @@ static uint64_t fingerprint(const run *r, int settings)
             halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
             for (int32_t k = 0; !halfstep_get_hyper_info(row, k, &hyper); k++) {
                 double value;
-                if (!halfstep_get_hyper(r->o, t.group, hyper.name, &value)) hash = mix_bytes(hash, &value, sizeof value);
+                if (!halfstep_get_hyper(r->o, t.group, hyper.name, &value))
+                    hash = mix_bytes(hash, &value, sizeof value);
             }
         }
         sum += hash;
@@ -326,7 +336,7 @@ static uint64_t fingerprint(const run *r, int settings)
     return mix_bytes(mix_bytes(sum, numbers, sizeof numbers), counts, sizeof counts);
 }
 
-/* ---- There and back -------------------------------------------------------------------------------------------------- */
+/* ---- There and back ---------------------------------------------------------------------------------------------- */
 
 /* A run of three steps goes on for two: by itself, from a file and from a checkpoint. */
 static int check_resume(const plan *p)
@@ -343,8 +353,9 @@ static int check_resume(const plan *p)
     halfstep_checkpoint *checkpoint;
     halfstep_save_options fast = {.struct_size = sizeof fast, .no_sync = 1};
     CHECK(!halfstep_begin_checkpoint(&save, at("run"), &fast, TEXT) &&
-          !halfstep_save_optimizer(save, original.o, original.weights, NULL, TEXT) &&
-          !halfstep_commit_checkpoint(save, TEXT), "%s: save: %s", p->recipe[1], message);
+              !halfstep_save_optimizer(save, original.o, original.weights, NULL, TEXT) &&
+              !halfstep_commit_checkpoint(save, TEXT),
+          "%s: save: %s", p->recipe[1], message);
     uint64_t saved = fingerprint(&original, 1);
     step(&original, 3, 2);
     uint64_t ended = fingerprint(&original, 1);
@@ -363,8 +374,8 @@ static int check_resume(const plan *p)
         }
         if (way == 2) {
             CHECK(!halfstep_open_checkpoint(&checkpoint, at("run"), NULL, TEXT), "%s: open: %s", p->recipe[1], message);
-            CHECK(!halfstep_load_optimizer(checkpoint, other.o, other.weights, &compare, TEXT), "%s: load: %s", p->recipe[1],
-                  message);
+            CHECK(!halfstep_load_optimizer(checkpoint, other.o, other.weights, &compare, TEXT), "%s: load: %s",
+                  p->recipe[1], message);
             halfstep_close_checkpoint(checkpoint);
         } else {
             CHECK(!halfstep_read_optimizer(at("one"), other.o, other.weights, NULL, TEXT), "%s: read: %s", p->recipe[1],
@@ -434,63 +445,71 @@ static void test_two_in_one_checkpoint(void)
     halfstep_checkpoint_save *save;
     halfstep_checkpoint *checkpoint;
     const char *const model = "critic.safetensors";
-    halfstep_file_options critic = {.struct_size = sizeof critic, .optimizer_file = "critic-optimizer.safetensors",
-                                    .model_file = model};
+    halfstep_file_options critic = {
+        .struct_size = sizeof critic, .optimizer_file = "critic-optimizer.safetensors", .model_file = model};
     if (!build(&a, &usual) || !build(&b, &other) || !build(&c, &other)) test_fail(__FILE__, __LINE__, "build");
     step(&a, 0, 2);
     step(&b, 5, 2);
     CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) &&
-          !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) &&
-          !halfstep_save_optimizer(save, b.o, b.weights, &critic, TEXT) && !halfstep_commit_checkpoint(save, TEXT), "%s",
-              message);
+              !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) &&
+              !halfstep_save_optimizer(save, b.o, b.weights, &critic, TEXT) && !halfstep_commit_checkpoint(save, TEXT),
+          "%s", message);
     CHECK(!halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT), "%s", message);
     CHECK(!halfstep_load_optimizer(checkpoint, c.o, c.weights, &critic, TEXT), "%s", message);
     CHECK(fingerprint(&b, 1) == fingerprint(&c, 1), "the second optimizer");
     uint64_t before = fingerprint(&c, 1);
     CHECK(halfstep_load_optimizer(checkpoint, c.o, c.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "recipe"),
+              strstr(message, "recipe"),
           "the other's states: %s", message);
     critic.model_file = "actor.safetensors";
     CHECK(halfstep_load_optimizer(checkpoint, c.o, c.weights, &critic, TEXT) == HALFSTEP_ERROR_NAME &&
-          strstr(message, "actor.safetensors"), "no such file: %s", message);
+              strstr(message, "actor.safetensors"),
+          "no such file: %s", message);
     CHECK(fingerprint(&c, 1) == before, "a failure changed something");
     halfstep_close_checkpoint(checkpoint);
     /* Only the states: the weights are the caller's. */
-    CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) && !halfstep_save_optimizer(save, a.o, NULL, NULL, TEXT) &&
-          !halfstep_commit_checkpoint(save, TEXT) && !halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT), "%s",
-              message);
+    CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT) &&
+              !halfstep_save_optimizer(save, a.o, NULL, NULL, TEXT) && !halfstep_commit_checkpoint(save, TEXT) &&
+              !halfstep_open_checkpoint(&checkpoint, at("two"), NULL, TEXT),
+          "%s", message);
     CHECK(!halfstep_checkpoint_path(checkpoint, "model.safetensors"), "weights that nobody gave");
     CHECK(halfstep_load_optimizer(checkpoint, a.o, a.weights, NULL, TEXT) == HALFSTEP_ERROR_NAME &&
-          strstr(message, "model.safetensors"), "%s", message);
+              strstr(message, "model.safetensors"),
+          "%s", message);
     CHECK(!halfstep_load_optimizer(checkpoint, a.o, NULL, NULL, TEXT), "%s", message);
     halfstep_close_checkpoint(checkpoint);
     /* A failed call is the commit's result. */
     void *none[TENSORS] = {NULL};
     CHECK(!halfstep_begin_checkpoint(&save, at("two"), NULL, TEXT), "%s", message);
-    CHECK(halfstep_save_optimizer(save, a.o, none, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"), "%s",
+    CHECK(halfstep_save_optimizer(save, a.o, none, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"),
+          "%s", message);
+    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"), "%s",
           message);
-    CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_ARGUMENT && strstr(message, "scalar"), "%s", message);
     end(&a);
     end(&b);
     end(&c);
 }
 
-/* ---- Files that were changed ---------------------------------------------------------------------------------------- */
+/* ---- Files that were changed ------------------------------------------------------------------------------------- */
 
 typedef struct change {
-    const char *key, *value;        /* metadata: the new value; NULL removes it */
-    const char *drop, *rename;      /* a tensor that is left out; or its new name */
-    const char *retype;             /* a tensor whose dtype becomes another one of as many bits */
-    const char *reshape;            /* a tensor that becomes a vector, or gets `ndim` sizes */
+    const char *key, *value;   /* metadata: the new value; NULL removes it */
+    const char *drop, *rename; /* a tensor that is left out; or its new name */
+    const char *retype;        /* a tensor whose dtype becomes another one of as many bits */
+    const char *reshape;       /* a tensor that becomes a vector, or gets `ndim` sizes */
     uint64_t sizes[16], ndim;
-    const char *add;                /* a vector of zeros, of `element` bytes, that the file has beyond the others */
-    const char *poke;               /* a tensor whose element `element` gets `bytes` bytes of `bits` */
+    const char *add;  /* a vector of zeros, of `element` bytes, that the file has beyond the others */
+    const char *poke; /* a tensor whose element `element` gets `bytes` bytes of `bits` */
     uint64_t element, bits, bytes;
 } change;
 
 static int copy_bytes(void *context, uint64_t tensor, uint64_t offset, void *data, uint64_t bytes)
 {
-    const struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } *copy = context;
+    const struct {
+        halfstep_safetensors *file;
+        const change *c;
+        uint64_t number[64];
+    } *copy = context;
     halfstep_safetensor_info info = {.struct_size = sizeof info};
     if (copy->number[tensor] == UINT64_MAX) {
         memset(data, 0, bytes);
@@ -506,7 +525,11 @@ static int copy_bytes(void *context, uint64_t tensor, uint64_t offset, void *dat
 /* Writes at("changed") from at("one"). */
 static void make_changed(const change *c)
 {
-    struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } copy = {.c = c};
+    struct {
+        halfstep_safetensors *file;
+        const change *c;
+        uint64_t number[64];
+    } copy = {.c = c};
     halfstep_safetensors_writer *writer;
     uint64_t n = 0;
     int found = !c->key || c->value;
@@ -563,7 +586,8 @@ static const refusal refusals[] = {
     {META("counters.linear", "state_steps 1 full_steps 1 writes 1"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", "state_steps -1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", "state_steps 1 writes 1 full_steps 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters.linear"},
-    {META("counters.linear", "state_steps 9223372036854775808 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT, "counters."},
+    {META("counters.linear", "state_steps 9223372036854775808 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_FORMAT,
+     "counters."},
     {META("counters.linear", "state_steps 1 full_steps 1 writes 99999999999999999999 id 5"), HALFSTEP_ERROR_FORMAT,
      "counters."},
     {META("counters.linear", "state_steps 1 full_steps 9223372036854775808 writes 1 id 5"), HALFSTEP_ERROR_FORMAT,
@@ -572,7 +596,8 @@ static const refusal refusals[] = {
      "counters."},
     {META("counters.linear", ""), HALFSTEP_ERROR_FORMAT, "counters.linear"},
     {META("counters.linear", NULL), HALFSTEP_ERROR_FORMAT, "counters.linear"},
-    {META("counters.stranger", "state_steps 1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
+    {META("counters.stranger", "state_steps 1 full_steps 1 writes 1 id 5"), HALFSTEP_ERROR_MISMATCH,
+     "\"stranger\", this"},
     {META("group_of.stranger", "0"), HALFSTEP_ERROR_MISMATCH, "\"stranger\", this"},
     {META("group_of.linear", "zero"), HALFSTEP_ERROR_FORMAT, "group_of.linear"},
     {META("group_of.linear", "0"), HALFSTEP_ERROR_MISMATCH, "\"linear\" is in group 0 there"},
@@ -607,30 +632,46 @@ static const refusal refusals[] = {
     {{.reshape = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "shape [5120], this optimizer needs [40, 128]"},
     {{.reshape = "linear/exp_avg.scale"}, HALFSTEP_ERROR_MISMATCH, "shape [160], this optimizer needs [40, 4]"},
     {{.reshape = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" has shape [5120]"},
-    {{.reshape = "linear/exp_avg", .sizes = {128, 40}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+    {{.reshape = "linear/exp_avg", .sizes = {128, 40}, .ndim = 2},
+     HALFSTEP_ERROR_MISMATCH,
      "shape [128, 40], this optimizer needs [40, 128]"},
-    {{.reshape = "linear/exp_avg", .sizes = {40, 127}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+    {{.reshape = "linear/exp_avg", .sizes = {40, 127}, .ndim = 2},
+     HALFSTEP_ERROR_MISMATCH,
      "shape [40, 127], this optimizer needs [40, 128]"},
-    {{.reshape = "norm.weight/exp_avg", .sizes = {10, 10}, .ndim = 2}, HALFSTEP_ERROR_MISMATCH,
+    {{.reshape = "norm.weight/exp_avg", .sizes = {10, 10}, .ndim = 2},
+     HALFSTEP_ERROR_MISMATCH,
      "shape [10, 10], this optimizer needs [100]"},
-    {{.reshape = "linear/exp_avg", .sizes = {0, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG},
+    {{.reshape = "linear/exp_avg",
+      .sizes = {0, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG, BIG},
       .ndim = 16},
-     HALFSTEP_ERROR_MISMATCH, "shape [0, 9223372036854775807, 9223372036854775807, "},
-    {{.add = "stranger", .element = 3}, HALFSTEP_ERROR_MISMATCH, "has \"stranger\", which this optimizer does not store"},
-    {{.add = "stranger/exp_avg", .element = 3}, HALFSTEP_ERROR_MISMATCH,
+     HALFSTEP_ERROR_MISMATCH,
+     "shape [0, 9223372036854775807, 9223372036854775807, "},
+    {{.add = "stranger", .element = 3},
+     HALFSTEP_ERROR_MISMATCH,
+     "has \"stranger\", which this optimizer does not store"},
+    {{.add = "stranger/exp_avg", .element = 3},
+     HALFSTEP_ERROR_MISMATCH,
      "has \"stranger/exp_avg\", which this optimizer does not store"},
-    {{.add = "linear/exp_bvg", .element = 3}, HALFSTEP_ERROR_MISMATCH,
+    {{.add = "linear/exp_bvg", .element = 3},
+     HALFSTEP_ERROR_MISMATCH,
      "has \"linear/exp_bvg\", which this optimizer does not store"},
     {{.retype = "linear/exp_avg"}, HALFSTEP_ERROR_MISMATCH, "\"linear/exp_avg\" is U8, this optimizer needs I8"},
     {{.retype = "linear/weight"}, HALFSTEP_ERROR_MISMATCH, "\"linear/weight\" is F16, this optimizer needs BF16"},
-    {{.poke = "linear/exp_avg.scale", .element = 3, .bits = 0x7fc0, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "linear/exp_avg.scale", .element = 3, .bits = 0x7fc0, .bytes = 2},
+     HALFSTEP_ERROR_FORMAT,
      "element 3 of \"linear/exp_avg.scale\""},
-    {{.poke = "linear/exp_avg_sq.scale", .element = 0, .bits = 0x8001, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "linear/exp_avg_sq.scale", .element = 0, .bits = 0x8001, .bytes = 2},
+     HALFSTEP_ERROR_FORMAT,
      "element 0 of \"linear/exp_avg_sq.scale\""},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0xbf80, .bytes = 2}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0xbf80, .bytes = 2},
+     HALFSTEP_ERROR_FORMAT,
      "element 99 of \"norm.weight/exp_avg_sq\""},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xffff, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f81, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xffff, .bytes = 2},
+     HALFSTEP_ERROR_FORMAT,
+     "element 5 of"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f81, .bytes = 2},
+     HALFSTEP_ERROR_FORMAT,
+     "element 5 of"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f80, .bytes = 2}, HALFSTEP_ERROR_FORMAT, "not finite"},
     /* What looks odd but may be. */
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x8000, .bytes = 2}, 0, ""},
@@ -651,18 +692,24 @@ static const refusal refusals[] = {
 static const plan single = {.recipe = {"adamw", "adamw"}, .seed = 7};
 static const plan flat = {.recipe = {"adamw/f32/dyn8", "adamw/f32/dyn8"}, .seed = 7};
 static const refusal refusals_single[] = {
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xbf800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0xbf800000, .bytes = 4},
+     HALFSTEP_ERROR_FORMAT,
      "element 5 of"},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0x7fc00000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "norm.weight/exp_avg_sq", .element = 99, .bits = 0x7fc00000, .bytes = 4},
+     HALFSTEP_ERROR_FORMAT,
      "element 99 of"},
-    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT, "not finite"},
+    {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f800000, .bytes = 4},
+     HALFSTEP_ERROR_FORMAT,
+     "not finite"},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x80000000, .bytes = 4}, 0, ""},
     {{.poke = "norm.weight/exp_avg_sq", .element = 5, .bits = 0x7f7fffff, .bytes = 4}, 0, ""},
 };
 static const refusal refusals_flat[] = {
-    {{.poke = "linear/exp_avg_sq.scale", .element = 1, .bits = 0xff800000, .bytes = 4}, HALFSTEP_ERROR_FORMAT,
+    {{.poke = "linear/exp_avg_sq.scale", .element = 1, .bits = 0xff800000, .bytes = 4},
+     HALFSTEP_ERROR_FORMAT,
      "element 1 of"},
-    {{.reshape = "linear/exp_avg.scale", .sizes = {19}, .ndim = 1}, HALFSTEP_ERROR_MISMATCH,
+    {{.reshape = "linear/exp_avg.scale", .sizes = {19}, .ndim = 1},
+     HALFSTEP_ERROR_MISMATCH,
      "shape [19], this optimizer needs [20]"},
     {{.reshape = "linear/exp_avg.scale", .sizes = {4, 5}, .ndim = 2}, 0, ""},
 };
@@ -682,7 +729,8 @@ static void refuse(const plan *p, const refusal *rows, size_t count)
         int code = halfstep_read_optimizer(at("changed"), other.o, other.weights, NULL, TEXT);
         CHECK(code == r->code && strstr(message, r->says) && (!code || strstr(message, "changed")),
               "row %zu: %d \"%s\", not %d "
-              "\"%s\"", i, code, message, r->code, r->says);
+              "\"%s\"",
+              i, code, message, r->code, r->says);
         CHECK(!code || fingerprint(&other, 1) == before, "row %zu: a refused file changed the optimizer", i);
         end(&other);
     }
@@ -702,16 +750,19 @@ static void test_settings(void)
     run a, b;
     static const char *const left[] = {"lr", "seed", "total_steps", "scan", NULL};
     halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE},
-        leave = {.struct_size = sizeof leave, .leave = left};
+                          leave = {.struct_size = sizeof leave, .leave = left};
     double value;
     if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
     step(&a, 0, 3);
     CHECK(!halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT), "%s", message);
     for (int kind = 0; kind < 7; kind++) {
-        static const char *const says[] = {"lr is 0.5 here but 0.005 in ", "decay is l2 here but decoupled in ",
+        static const char *const says[] = {"lr is 0.5 here but 0.005 in ",
+                                           "decay is l2 here but decoupled in ",
                                            "scan is known-finite here but scan in ",
-                                           "clip_norm is 3 here but 1 in ", "seed is 8 here but 7 in ",
-                                               "beta2 is 0.99900000000000011 here but 0.999 in ", ""};
+                                           "clip_norm is 3 here but 1 in ",
+                                           "seed is 8 here but 7 in ",
+                                           "beta2 is 0.99900000000000011 here but 0.999 in ",
+                                           ""};
         plan p = usual;
         if (kind == 4) p.seed = 8;
         if (!build(&b, &p)) test_fail(__FILE__, __LINE__, "build");
@@ -723,7 +774,7 @@ static void test_settings(void)
         uint64_t before = fingerprint(&b, 1);
         int code = halfstep_read_optimizer(at("one"), b.o, b.weights, &compare, TEXT);
         CHECK(code == (kind < 6 ? HALFSTEP_ERROR_MISMATCH : 0) && strstr(message, says[kind]) &&
-              (kind != 0 || strstr(message, "one, group 1")),
+                  (kind != 0 || strstr(message, "one, group 1")),
               "%d: %d %s", kind, code, message);
         CHECK(!code || fingerprint(&b, 1) == before, "%d: a comparison changed something", kind);
         end(&b);
@@ -734,7 +785,8 @@ static void test_settings(void)
     CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT), "%s", message);
     make_changed(&(change)META("group.0.lr", NULL));
     CHECK(halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "lr is 0.01 here but 0.001 in"), "%s", message);
+              strstr(message, "lr is 0.01 here but 0.001 in"),
+          "%s", message);
     make_changed(&(change)META("group.1.decay", NULL));
     CHECK(!halfstep_read_optimizer(at("changed"), b.o, b.weights, &compare, TEXT), "the rule's own decay: %s", message);
     end(&b);
@@ -747,7 +799,7 @@ static void test_settings(void)
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &leave, TEXT), "%s", message);
     MUST(halfstep_get_hyper(b.o, 0, "lr", &value));
     CHECK(value == 0.25 && halfstep_get_seed(b.o) == 99 &&
-          !strcmp(halfstep_get_choice(b.o, HALFSTEP_ALL_GROUPS, "scan"), "known-finite"),
+              !strcmp(halfstep_get_choice(b.o, HALFSTEP_ALL_GROUPS, "scan"), "known-finite"),
           "what was to be left was not");
     MUST(halfstep_get_hyper(b.o, 0, "beta1", &value));
     CHECK(value == 0.9, "beta1 is %g", value);
@@ -771,7 +823,8 @@ static void test_settings(void)
     int32_t group;
     MUST(halfstep_create(NULL, &first));
     MUST(halfstep_create(NULL, &second));
-    halfstep_tensor t = {.struct_size = sizeof t, .name = "t", .ndim = 1, .rows = 3, .row_length = 1, .gradient = "f32"};
+    halfstep_tensor t = {
+        .struct_size = sizeof t, .name = "t", .ndim = 1, .rows = 3, .row_length = 1, .gradient = "f32"};
     for (int i = 0; i < 2; i++) {
         int32_t index;
         MUST(halfstep_add_group(i ? second : first, "adamw", &group));
@@ -786,7 +839,8 @@ static void test_settings(void)
     /* With one group there is no need to say which. */
     halfstep_file_options same = {.struct_size = sizeof same, .settings = HALFSTEP_SETTINGS_COMPARE};
     CHECK(halfstep_read_optimizer(at("one"), second, NULL, &same, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "lr is 0.5 here but 0.001 in ") && !strstr(message, "group"), "%s", message);
+              strstr(message, "lr is 0.5 here but 0.001 in ") && !strstr(message, "group"),
+          "%s", message);
     /* A group without tensors continues none: it keeps its settings and its steps. */
     halfstep_destroy(first);
     MUST(halfstep_create(NULL, &first));
@@ -797,7 +851,7 @@ static void test_settings(void)
     MUST(halfstep_set_hyper(first, group, "lr", 0.75));
     MUST(halfstep_set_group_steps(first, group, 9));
     CHECK(!halfstep_write_optimizer(at("one"), second, NULL, NULL, TEXT) &&
-          !halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT),
+              !halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT),
           "%s", message);
     uint64_t steps;
     MUST(halfstep_get_hyper(first, group, "lr", &value));
@@ -808,7 +862,8 @@ static void test_settings(void)
     /* Nor does an optimizer without any tensor take a file that has some. */
     halfstep_destroy(first);
     MUST(halfstep_create(NULL, &first));
-    CHECK(halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH && strstr(message, "\"t\""),
+    CHECK(halfstep_read_optimizer(at("one"), first, NULL, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
+              strstr(message, "\"t\""),
           "%s", message);
     halfstep_destroy(first);
     halfstep_destroy(second);
@@ -832,10 +887,10 @@ static void test_scalars(void)
         /* Of a tensor without elements there need not be any. */
         {META("scalars.empty", NULL), 0, NULL},
         {META("scalars.linear", "trust_ratio 1 weight_norm 1 exp_avg_sq.grid 0x1p-1 update_norm 2.5"), 0, ""},
-        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 0.2"), HALFSTEP_ERROR_RANGE,
-         "exp_avg_sq.grid"},
-        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid nan"), HALFSTEP_ERROR_FORMAT,
-         "scalars.linear"},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid 0.2"),
+         HALFSTEP_ERROR_RANGE, "exp_avg_sq.grid"},
+        {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg_sq.grid nan"),
+         HALFSTEP_ERROR_FORMAT, "scalars.linear"},
         {META("scalars.linear", "exp_avg_sq.grid 0.5"), HALFSTEP_ERROR_FORMAT, "scalars.linear"},
         {META("scalars.linear", "trust_ratio 1 weight_norm 1 update_norm 2.5 exp_avg.grids 1"), HALFSTEP_ERROR_FORMAT,
          "scalars.linear"},
@@ -852,7 +907,8 @@ static void test_scalars(void)
         uint64_t before = fingerprint(&other, 1);
         make_changed(&rows[i].c);
         int code = halfstep_read_optimizer(at("changed"), other.o, other.weights, NULL, TEXT);
-        CHECK(code == rows[i].code && (!rows[i].says || strstr(message, rows[i].says)), "row %zu: %d %s", i, code, message);
+        CHECK(code == rows[i].code && (!rows[i].says || strstr(message, rows[i].says)), "row %zu: %d %s", i, code,
+              message);
         CHECK(!code || fingerprint(&other, 1) == before, "row %zu: a refused file changed the optimizer", i);
         if (!code && rows[i].says) {
             MUST(halfstep_get_scalar(other.o, 4, "update_norm", &value));
@@ -863,14 +919,18 @@ static void test_scalars(void)
     end(&original);
 }
 
-/* Files of others: the program's before there were groups and recipes for each tensor, and Python's, which keeps nothing of a
- * parameter that has not been stepped and knows the sizes of all dimensions. */
+/* Files of others: the program's before there were groups and recipes for each tensor, and Python's, which keeps
+ * nothing of a parameter that has not been stepped and knows the sizes of all dimensions. */
 static void test_other_writers(void)
 {
     run a, b;
     halfstep_safetensors_writer *writer;
     halfstep_safetensors *file;
-    struct { halfstep_safetensors *file; const change *c; uint64_t number[64]; } copy = {.c = &(change){0}};
+    struct {
+        halfstep_safetensors *file;
+        const change *c;
+        uint64_t number[64];
+    } copy = {.c = &(change){0}};
     if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
     step(&a, 0, 3);
     const uint64_t conv[4] = {8, 8, 3, 3};
@@ -892,14 +952,18 @@ static void test_other_writers(void)
     const uint64_t wrong[4] = {8, 8, 3, 2}, huge[4] = {8, UINT64_MAX, UINT64_MAX, 9};
     sizes[5] = wrong;
     CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE &&
-          strstr(message, "\"conv\""), "%s", message);
+              strstr(message, "\"conv\""),
+          "%s", message);
     sizes[5] = huge;
-    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s",
+          message);
     const uint64_t nothing[4] = {8, 0, 3, 3}, rows[4] = {9, 8, 3, 3};
     sizes[5] = nothing;
-    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s",
+          message);
     sizes[5] = rows;
-    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s", message);
+    CHECK(halfstep_write_optimizer(at("unwanted"), a.o, a.weights, &shaped, TEXT) == HALFSTEP_ERROR_SHAPE, "%s",
+          message);
     CHECK(access(at("unwanted"), F_OK), "a refused file was written");
     end(&b);
 
@@ -919,8 +983,9 @@ static void test_other_writers(void)
             if (way == 0 && (!strncmp(key, "recipe.", 7) || !strncmp(key, "group_of.", 9) || !strcmp(key, "rule") ||
                              !strcmp(key, "missing") || !strcmp(key, "gradient_norm")))
                 continue;
-            if (way == 1 && (!strcmp(key, "counters.linear") || !strcmp(key, "recipe.linear") ||
-                             !strcmp(key, "recipe"))) continue;
+            if (way == 1 &&
+                (!strcmp(key, "counters.linear") || !strcmp(key, "recipe.linear") || !strcmp(key, "recipe")))
+                continue;
             MUST(halfstep_declare_safetensors_metadata(writer, key, value, TEXT));
         }
         MUST(halfstep_write_safetensors(writer, at("changed"), copy_bytes, &copy, TEXT));
@@ -949,7 +1014,7 @@ static void test_other_writers(void)
     end(&a);
 }
 
-/* ---- Which tensors --------------------------------------------------------------------------------------------------- */
+/* ---- Which tensors ----------------------------------------------------------------------------------------------- */
 
 static void test_which_tensors(void)
 {
@@ -964,27 +1029,30 @@ static void test_which_tensors(void)
     if (!build(&b, &few)) test_fail(__FILE__, __LINE__, "build");
     uint64_t before = fingerprint(&b, 1);
     CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "\"conv\", this optimizer has not"),
+              strstr(message, "\"conv\", this optimizer has not"),
           "%s", message);
     CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
-    /* The same of a tensor that is in no list of the file's, whether options are given or not; not where a subset is enough. */
+    /* The same of a tensor that is in no list of the file's, whether options are given or not; not where a subset is
+     * enough. */
     halfstep_file_options compare = {.struct_size = sizeof compare, .settings = HALFSTEP_SETTINGS_COMPARE};
     make_changed(&(change){.add = "stranger/exp_avg", .element = 3});
     run whole;
     if (!build(&whole, &usual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(halfstep_read_optimizer(at("changed"), whole.o, whole.weights, &compare, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "\"stranger/exp_avg\""), "%s", message);
+              strstr(message, "\"stranger/exp_avg\""),
+          "%s", message);
     CHECK(!halfstep_read_optimizer(at("changed"), whole.o, whole.weights, &subset, TEXT), "%s", message);
     CHECK(fingerprint(&whole, 1) == fingerprint(&a, 1), "a file with a tensor too many");
     /* Its weights are nothing unknown to who has them elsewhere. */
     CHECK(!halfstep_read_optimizer(at("one"), whole.o, NULL, NULL, TEXT), "%s", message);
     end(&whole);
     CHECK(!halfstep_read_optimizer(at("one"), b.o, b.weights, &subset, TEXT), "%s", message);
-    CHECK(!memcmp(a.weights[4], b.weights[0], (size_t)a.bytes[4]) && !memcmp(a.weights[1], b.weights[1], (size_t)a.bytes[1]),
+    CHECK(!memcmp(a.weights[4], b.weights[0], (size_t)a.bytes[4]) &&
+              !memcmp(a.weights[1], b.weights[1], (size_t)a.bytes[1]),
           "the weights");
     CHECK(!halfstep_write_optimizer(at("few"), b.o, b.weights, NULL, TEXT), "%s", message);
     CHECK(halfstep_read_optimizer(at("few"), a.o, a.weights, &subset, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "has nothing of tensor \"scalar\""),
+              strstr(message, "has nothing of tensor \"scalar\""),
           "%s", message);
     end(&b);
 
@@ -1013,7 +1081,8 @@ static void test_which_tensors(void)
             MUST(halfstep_set_counters(i ? c.o : b.o, 3 + k, &small));
         }
     CHECK(!halfstep_write_optimizer(at("small"), b.o, b.weights, NULL, TEXT) &&
-          !halfstep_read_optimizer(at("small"), c.o, c.weights, NULL, TEXT), "%s", message);
+              !halfstep_read_optimizer(at("small"), c.o, c.weights, NULL, TEXT),
+          "%s", message);
     CHECK(fingerprint(&b, 1) == fingerprint(&c, 1), "small ids that changed places");
     end(&c);
     end(&b);
@@ -1024,14 +1093,14 @@ static void test_which_tensors(void)
     make_changed(&(change){.key = "counters.linear", .value = text});
     before = fingerprint(&b, 1);
     CHECK(halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
-          strstr(message, "\"linear\"") &&
-          strstr(message, "\"embed\""), "%s", message);
+              strstr(message, "\"linear\"") && strstr(message, "\"embed\""),
+          "%s", message);
     CHECK(fingerprint(&b, 1) == before, "a refused file changed the optimizer");
     end(&b);
 
     /* Names that are one. */
-    halfstep_tensor t = {.struct_size = sizeof t, .name = "twin", .id = 5, .ndim = 1, .rows = 3, .row_length = 1,
-                         .gradient = "f32"};
+    halfstep_tensor t = {
+        .struct_size = sizeof t, .name = "twin", .id = 5, .ndim = 1, .rows = 3, .row_length = 1, .gradient = "f32"};
     int32_t index;
     halfstep_optimizer *o;
     MUST(halfstep_create(NULL, &o));
@@ -1041,7 +1110,8 @@ static void test_which_tensors(void)
     MUST(halfstep_add_tensor(o, &t, &index));
     MUST(halfstep_allocate_states(o));
     CHECK(halfstep_write_optimizer(at("twins"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_DUPLICATE &&
-          strstr(message, "\"twin\""), "%s", message);
+              strstr(message, "\"twin\""),
+          "%s", message);
     halfstep_destroy(o);
     /* A name that is longer than any of its keys' beginnings. */
     char name[301] = "";
@@ -1062,15 +1132,22 @@ static void test_which_tensors(void)
     /* A part of a tensor. */
     MUST(halfstep_create(NULL, &o));
     MUST(halfstep_add_group(o, "adamw", &index));
-    t = (halfstep_tensor){.struct_size = sizeof t, .name = "shard", .ndim = 2, .rows = 10, .row_length = 64, .n_rows = 5,
-                          .n_columns = 64, .gradient = "f32"};
+    t = (halfstep_tensor){.struct_size = sizeof t,
+                          .name = "shard",
+                          .ndim = 2,
+                          .rows = 10,
+                          .row_length = 64,
+                          .n_rows = 5,
+                          .n_columns = 64,
+                          .gradient = "f32"};
     MUST(halfstep_add_tensor(o, &t, &index));
     MUST(halfstep_allocate_states(o));
     CHECK(halfstep_write_optimizer(at("parts"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_UNSUPPORTED &&
-          strstr(message, "\"shard\"") &&
-          strstr(message, "5 x 64 of 10 x 64"), "%s", message);
+              strstr(message, "\"shard\"") && strstr(message, "5 x 64 of 10 x 64"),
+          "%s", message);
     CHECK(halfstep_read_optimizer(at("one"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_UNSUPPORTED &&
-          strstr(message, "\"shard\""), "%s", message);
+              strstr(message, "\"shard\""),
+          "%s", message);
     CHECK(access(at("parts"), F_OK) && access(at("twins"), F_OK), "a refused file was written");
     halfstep_destroy(o);
     MUST(halfstep_create(NULL, &o));
@@ -1079,26 +1156,31 @@ static void test_which_tensors(void)
     MUST(halfstep_add_tensor(o, &t, &index));
     MUST(halfstep_allocate_states(o));
     CHECK(halfstep_write_optimizer(at("parts"), o, NULL, NULL, TEXT) == HALFSTEP_ERROR_UNSUPPORTED &&
-          strstr(message, "10 x 32 of 10 x 64"), "%s", message);
+              strstr(message, "10 x 32 of 10 x 64"),
+          "%s", message);
     halfstep_destroy(o);
     /* No memory yet. */
     plan bare = usual;
     bare.bare = 1;
     if (!build(&b, &bare)) test_fail(__FILE__, __LINE__, "build");
     CHECK(halfstep_write_optimizer(at("bare"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
-          strstr(message, "no memory yet"), "%s", message);
+              strstr(message, "no memory yet"),
+          "%s", message);
     CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
-          strstr(message, "no memory yet"), "%s", message);
+              strstr(message, "no memory yet"),
+          "%s", message);
     end(&b);
     plan residual = {.recipe = {"sgd/bf16-kahan", "sgd/bf16-kahan"}, .seed = 7, .bare = 1};
     if (!build(&b, &residual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(halfstep_write_optimizer(at("bare"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
-          strstr(message, "\"scalar\": weight has no memory yet"), "%s", message);
+              strstr(message, "\"scalar\": weight has no memory yet"),
+          "%s", message);
     end(&b);
     /* Nothing at all. */
     MUST(halfstep_create(NULL, &o));
     CHECK(!halfstep_write_optimizer(at("nothing"), o, NULL, NULL, TEXT) &&
-          !halfstep_read_optimizer(at("nothing"), o, NULL, NULL, TEXT), "%s", message);
+              !halfstep_read_optimizer(at("nothing"), o, NULL, NULL, TEXT),
+          "%s", message);
     halfstep_destroy(o);
     end(&a);
 }
@@ -1116,15 +1198,19 @@ static void test_switches(void)
     CHECK(!halfstep_write_optimizer(at("with"), with.o, with.weights, NULL, TEXT), "%s", message);
     CHECK(!halfstep_write_optimizer(at("without"), without.o, without.weights, NULL, TEXT), "%s", message);
     CHECK(halfstep_read_optimizer(at("with"), without.o, without.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "/max_exp_avg_sq") && strstr(message, "which this optimizer does not store"), "%s", message);
+              strstr(message, "/max_exp_avg_sq") && strstr(message, "which this optimizer does not store"),
+          "%s", message);
     CHECK(halfstep_read_optimizer(at("without"), with.o, with.weights, NULL, TEXT) == HALFSTEP_ERROR_MISMATCH &&
-          strstr(message, "there is no tensor") && strstr(message, "/max_exp_avg_sq"), "%s", message);
-    CHECK(fingerprint(&with, 1) == before[0] && fingerprint(&without, 1) == before[1], "a refused file changed an optimizer");
+              strstr(message, "there is no tensor") && strstr(message, "/max_exp_avg_sq"),
+          "%s", message);
+    CHECK(fingerprint(&with, 1) == before[0] && fingerprint(&without, 1) == before[1],
+          "a refused file changed an optimizer");
     end(&with);
     end(&without);
 }
 
-/* Settings that cannot be set once the states exist show only when they are taken: everything before them is put back. */
+/* Settings that cannot be set once the states exist show only when they are taken: everything before them is put
+ * back. */
 static void test_rollback(void)
 {
     run a, b;
@@ -1139,7 +1225,8 @@ static void test_rollback(void)
     if (!build(&b, &p)) test_fail(__FILE__, __LINE__, "build");
     uint64_t before = fingerprint(&b, 1);
     CHECK(halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) == HALFSTEP_ERROR_ORDER &&
-          strstr(message, "momentum"), "%s", message);
+              strstr(message, "momentum"),
+          "%s", message);
     CHECK(fingerprint(&b, 1) == before, "not everything was put back");
     end(&a);
     end(&b);
@@ -1150,35 +1237,41 @@ static void test_arguments(void)
     run a;
     halfstep_checkpoint *checkpoint;
     halfstep_checkpoint_save *save;
-    halfstep_file_options bad[] = {{.struct_size = 5}, {.struct_size = sizeof *bad, .settings = 2},
-                                   {.struct_size = sizeof *bad, .reserved = 1}};
+    halfstep_file_options bad[] = {
+        {.struct_size = 5}, {.struct_size = sizeof *bad, .settings = 2}, {.struct_size = sizeof *bad, .reserved = 1}};
     if (!build(&a, &usual)) test_fail(__FILE__, __LINE__, "build");
     CHECK(!halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT) &&
-          !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) &&
-          !halfstep_commit_checkpoint(save, TEXT) && !halfstep_open_checkpoint(&checkpoint, at("arguments"), NULL, TEXT), "%s",
-              message);
+              !halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) && !halfstep_commit_checkpoint(save, TEXT) &&
+              !halfstep_open_checkpoint(&checkpoint, at("arguments"), NULL, TEXT),
+          "%s", message);
     CHECK(halfstep_save_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no save");
     CHECK(halfstep_load_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no checkpoint");
     CHECK(halfstep_load_optimizer(checkpoint, NULL, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no optimizer");
     CHECK(halfstep_write_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no path");
-    CHECK(halfstep_write_optimizer(at("x"), NULL, NULL, NULL, NULL, 0) == HALFSTEP_ERROR_ARGUMENT, "no optimizer, no text");
+    CHECK(halfstep_write_optimizer(at("x"), NULL, NULL, NULL, NULL, 0) == HALFSTEP_ERROR_ARGUMENT,
+          "no optimizer, no text");
     CHECK(halfstep_read_optimizer(NULL, a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no path");
     CHECK(halfstep_read_optimizer(at("x"), NULL, NULL, NULL, TEXT) == HALFSTEP_ERROR_ARGUMENT, "no optimizer");
-    CHECK(halfstep_read_optimizer(at("absent"), a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_IO && strstr(message, "absent"), "%s",
-          message);
+    CHECK(halfstep_read_optimizer(at("absent"), a.o, NULL, NULL, TEXT) == HALFSTEP_ERROR_IO &&
+              strstr(message, "absent"),
+          "%s", message);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK(!halfstep_begin_checkpoint(&save, at("arguments"), NULL, TEXT), "%s", message);
-        CHECK(halfstep_save_optimizer(save, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_save_optimizer(save, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu",
+              i);
         CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
-        CHECK(halfstep_load_optimizer(checkpoint, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
-        CHECK(halfstep_write_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
-        CHECK(halfstep_read_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu", i);
+        CHECK(halfstep_load_optimizer(checkpoint, a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT,
+              "options %zu", i);
+        CHECK(halfstep_write_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT,
+              "options %zu", i);
+        CHECK(halfstep_read_optimizer(at("x"), a.o, a.weights, &bad[i], TEXT) == HALFSTEP_ERROR_ARGUMENT, "options %zu",
+              i);
     }
     halfstep_close_checkpoint(checkpoint);
     end(&a);
 }
 
-/* ---- What fails around it ----------------------------------------------------------------------------------------------- */
+/* ---- What fails around it ---------------------------------------------------------------------------------------- */
 
 static void test_failing_memory(void)
 {
@@ -1201,10 +1294,10 @@ static void test_failing_memory(void)
             if (way == SAVING) MUST(halfstep_begin_checkpoint(&save, at("memory"), NULL, TEXT));
             allocations = failed = 0;
             allocation_at = call;
-            int code = way == WRITING ? halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT) :
-                       way == SAVING ? halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT) :
-                       way == READING ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT) :
-                                        halfstep_load_optimizer(checkpoint, b.o, b.weights, NULL, TEXT);
+            int code = way == WRITING   ? halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT)
+                       : way == SAVING  ? halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT)
+                       : way == READING ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT)
+                                        : halfstep_load_optimizer(checkpoint, b.o, b.weights, NULL, TEXT);
             allocation_at = -1;
             if (!failed) {
                 CHECK(!code, "%s", message);
@@ -1212,16 +1305,17 @@ static void test_failing_memory(void)
                 break;
             }
             calls[way]++;
-            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s", what[way], call,
-                  code,
-                  message);
-            if (save) CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_MEMORY, "allocation %ld: %s", call,
-                            message);
+            CHECK(code == HALFSTEP_ERROR_MEMORY && strstr(message, "memory"), "%s, allocation %ld: %d %s", what[way],
+                  call, code, message);
+            if (save)
+                CHECK(halfstep_commit_checkpoint(save, TEXT) == HALFSTEP_ERROR_MEMORY, "allocation %ld: %s", call,
+                      message);
             if (way >= READING) CHECK(fingerprint(&b, 1) == before, "allocation %ld: the optimizer was changed", call);
         }
         CHECK(calls[way] > (way < READING ? 100 : 40), "%s: %ld allocations", what[way], calls[way]);
         if (way < READING) continue;
-        CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "%s: after all failures something did not come back", what[way]);
+        CHECK(fingerprint(&a, 1) == fingerprint(&b, 1), "%s: after all failures something did not come back",
+              what[way]);
         step(&b, 9, 1);
         before = fingerprint(&b, 1);
     }
@@ -1249,7 +1343,8 @@ static void test_failing_disk(void)
         }
         int said = strstr(message, "partly loaded") != NULL;
         CHECK(code == HALFSTEP_ERROR_IO && strstr(message, "one"), "call %ld: %d %s", call, code, message);
-        CHECK(said || fingerprint(&b, 1) == before, "call %ld changed the optimizer and did not say so: %s", call, message);
+        CHECK(said || fingerprint(&b, 1) == before, "call %ld changed the optimizer and did not say so: %s", call,
+              message);
         untouched += !said;
         partly += said;
     }
@@ -1258,7 +1353,8 @@ static void test_failing_disk(void)
     end(&b);
 }
 
-/* Any byte of the header may be wrong: the file is refused, and nothing changes, or it says the same or another number. */
+/* Any byte of the header may be wrong: the file is refused, and nothing changes, or it says the same or another
+ * number. */
 static void test_mutations(void)
 {
     run a, b;
@@ -1277,7 +1373,8 @@ static void test_mutations(void)
         char was = data[i];
         data[i] = (char)(was ^ (1 << i % 7));
         stream = fopen(at("changed"), "wb");
-        if (!stream || fwrite(data, 1, bytes, stream) != bytes || fclose(stream)) test_fail(__FILE__, __LINE__, "write");
+        if (!stream || fwrite(data, 1, bytes, stream) != bytes || fclose(stream))
+            test_fail(__FILE__, __LINE__, "write");
         data[i] = was;
         int code = halfstep_read_optimizer(at("changed"), b.o, b.weights, NULL, TEXT);
         CHECK(!code || strlen(message) > 10, "byte %zu: %d and no text", i, code);
@@ -1300,8 +1397,8 @@ static void test_memory(void)
     halfstep_optimizer *o;
     int32_t index;
     enum { ROWS = 4096, LENGTH = 4096 };
-    halfstep_tensor t = {.struct_size = sizeof t, .name = "large", .ndim = 2, .rows = ROWS, .row_length = LENGTH,
-                         .gradient = "bf16"};
+    halfstep_tensor t = {
+        .struct_size = sizeof t, .name = "large", .ndim = 2, .rows = ROWS, .row_length = LENGTH, .gradient = "bf16"};
     MUST(halfstep_create(NULL, &o));
     MUST(halfstep_add_group(o, "adamw/bf16/int8+bf16", &index));
     MUST(halfstep_add_tensor(o, &t, &index));
@@ -1336,7 +1433,8 @@ static void test_locale(void)
                 CHECK(strspn(text, "0123456789abcdefxp+-.") == strlen(text), "with %s: %s", points[i], text);
                 CHECK(hstep_is_double(text, &back) && back == numbers[k], "with %s: %s", points[i], text);
             }
-        CHECK(!hstep_is_double("0,5", &back) && !hstep_is_double("", &back) && !hstep_is_double("1 ", &back), "no numbers");
+        CHECK(!hstep_is_double("0,5", &back) && !hstep_is_double("", &back) && !hstep_is_double("1 ", &back),
+              "no numbers");
         CHECK(!halfstep_write_optimizer(at(i ? "local" : "one"), a.o, a.weights, NULL, TEXT), "%s", message);
         point = points[(i + 1) % 3];
         if (!build(&b, &usual)) test_fail(__FILE__, __LINE__, "build");

@@ -1,5 +1,6 @@
-/* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status and one
- * sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are most of it. */
+/* The program, in this process: what it answers to words, folders and checkpoints of every kind. A failure is a status
+ * and one sentence that names what is wrong, and leaves no file behind. Over 500 lines because its tables are most of
+ * it. */
 #include <math.h>
 #include <poll.h>
 #include <sys/ioctl.h>
@@ -9,10 +10,14 @@
 #include "train.h"
 #include "ui/progress.h"
 
-#define LM "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 --threads 1 "
+#define LM                                                                                                        \
+    "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 " \
+    "--threads 1 "
 #define MNIST "train mnist --train-images 12 --test-images 4 --epochs 1 --batch 4 --threads 1 "
 #define RESUME "train lm --resume --quiet --checkpoint "
-#define COMPARE "compare lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --steps 2 --threads 1 --quiet "
+#define COMPARE                                                                                                        \
+    "compare lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --steps 2 --threads " \
+    "1 --quiet "
 
 /* Of the names and sizes of all files in a folder. */
 static uint64_t contents(const char *folder)
@@ -54,13 +59,14 @@ static void accept(const char *pattern, const char *line)
 {
     int got = program(line);
     CHECK(got == 0, "%s: status %d: %s", line, got, program_errors);
-    CHECK(strstr(printed, pattern) || strstr(program_errors, pattern), "%s: \"%s\" is in neither\n%s\nnor\n%s", line, pattern,
-          printed, program_errors);
+    CHECK(strstr(printed, pattern) || strstr(program_errors, pattern), "%s: \"%s\" is in neither\n%s\nnor\n%s", line,
+          pattern, printed, program_errors);
 }
 
-#define REFUSE_ALL(table) for (size_t i = 0; i < sizeof table / sizeof *table; i++) refuse(table[i].status, table[i].pattern, table[i].line)
+#define REFUSE_ALL(table) \
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) refuse(table[i].status, table[i].pattern, table[i].line)
 
-/* ---- Words ------------------------------------------------------------------------------------------------------------ */
+/* ---- Words ------------------------------------------------------------------------------------------------------- */
 
 static void test_words(void)
 {
@@ -87,7 +93,8 @@ static void test_words(void)
         {2, "unknown option --val_evry, did you mean --val-every?", LM "--val_evry 2"},
         {2, "unknown option -seed, did you mean --seed?", LM "-seed 2"},
         {2, "unknown option --qqqqqqqqqq", LM "--qqqqqqqqqq=3"},
-        {2, "unknown option --a-word-that-is-longer-than-any-of-the-options-there-are", LM "--a-word-that-is-longer-than-any-of-the-options-there-are"},
+        {2, "unknown option --a-word-that-is-longer-than-any-of-the-options-there-are",
+         LM "--a-word-that-is-longer-than-any-of-the-options-there-are"},
         {2, "--steps needs a value, it is empty", LM "--steps="},
         {2, "--steps needs a value, it is empty", LM "--steps _"},
         {2, "--steps needs a value: --steps N", LM "--steps --quiet"},
@@ -99,7 +106,8 @@ static void test_words(void)
         {1, "--json: ", "inspect -- --json"},
         {1, "-: ", "inspect -"},
         {2, "--recipes names sgd/f32/f32 twice", "bench --recipes sgd/f32,sgd/f32"},
-        {2, "is too long for a recipe", LM "--recipe adamw/bf16/int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8"},
+        {2, "is too long for a recipe",
+         LM "--recipe adamw/bf16/int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8+int8"},
         {2, "is not a recipe: ", LM "--recipe adamw/bf16//int8"},
         {2, "unknown state format \"\"", LM "--recipe adamw/bf16/+int8"},
         {2, "unknown rule \"qqqqqqqqqqqq\" (one of", LM "--recipe qqqqqqqqqqqq"},
@@ -134,16 +142,29 @@ static void test_words(void)
     accept("halfstep compare mnist", "compare -h");
     accept("halfstep compare mnist", "compare --help");
     accept("halfstep ", "version");
-    CHECK(program("") == 2 && strstr(program_errors, "Usage: halfstep COMMAND") && !printed[0], "without a word: %s", program_errors);
+    CHECK(program("") == 2 && strstr(program_errors, "Usage: halfstep COMMAND") && !printed[0], "without a word: %s",
+          program_errors);
 }
 
 /* Options that the program's own tables have no need of, or no longer. */
 static void test_tables(void)
 {
-    struct { double below; struct string_list recipes; int64_t whole; const char *needed; } target;
+    struct {
+        double below;
+        struct string_list recipes;
+        int64_t whole;
+        const char *needed;
+    } target;
     static const struct option rows[] = {
         {"below", OPTION_NUMBER, 0, NULL, NULL, 0, 1, OPTION_EXCLUSIVE_MAXIMUM, NULL, "a number"},
-        {"recipes", OPTION_RECIPES, offsetof(struct { double a; struct string_list b; }, b), "R", NULL, 0, 0, 0, NULL, "a list"},
+        {"recipes", OPTION_RECIPES,
+         offsetof(
+             struct {
+                 double a;
+                 struct string_list b;
+             },
+             b),
+         "R", NULL, 0, 0, 0, NULL, "a list"},
         {"needed", OPTION_STRING, 0, NULL, NULL, 0, 0, OPTION_REQUIRED, NULL, "without a word for its value"},
         {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, "a heading"},
     };
@@ -152,19 +173,23 @@ static void test_tables(void)
     struct args args;
     char why[200];
     demand(args_defaults(&args, &command, &group, 1) == ARGS_RUN, "no defaults");
-    CHECK(args_set(&args, &group, &rows[0], "1", why, sizeof why) == 2 && strstr(why, "--below is 1; it must be below 1"), "%s", why);
-    CHECK(args_set(&args, &group, &rows[0], "0.999", why, sizeof why) == 0 && target.below == 0.999, "%g", target.below);
+    CHECK(args_set(&args, &group, &rows[0], "1", why, sizeof why) == 2 &&
+              strstr(why, "--below is 1; it must be below 1"),
+          "%s", why);
+    CHECK(args_set(&args, &group, &rows[0], "0.999", why, sizeof why) == 0 && target.below == 0.999, "%g",
+          target.below);
     CHECK(args_set(&args, &group, &rows[1], "", why, sizeof why) == 2 && strstr(why, "--recipes is empty"), "%s", why);
     CHECK(args_set(&args, &group, &rows[3], "1", why, sizeof why) == 2, "a heading has a value");
     struct text text = {0};
-    CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s", why);
+    CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s",
+          why);
     args_text(&group, &rows[1], &text);
     CHECK(!strcmp(text_string(&text), "sgd/f32/f32,lion/bf16/bf16-sr"), "%s", text_string(&text));
     text_free(&text);
     args_free(&args);
 }
 
-/* ---- plan -------------------------------------------------------------------------------------------------------------- */
+/* ---- plan -------------------------------------------------------------------------------------------------------- */
 
 static void test_plan(void)
 {
@@ -173,17 +198,21 @@ static void test_plan(void)
     accept("The smallest lacks ", "plan --params 1e6 --memory 1K --release");
     CHECK(!strstr(printed, "may help") && strstr(printed, "gradients released"), "%s", printed);
     accept("adamw/f32/f32", "plan --params 1e15 --memory 8000T --all");
-    CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s", printed);
-    /* Of a shape, tensor by tensor; released, the largest part of the gradients at once is the embedding here and a layer there. */
-    accept("\"params\": 5144", "plan --width 8 --depth 1 --heads 2 --context 4 --json --recipes adamw/f32,adamw/bf16-sr/int8");
-    accept("\"gradients\": 1.59", "plan --width 8 --depth 1 --heads 2 --context 4 --release --json --recipes adamw/f32");
+    CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s",
+          printed);
+    /* Of a shape, tensor by tensor; released, the largest part of the gradients at once is the embedding here and a
+     * layer there. */
+    accept("\"params\": 5144",
+           "plan --width 8 --depth 1 --heads 2 --context 4 --json --recipes adamw/f32,adamw/bf16-sr/int8");
+    accept("\"gradients\": 1.59",
+           "plan --width 8 --depth 1 --heads 2 --context 4 --release --json --recipes adamw/f32");
     accept("\"release\": true", "plan --width 64 --depth 1 --heads 2 --context 4 --release --json");
     accept("\"memory\": null", "plan --checkpoint base --json");
     CHECK(strstr(printed, "\"params\": 5144"), "%s", printed);
     accept("Other rules", "plan --checkpoint base --rule lion");
 }
 
-/* ---- Checkpoints ------------------------------------------------------------------------------------------------------- */
+/* ---- Checkpoints ------------------------------------------------------------------------------------------------- */
 
 struct forgery {
     const char *file, *old, *new;
@@ -192,12 +221,14 @@ struct forgery {
 
 static void test_forged(void)
 {
-    static const char go_on[] = RESUME "forged --data text --steps 3", speak[] = "generate --checkpoint forged --bytes 2 --threads 1",
+    static const char go_on[] = RESUME "forged --data text --steps 3",
+                      speak[] = "generate --checkpoint forged --bytes 2 --threads 1",
                       take[] = LM "--quiet --steps 0 --init forged", shape[] = "plan --checkpoint forged";
     static const struct forgery table[] = {
         {"trainer.json", NULL, NULL, "the checkpoint has no trainer.json", go_on},
         {"trainer.json", "{", "[", "trainer.json: byte 0", go_on},
-        {"trainer.json", "\"format\": 1", "\"format\": 2", "forged/checkpoint-2/trainer.json is not what this program writes", go_on},
+        {"trainer.json", "\"format\": 1", "\"format\": 2",
+         "forged/checkpoint-2/trainer.json is not what this program writes", go_on},
         {"trainer.json", "\"format\": 1,", "", "is not what this program writes", go_on},
         {"trainer.json", "\"format\": 1,", "\"format\": 1, \"format\": 1,", "a name twice", go_on},
         {"trainer.json", "\"format\": 1", "\"format\" 1", "trainer.json: byte", go_on},
@@ -210,13 +241,16 @@ static void test_forged(void)
         {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"1\",", "an option twice", go_on},
         {"trainer.json", "\"options\": {", "\"options\": {}, \"other\": {", " in forged", go_on},
         {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json does not say --gradients", go_on},
-        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number", RESUME "forged"},
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number",
+         RESUME "forged"},
         {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json does not say --steps", go_on},
         {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json does not say --steps", go_on},
         {"trainer.json", "\"hyper\": \"\"", "\"hyper\": \"beta1\"", "trainer.json: --hyper is beta1", go_on},
         {"trainer.json", "\"step\": 2", "\"step\": 9", "--steps is 3, but forged is already at step 9", go_on},
-        {"trainer.json", "\"val_hash\": \"\"", "\"val_hash\": \"12\"", "--val is missing here but not in forged", go_on},
-        {"trainer.json", "\"data_hash\": \"", "\"data_hash\": \"0", "--data holds other bytes than the run in forged", go_on},
+        {"trainer.json", "\"val_hash\": \"\"", "\"val_hash\": \"12\"", "--val is missing here but not in forged",
+         go_on},
+        {"trainer.json", "\"data_hash\": \"", "\"data_hash\": \"0", "--data holds other bytes than the run in forged",
+         go_on},
         {"trainer.json", "\"seconds\": ", "\"seconds\": 0} ", "trainer.json: byte", go_on},
         {"config.json", NULL, NULL, "the checkpoint has no config.json", shape},
         {"config.json", "{", "[", "config.json: byte 0", shape},
@@ -229,12 +263,16 @@ static void test_forged(void)
         {"config.json", "\"hidden_size\": 8", "\"hidden_size\": \"8\"", "no sensible \"hidden_size\"", speak},
         {"config.json", "\"hidden_size\": 8", "\"hidden_size\": -", "config.json: byte", shape},
         {"config.json", "\"hidden_size\": 8", "\"hidden_size\": 9", "multiple of 2 heads", take},
-        {"config.json", "\"intermediate_size\": ", "\"intermediate_size\": 2000000, \"other\": ", "intermediate", shape},
-        {"config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": 2, \"other\": ", "rms_norm_eps is not between 0 and 1", shape},
-        {"config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": -1, \"other\": ", "rms_norm_eps is not between 0 and 1", shape},
+        {"config.json", "\"intermediate_size\": ", "\"intermediate_size\": 2000000, \"other\": ", "intermediate",
+         shape},
+        {"config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": 2, \"other\": ", "rms_norm_eps is not between 0 and 1",
+         shape},
+        {"config.json",
+         "\"rms_norm_eps\": ", "\"rms_norm_eps\": -1, \"other\": ", "rms_norm_eps is not between 0 and 1", shape},
         {"config.json", "\"rope_theta\": ", "\"rope_theta\": 0.5, \"other\": ", "rope_theta is not in 1..1e12", shape},
         {"config.json", "\"rope_theta\": ", "\"rope_theta\": 1e13, \"other\": ", "rope_theta is not in 1..1e12", shape},
-        {"config.json", "\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2", "there is no tensor model.layers.1.", speak},
+        {"config.json", "\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2", "there is no tensor model.layers.1.",
+         speak},
         {"model.safetensors", NULL, NULL, "forged: the checkpoint has no model.safetensors", take},
         {"model.safetensors", NULL, NULL, "model.safetensors", speak},
         {"model.safetensors", "model.norm", "model.worm", "there is no tensor model.norm.weight", speak},
@@ -264,7 +302,8 @@ static void test_forged(void)
     forge("base", "forged", "optimizer.safetensors", NULL, NULL);
     accept("", take);
     /* A residual that is not what its format has. */
-    forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"", "weight.extra\":{\"dtype\":\"I16\" ");
+    forge("kahan", "forged", "optimizer.safetensors", "weight.extra\":{\"dtype\":\"BF16\"",
+          "weight.extra\":{\"dtype\":\"I16\" ");
     CHECK(program(take) == 1 && strstr(program_errors, "not what bf16-kahan weights have"), "%s", program_errors);
     /* Weights that are averages of states which are not there. */
     forge("free", "forged", "optimizer.safetensors", "schedulefree/f32", "schedulefree/f16");
@@ -310,7 +349,7 @@ static void test_resume(void)
     accept(hash, LM "--quiet --steps 3 --json --recipe lamb/f32 --hyper trust-scale=0.5");
 }
 
-/* ---- Other commands ---------------------------------------------------------------------------------------------------- */
+/* ---- Other commands ---------------------------------------------------------------------------------------------- */
 
 static void test_commands(void)
 {
@@ -328,7 +367,8 @@ static void test_commands(void)
     accept("test_accuracy", MNIST "--recipe schedulefree/bf16-kahan --json --quiet");
     accept("test_accuracy", MNIST "--recipe adamw/bf16-ecc8/int8 --json --quiet");
     accept("that tensor is left unchanged", MNIST "--scan per-tensor --lr 1e6 --recipe sgd/f32 --epochs 3");
-    accept("\"mean\"", COMPARE "--recipes adamw/f32,adamw/bf16:release:lr=1e-3 --seeds 2 --out a/b/c --json --val text");
+    accept("\"mean\"",
+           COMPARE "--recipes adamw/f32,adamw/bf16:release:lr=1e-3 --seeds 2 --out a/b/c --json --val text");
     accept("report: a/b/c/report.html", COMPARE "--recipes adamw/f32 --out a/b/c");
     accept("", "inspect base");
     accept("", "inspect base --quick --json");
@@ -336,7 +376,8 @@ static void test_commands(void)
     accept("{", "inspect empty.safetensors --json");
     accept("", "generate --checkpoint free --bytes 9 --prompt abcdefgh --temperature 0 --threads 1");
     accept("\"text\"", "generate --checkpoint base --bytes 0 --json --threads 1");
-    static const char pair[] = "bench --recipes adamw/bf16/bf16,adamw/bf16-sr/bf16-sr,lion/f16,muon/f32 --params 4096 --rounds 2 --threads 1 ";
+    static const char pair[] =
+        "bench --recipes adamw/bf16/bf16,adamw/bf16-sr/bf16-sr,lion/f16,muon/f32 --params 4096 --rounds 2 --threads 1 ";
     static char line[1 << 14];
     snprintf(line, sizeof line, "%s--tensors 1 --csv bench.csv", pair);
     accept("Stochastic rounding takes ", line);
@@ -352,7 +393,9 @@ static void test_commands(void)
     refuse(2, "is too long", line);
     snprintf(line, sizeof line, COMPARE "--out %0300d", 1);
     CHECK(program(line) == 1 && strstr(program_errors, "File name too long"), "%s", program_errors);
-    CHECK(program(COMPARE "--out new --checkpoint text/there") == 1 && strstr(program_errors, "text/there: Not a directory"), "%s", program_errors);
+    CHECK(program(COMPARE "--out new --checkpoint text/there") == 1 &&
+              strstr(program_errors, "text/there: Not a directory"),
+          "%s", program_errors);
     /* Both before the work begins that takes minutes. */
     static const struct refusal table[] = {
         {1, "bench: cannot write nowhere/bench.csv: No such file", "bench --csv nowhere/bench.csv"},
@@ -376,15 +419,18 @@ static void test_commands(void)
     REFUSE_ALL(table);
 }
 
-/* ---- Logs -------------------------------------------------------------------------------------------------------------- */
+/* ---- Logs -------------------------------------------------------------------------------------------------------- */
 
 static void test_logs(void)
 {
     static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps\n";
     static const struct {
-        const char *before, *kept;      /* kept: NULL, it is refused */
+        const char *before, *kept; /* kept: NULL, it is refused */
     } table[] = {
-        {"", ""}, {"step,train_loss\n", NULL}, {"other\n", NULL}, {"step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps", NULL},
+        {"", ""},
+        {"step,train_loss\n", NULL},
+        {"other\n", NULL},
+        {"step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps", NULL},
         {"*1,1,1,1,1,1,1,0\n2,1,1,1,1,1,1,0\n3,1,1,1,1,1,1,0\n", "1,1,1,1,1,1,1,0\n2,1,1,1,1,1,1,0\n"},
         {"*1,1,1,1,1,1,1,0\n2,1,1", "1,1,1,1,1,1,1,0\n"},
         {"*1,1,1,1,1,1,1,0\nabc\n", "1,1,1,1,1,1,1,0\n"},
@@ -400,21 +446,24 @@ static void test_logs(void)
         size_t n = get_file("log.csv", (uint8_t *)after, sizeof after - 1);
         after[n] = 0;
         if (!table[i].kept) {
-            CHECK(status == 1 && strstr(program_errors, "it holds something else than a log to continue"), "%zu: %s", i, program_errors);
+            CHECK(status == 1 && strstr(program_errors, "it holds something else than a log to continue"), "%zu: %s", i,
+                  program_errors);
             CHECK(!strcmp(after, text), "%zu: the file has changed", i);
             continue;
         }
         snprintf(text, sizeof text, "%s%s3,", header, table[i].kept);
-        CHECK(status == 0 && !strncmp(after, text, strlen(text)), "%zu: status %d, %s%s", i, status, program_errors, after);
+        CHECK(status == 0 && !strncmp(after, text, strlen(text)), "%zu: status %d, %s%s", i, status, program_errors,
+              after);
         CHECK(strchr(after + strlen(text), '\n') == after + n - 1, "%zu: rows after the last: %s", i, after);
     }
     accept("\"steps\": 3", LM "--quiet --steps 3 --json --log /dev/null");
     refuse(1, "cannot write the log /dev/full: No space left on device", LM "--steps 3 --log /dev/full");
     refuse(1, "cannot write the log base: ", LM "--steps 3 --log base");
-    CHECK(program(RESUME "run --data text --steps 4 --log /dev/full") == 1 && strstr(program_errors, "No space left"), "%s", program_errors);
+    CHECK(program(RESUME "run --data text --steps 4 --log /dev/full") == 1 && strstr(program_errors, "No space left"),
+          "%s", program_errors);
 }
 
-/* ---- Terminals --------------------------------------------------------------------------------------------------------- */
+/* ---- Terminals --------------------------------------------------------------------------------------------------- */
 
 /* What comes out of a terminal up to a mark, which the kernel may hand on a while after it was written. */
 static void read_terminal(int master, char *seen, size_t room)
@@ -449,7 +498,12 @@ static const char *on_terminal(int columns, const char *term, const char *no_col
     if (no_colour) setenv("NO_COLOR", no_colour, 1);
     else unsetenv("NO_COLOR");
     struct progress progress;
-    struct progress_values values = {.loss = 1.25, .val_loss = 2.5, .gradient_norm = 3, .lr = 4, .tokens_per_s = 5000, .skipped = 6,
+    struct progress_values values = {.loss = 1.25,
+                                     .val_loss = 2.5,
+                                     .gradient_norm = 3,
+                                     .lr = 4,
+                                     .tokens_per_s = 5000,
+                                     .skipped = 6,
                                      .extra = "extra words"};
     progress_open(&progress, out, quiet);
     progress_label(&progress, "label");
@@ -478,17 +532,23 @@ static void test_terminal(void)
     no_colour = no_colour ? strdup(no_colour) : NULL;
     const char *seen = on_terminal(120, "xterm", NULL, 0);
     CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
-          strstr(seen, "  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"), "a live line: %s", seen);
+              strstr(seen, "  5.0 ktok/s  norm 3  lr 4  skipped 6\033[0m"),
+          "a live line: %s", seen);
     /* A note takes the place of the line, which comes again below it. */
     CHECK(strstr(seen, "\r\033[Ka note\r\n\r\033[K\033[36mlabel  step 100/100"), "a note: %s", seen);
     CHECK(strstr(seen, "label  step 200/100\033[0m\r\n\r\033[K"), "a line that stays: %s", seen);
     seen = on_terminal(40, "xterm", "", 0);
-    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s", seen);
+    CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s",
+          seen);
     seen = on_terminal(0, "xterm", "1", 0);
-    CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") && !strstr(seen, "\033[36m"), "no colour, no size: %s", seen);
+    CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
+              !strstr(seen, "\033[36m"),
+          "no colour, no size: %s", seen);
     for (int i = 0; i < 2; i++) {
         seen = on_terminal(120, i ? "dumb" : NULL, NULL, 0);
-        CHECK(!strchr(seen, '\033') && strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"), "TERM=dumb: %s", seen);
+        CHECK(!strchr(seen, '\033') &&
+                  strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"),
+              "TERM=dumb: %s", seen);
     }
     seen = on_terminal(120, "xterm", NULL, 1);
     CHECK(!strcmp(seen, "a note before\r\na note\r\n"), "quiet: %s", seen);
@@ -503,9 +563,13 @@ static void test_terminal(void)
 /* What a model writes may be any bytes: none of them gets to a terminal that would obey it. */
 static void test_bytes(void)
 {
-    static const char bytes[] = "a\n\t\033[31m\x7f\xc2\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xe0\x80\x80\xed\xa0\x80\xf0\x80\x80\x80\xf4\x90\x80\x80\xf5\xe2\x82";
-    static const char shown[] = "a\r\n\t\\x1b[31m\\x7f\\xc2\\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\xe0\\x80\\x80\\xed\\xa0\\x80\\xf0\\x80\\x80\\x80"
-                                "\\xf4\\x90\\x80\\x80\\xf5\\xe2\\x82";
+    static const char bytes[] = "a\n\t\033["
+                                "31m\x7f\xc2\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xe0\x80\x80\xed\xa0\x80\xf0\x80"
+                                "\x80\x80\xf4\x90\x80\x80\xf5\xe2\x82";
+    static const char shown[] =
+        "a\r\n\t\\x1b["
+        "31m\\x7f\\xc2\\x9b\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\xe0\\x80\\x80\\xed\\xa0\\x80\\xf0\\x80\\x80\\x80"
+        "\\xf4\\x90\\x80\\x80\\xf5\\xe2\\x82";
     char seen[400] = "";
     int master = posix_openpt(O_RDWR | O_NOCTTY);
     demand(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");

@@ -1,8 +1,10 @@
-/* Every call of the program into the C library fails, in this process: commands of all kinds end with status 0 and what they print
- * without a fault, or with status 1 and one sentence; neither memory nor a descriptor is lost. tests/faults/sweep.py does so from
- * the outside, with the libraries' own calls and with what is left in files, but with few faults.
+/* Every call of the program into the C library fails, in this process: commands of all kinds end with status 0 and what
+ * they print without a fault, or with status 1 and one sentence; neither memory nor a descriptor is lost.
+ * tests/faults/sweep.py does so from the outside, with the libraries' own calls and with what is left in files, but
+ * with few faults.
  *
- *   test_program_faults [--short]         one error at the first call from every second place (sixth), once or from there on, in turn
+ *   test_program_faults [--short]         one error at the first call from every second place (sixth), once or from
+ *                                         there on, in turn
  *   test_program_faults --all             at that from each place
  *   test_program_faults COMMAND FAULT     one fault (faults/inject.h) of the command of that number
  *
@@ -36,7 +38,8 @@ static const struct {
     enum same same;
     const char *line;
 } commands_here[] = {
-    {HASH, LM "--steps 2 --val-every 1 --recipe adamw/bf16-kahan/int8 --clip 1 --checkpoint new --checkpoint-every 1 --log new.csv --val text --json"},
+    {HASH, LM "--steps 2 --val-every 1 --recipe adamw/bf16-kahan/int8 --clip 1 --checkpoint new --checkpoint-every 1 "
+              "--log new.csv --val text --json"},
     {HASH, "train lm --resume --checkpoint run --data text --steps 3 --log new.csv --quiet --json"},
     {HASH, LM "--steps 1 --init kahan --recipe adamw/bf16-kahan --json"},
     {HASH, LM "--steps 1 --init free --recipe schedulefree/f32 --json"},
@@ -44,7 +47,8 @@ static const struct {
     {HASH, LM "--steps 2 --micro-steps 2 --accumulator states"},
     {HASH, "train mnist --recipe lamb/bf16-ecc8/int8 --log new.csv --json " IMAGES},
     {HASH, "train mnist --data digits --recipe schedulefree/f32 --epochs 1 --threads 1 --quiet"},
-    {NOTHING, "compare lm --data text --steps 1 --recipes adamw/f32,adamw/bf16:release --out new --checkpoint newer --log new.csv " SMALL},
+    {NOTHING, "compare lm --data text --steps 1 --recipes adamw/f32,adamw/bf16:release --out new --checkpoint newer "
+              "--log new.csv " SMALL},
     {NOTHING, "compare mnist --recipes adamw/f32,sgd/bf16 --out new --expect sgd/bf16~100 --json " IMAGES},
     {ALL, "generate --checkpoint run --bytes 6 --threads 1"},
     {ALL, "generate --checkpoint free --bytes 6 --threads 1 --json"},
@@ -57,7 +61,8 @@ static const struct {
     {ALL, "info --json"},
     {ALL, "random --generator mixer --count 9"},
     {ALL, "train lm --help"},
-    {NOTHING, "bench --recipes adamw/bf16-sr/int8,muon/bf16-sr --params 4096 --tensors 2 --rounds 1 --threads 1 --csv new.csv --json"},
+    {NOTHING, "bench --recipes adamw/bf16-sr/int8,muon/bf16-sr --params 4096 --tensors 2 --rounds 1 --threads 1 --csv "
+              "new.csv --json"},
 };
 enum { COMMANDS_HERE = sizeof commands_here / sizeof *commands_here };
 
@@ -124,7 +129,8 @@ static void judge(int command, const char *fault)
         if (!strchr(line, '\n')) break;
     }
     if (status != 0 && status != 1) violated("neither status 0 nor 1", status);
-    if (status == 1 && (lines < 1 || lines > 2 || !strstr(program_errors, "halfstep: "))) violated("not one sentence", status);
+    if (status == 1 && (lines < 1 || lines > 2 || !strstr(program_errors, "halfstep: ")))
+        violated("not one sentence", status);
     if (status == 0) {
         cut(same, printed);
         if (strcmp(printed, expected)) violated("status 0, and something else printed", status);
@@ -148,7 +154,10 @@ static void judge_all(int command, size_t every)
     inject_record(NULL);
     strcpy(expected, printed);
     cut(commands_here[command].same, expected);
-    static struct { int call; uint64_t number; } place[1 << 14];
+    static struct {
+        int call;
+        uint64_t number;
+    } place[1 << 14];
     size_t places = 0;
     for (int call = 0; call < INJECT_CALLS; call++) {
         size_t n = inject_places(call, numbers, sizeof numbers / sizeof *numbers);
@@ -163,8 +172,8 @@ static void judge_all(int command, size_t every)
         for (char *word = strtok(text, " "); word; word = strtok(NULL, " "))
             if (strcmp(word, "KILL")) list[errors++] = word;
         if (!errors) continue;
-        snprintf(fault, sizeof fault, "%s:%s:%llu%s", inject_names[place[i].call], list[i / every % errors], (unsigned long long)place[i].number,
-                 i / every / errors % 2 ? "+" : "");
+        snprintf(fault, sizeof fault, "%s:%s:%llu%s", inject_names[place[i].call], list[i / every % errors],
+                 (unsigned long long)place[i].number, i / every / errors % 2 ? "+" : "");
         judge(command, fault);
     }
 }
@@ -219,11 +228,12 @@ int main(int argc, char **argv)
         }
         int status = 0;
         demand(child > 0 && waitpid(child, &status, 0) == child, "no child");
-        CHECK(status == 0, "%s: the process ends with %d, signal %d", shared->fault, WEXITSTATUS(status), WTERMSIG(status));
+        CHECK(status == 0, "%s: the process ends with %d, signal %d", shared->fault, WEXITSTATUS(status),
+              WTERMSIG(status));
         CHECK(!shared->violation[0], "%s: %s", shared->fault, shared->violation);
         if (status || shared->violation[0]) printf("     reproduce: %s %d %s\n", test_program, command, shared->fault);
-        CHECK(only >= 0 || (shared->struck * 2 > shared->faults && (shared->refused || every > 1)), "%lu faults, %lu struck, %lu told", shared->faults,
-              shared->struck, shared->refused);
+        CHECK(only >= 0 || (shared->struck * 2 > shared->faults && (shared->refused || every > 1)),
+              "%lu faults, %lu struck, %lu told", shared->faults, shared->struck, shared->refused);
         printf("     %lu faults, %lu ended in a sentence\n", shared->faults, shared->refused);
         test_close_group();
     }

@@ -1,5 +1,5 @@
-/* The random words of stochastic rounding: their exact bits, and statistics quick enough for every run. Seeds are fixed, so a
- * pass stays a pass. tests/random_stats.sh is the long version. */
+/* The random words of stochastic rounding: their exact bits, and statistics quick enough for every run. Seeds are
+ * fixed, so a pass stays a pass. tests/random_stats.sh is the long version. */
 #include <math.h>
 #include <stdint.h>
 
@@ -22,7 +22,10 @@ enum { ELEMENTS, WRITES, TENSORS, SLOTS, KINDS };
 static const char *const kind_name[KINDS] = {"elements", "writes", "tensors", "slots"};
 
 /* Writes of a lattice are meant to be related within 256 of them: independent ones are of different 256. */
-static uint64_t nth_write(int generator, uint64_t n) { return generator == HSTEP_GENERATOR_LATTICE ? 257 * n + 100 : n; }
+static uint64_t nth_write(int generator, uint64_t n)
+{
+    return generator == HSTEP_GENERATOR_LATTICE ? 257 * n + 100 : n;
+}
 
 static uint32_t word_at(int generator, struct hstep_key key, uint64_t pair)
 {
@@ -37,22 +40,23 @@ static void fill(int generator, int kind, uint64_t seed, uint32_t *out)
     struct hstep_key key = hstep_key_write(generator, seed, id, nth_write(generator, 0), 0);
     char name[48];
     switch (kind) {
-    case ELEMENTS:
-        hstep_random_words(generator, &key, 0, WORDS, out);
-        break;
+    case ELEMENTS: hstep_random_words(generator, &key, 0, WORDS, out); break;
     case WRITES:
         for (int j = 0; j < WORDS; j++)
-            out[j] = word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, (uint64_t)j), 1), 777);
+            out[j] =
+                word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, (uint64_t)j), 1), 777);
         break;
     case TENSORS:
         for (int j = 0; j < WORDS; j++) {
             snprintf(name, sizeof name, "layers.%d.mlp.weight", j);
-            out[j] = word_at(generator, hstep_key_write(generator, seed, hstep_hash_name(name), nth_write(generator, 3), 1), 777);
+            out[j] = word_at(generator,
+                             hstep_key_write(generator, seed, hstep_hash_name(name), nth_write(generator, 3), 1), 777);
         }
         break;
     default:
         for (int j = 0; j < WORDS; j++)
-            out[j] = word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, 5), (uint32_t)j % 8), (uint64_t)j / 8);
+            out[j] = word_at(generator, hstep_key_write(generator, seed, id, nth_write(generator, 5), (uint32_t)j % 8),
+                             (uint64_t)j / 8);
         break;
     }
 }
@@ -66,15 +70,21 @@ static void test_definition(void)
 {
     TEST("philox: published vectors") {
         /* Random123, kat_vectors. */
-        static const struct { int rounds; uint32_t ctr[4], key[2], out[4]; } known[] = {
-            {7, {0, 0, 0, 0}, {0, 0}, {0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48}},
-            {7, {~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662}},
-            {7, {0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0},
-             {0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A}},
-            {10, {0, 0, 0, 0}, {0, 0}, {0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}},
-            {10, {~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}},
-            {10, {0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0},
-             {0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1}}};
+        static const struct {
+            int rounds;
+            uint32_t ctr[4], key[2], out[4];
+        } known[] = {{7, {0, 0, 0, 0}, {0, 0}, {0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48}},
+                     {7, {~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662}},
+                     {7,
+                      {0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344},
+                      {0xA4093822, 0x299F31D0},
+                      {0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A}},
+                     {10, {0, 0, 0, 0}, {0, 0}, {0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}},
+                     {10, {~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}},
+                     {10,
+                      {0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344},
+                      {0xA4093822, 0x299F31D0},
+                      {0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1}}};
         for (size_t k = 0; k < sizeof known / sizeof known[0]; k++) {
             uint32_t out[4];
             hstep_philox4x32(out, known[k].ctr, known[k].key, known[k].rounds);
@@ -84,7 +94,8 @@ static void test_definition(void)
     }
     TEST("generators: names and pinned ids") {
         CHECK(hstep_generator_find("philox7") == 1 && hstep_generator_find("mixer") == 2 &&
-                  hstep_generator_find("lattice") == 3, "an id has changed");
+                  hstep_generator_find("lattice") == 3,
+              "an id has changed");
         CHECK(hstep_generator_find("Philox7") == 0 && hstep_generator_find("") == 0, "a wrong name is found");
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
             int id = hstep_generator_id(row);
@@ -99,24 +110,23 @@ static void test_definition(void)
     TEST("generators: pinned words") {
         /* Computed by a second implementation, in Python integers, from the text of docs/random.md. */
         static const uint32_t known[][8] = {
-            {0x03430178, 0x40E64372, 0x4F20E757, 0x538C4D29,
-             0x92AC4D14, 0x9E06C8C7, 0x2D6141EB, 0x86A6AEC3},
-            {0x48225031, 0x87D43CBD, 0xB397101E, 0xBE1F247F,
-             0x5EEEB6E7, 0xE6167050, 0x3A6CB248, 0x8245101D},
-            {0xA7020CFF, 0x71B9C47F, 0xE5BAE460, 0x96734194,
-             0x39FF1766, 0x6A9E1E0D, 0x2725FCAF, 0x17DDA336}};
+            {0x03430178, 0x40E64372, 0x4F20E757, 0x538C4D29, 0x92AC4D14, 0x9E06C8C7, 0x2D6141EB, 0x86A6AEC3},
+            {0x48225031, 0x87D43CBD, 0xB397101E, 0xBE1F247F, 0x5EEEB6E7, 0xE6167050, 0x3A6CB248, 0x8245101D},
+            {0xA7020CFF, 0x71B9C47F, 0xE5BAE460, 0x96734194, 0x39FF1766, 0x6A9E1E0D, 0x2725FCAF, 0x17DDA336}};
         static const uint64_t pairs[8] = {0, 1, 2, 3, 32767, 32768, 0x123456789, UINT64_MAX >> 1};
         for (int generator = 1; generator <= 3; generator++) {
-            struct hstep_key key = hstep_key_write(generator, 0x0123456789ABCDEFu, hstep_hash_name("model.embed"),
-                                                   0x89ABCDEF012345u, 200);
+            struct hstep_key key =
+                hstep_key_write(generator, 0x0123456789ABCDEFu, hstep_hash_name("model.embed"), 0x89ABCDEF012345u, 200);
             for (int k = 0; k < 8; k++) {
                 uint32_t word = word_at(generator, key, pairs[k]);
                 CHECK(word == known[generator - 1][k], "%s pair %llu: 0x%08X", hstep_generator_name(generator),
                       (unsigned long long)pairs[k], (unsigned)word);
             }
         }
-        CHECK(hstep_hash_name("model.embed") == 0x347A060D2A4A16A0u, "hash 0x%016llX", (unsigned long long)hstep_hash_name("model.embed"));
-        CHECK(hstep_hash_name("") == 0xF52A15E9A9B5E89Bu, "hash of the empty name 0x%016llX", (unsigned long long)hstep_hash_name(""));
+        CHECK(hstep_hash_name("model.embed") == 0x347A060D2A4A16A0u, "hash 0x%016llX",
+              (unsigned long long)hstep_hash_name("model.embed"));
+        CHECK(hstep_hash_name("") == 0xF52A15E9A9B5E89Bu, "hash of the empty name 0x%016llX",
+              (unsigned long long)hstep_hash_name(""));
     }
     TEST("generators: any part of a stream equals the whole") {
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
@@ -198,8 +208,8 @@ static void test_bytes(int generator, int kind)
         double chi_square = 0, expected = WORDS / 256.0;
         for (int k = 0; k < 256; k++) chi_square += (count[k] - expected) * (count[k] - expected) / expected;
         double z = chi_square_deviate(chi_square, 255);
-        CHECK(fabs(z) < LIMIT, "%s along %s: byte %d has chi-square %.1f at 255 degrees", hstep_generator_name(generator),
-              kind_name[kind], byte, chi_square);
+        CHECK(fabs(z) < LIMIT, "%s along %s: byte %d has chi-square %.1f at 255 degrees",
+              hstep_generator_name(generator), kind_name[kind], byte, chi_square);
     }
 }
 
@@ -215,8 +225,8 @@ static double correlation(const uint32_t *w, int n, int lag, int which)
 
 static void test_correlations(int generator, int kind)
 {
-    static const int lags[] = {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 64, 100, 128, 256, 1000, 1024, 4096, 16384, 32767,
-                               32768, 32769, 65536};
+    static const int lags[] = {1,  2,   3,   4,   5,    7,    8,    15,    16,    17,    31,    32,
+                               64, 100, 128, 256, 1000, 1024, 4096, 16384, 32767, 32768, 32769, 65536};
     double z = correlation(words, WORDS, 0, 2);
     CHECK(fabs(z) < 5, "%s along %s: halves of one word, r = %.2f standard errors", hstep_generator_name(generator),
           kind_name[kind], z);
@@ -231,14 +241,15 @@ static void test_correlations(int generator, int kind)
 /* How often adding the random half carries into the kept half: must be f / 65536. */
 static void test_bias(int generator, int kind)
 {
-    static const uint32_t ladder[] = {1, 2, 3, 5, 16, 64, 100, 255, 256, 257, 1024, 4096, 10000, 16384, 32767, 32768, 32769,
-                                      49152, 65280, 65500, 65535};
+    static const uint32_t ladder[] = {1,    2,     3,     5,     16,    64,    100,   255,   256,   257,  1024,
+                                      4096, 10000, 16384, 32767, 32768, 32769, 49152, 65280, 65500, 65535};
     for (size_t k = 0; k < sizeof ladder / sizeof ladder[0]; k++)
         for (int half = 0; half < 2; half++) {
             int up = 0;
             for (int j = 0; j < WORDS; j++) up += ((words[j] >> 16 * half & 65535) + ladder[k]) >> 16;
             double p = ladder[k] / 65536.0, mean = WORDS * p, error = sqrt(WORDS * p * (1 - p));
-            CHECK(fabs(up - mean) < 5 * error + 1, "%s along %s: f = %u, half %d rounded up %d times, expected %.0f +- %.0f",
+            CHECK(fabs(up - mean) < 5 * error + 1,
+                  "%s along %s: f = %u, half %d rounded up %d times, expected %.0f +- %.0f",
                   hstep_generator_name(generator), kind_name[kind], ladder[k], half, up, mean, error);
         }
     /* Neighbours that both carry at small f: large values must not come in pairs. */
@@ -305,10 +316,12 @@ static void test_segment_lags(void)
     }
     double spread = (squares / judged - 1) / sqrt(2.0 / judged);
     CHECK(worst < LIMIT, "mixer: r = %.2f standard errors at lag %d of a segment", worst, worst_lag);
-    CHECK(fabs(spread) < LIMIT, "mixer: correlations within a segment scatter by %.2f standard errors too much", spread);
+    CHECK(fabs(spread) < LIMIT, "mixer: correlations within a segment scatter by %.2f standard errors too much",
+          spread);
 }
 
-/* Flipping any input bit flips each output bit half of the time; of the write counter of a lattice, any bit from 8 on. */
+/* Flipping any input bit flips each output bit half of the time; of the write counter of a lattice, any bit from 8
+ * on. */
 static void test_avalanche(int generator)
 {
     enum { TRIALS = 512 };
@@ -320,14 +333,10 @@ static void test_avalanche(int generator)
             uint64_t seed = (uint64_t)j * 3, id = (uint64_t)j * 7 + 1, write = (uint64_t)j * 5 << shift;
             uint32_t slot = (uint32_t)j % 200, pair = (uint32_t)j * 97;
             uint32_t before = word_at(generator, hstep_key_write(generator, seed, id, write, slot), pair);
-            if (bit < 64)
-                seed ^= (uint64_t)1 << bit;
-            else if (bit < 128)
-                id ^= (uint64_t)1 << (bit - 64);
-            else if (bit < 184)
-                write ^= (uint64_t)1 << (bit - 128 + shift);
-            else
-                slot ^= 1u << (bit - 184);
+            if (bit < 64) seed ^= (uint64_t)1 << bit;
+            else if (bit < 128) id ^= (uint64_t)1 << (bit - 64);
+            else if (bit < 184) write ^= (uint64_t)1 << (bit - 128 + shift);
+            else slot ^= 1u << (bit - 184);
             uint32_t change = before ^ word_at(generator, hstep_key_write(generator, seed, id, write, slot), pair);
             for (int k = 0; k < 32; k++) {
                 flips[k] += change >> k & 1;
@@ -335,8 +344,8 @@ static void test_avalanche(int generator)
             }
         }
         double z = (total - 16.0 * TRIALS) / sqrt(8.0 * TRIALS);
-        CHECK(fabs(z) < LIMIT, "%s: input bit %d flips %d of %d output bits", hstep_generator_name(generator), bit, total,
-              32 * TRIALS);
+        CHECK(fabs(z) < LIMIT, "%s: input bit %d flips %d of %d output bits", hstep_generator_name(generator), bit,
+              total, 32 * TRIALS);
         for (int k = 0; k < 32; k++) {
             z = (flips[k] - TRIALS / 2.0) / sqrt(TRIALS / 4.0);
             CHECK(fabs(z) < LIMIT, "%s: input bit %d flips output bit %d in %d of %d trials",
@@ -379,8 +388,8 @@ int main(int argc, char **argv)
         static char name[KINDS][80], avalanche[80];
         static const int bit_lags[] = {1, 2, 3, 4, 16, 1024};
         for (int kind = 0; kind < KINDS; kind++) {
-            snprintf(name[kind], sizeof name[kind], "%s along %s: bytes, correlations, bias", hstep_generator_name(generator),
-                     kind_name[kind]);
+            snprintf(name[kind], sizeof name[kind], "%s along %s: bytes, correlations, bias",
+                     hstep_generator_name(generator), kind_name[kind]);
             TEST(name[kind]) {
                 fill(generator, kind, 42, words);
                 test_bytes(generator, kind);
@@ -390,7 +399,8 @@ int main(int argc, char **argv)
                     test_bit_pairs(generator, kind, bit_lags[k], WORDS / 8);
             }
         }
-        snprintf(avalanche, sizeof avalanche, "%s: avalanche of seed, tensor, write, slot", hstep_generator_name(generator));
+        snprintf(avalanche, sizeof avalanche, "%s: avalanche of seed, tensor, write, slot",
+                 hstep_generator_name(generator));
         TEST(avalanche) test_avalanche(generator);
     }
     TEST("mixer: all 32,767 lags of a segment") test_segment_lags();

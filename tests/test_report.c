@@ -15,15 +15,19 @@ static struct report_run runs[ENTRIES * SEEDS];
 /* Entry e ends at 2 + seed / 10 + end[e] + jitter of the seed where e is 2. */
 static void make(struct report *report, const double end[ENTRIES])
 {
-    static const char *const names[ENTRIES] = {"adamw/f32/f32", "adamw/bf16/bf16-sr", "adamw/bf16-sr/bf16-sr", "lion/bf16/<int8>&"};
+    static const char *const names[ENTRIES] = {"adamw/f32/f32", "adamw/bf16/bf16-sr", "adamw/bf16-sr/bf16-sr",
+                                               "lion/bf16/<int8>&"};
     static const double bytes[ENTRIES][3] = {{4, 4, 8}, {2, 2, 4}, {2, 2, 4}, {2, 2, 1.0625}};
     memset(report, 0, sizeof *report);
     report->title = "a \"title\" & <more>";
     report->subtitle = "made up";
     report->command = "halfstep compare lm";
     for (int i = 0; i < ENTRIES; i++)
-        report->entry[i] = (struct report_entry){.name = names[i], .typed = i == 1 ? "adamw/bf16" : NULL, .recipe = names[i],
-                                                 .compute = "bf16", .gradients = i ? "bf16" : "f32"};
+        report->entry[i] = (struct report_entry){.name = names[i],
+                                                 .typed = i == 1 ? "adamw/bf16" : NULL,
+                                                 .recipe = names[i],
+                                                 .compute = "bf16",
+                                                 .gradients = i ? "bf16" : "f32"};
     report->entries = ENTRIES;
     report->seeds = SEEDS;
     report->runs = ENTRIES * SEEDS;
@@ -33,8 +37,15 @@ static void make(struct report *report, const double end[ENTRIES])
         report_curve_free(&run->train);
         report_curve_free(&run->validation);
         int e = i % ENTRIES, seed = i / ENTRIES;
-        *run = (struct report_run){.entry = e, .seed = (uint64_t)seed + 7, .done = 1, .tokens_per_s = 1000 + seed, .changed = 0.25,
-                                   .weights = bytes[e][0], .gradients = bytes[e][1], .states = bytes[e][2], .skipped = (uint64_t)e};
+        *run = (struct report_run){.entry = e,
+                                   .seed = (uint64_t)seed + 7,
+                                   .done = 1,
+                                   .tokens_per_s = 1000 + seed,
+                                   .changed = 0.25,
+                                   .weights = bytes[e][0],
+                                   .gradients = bytes[e][1],
+                                   .states = bytes[e][2],
+                                   .skipped = (uint64_t)e};
         run->validation_loss = 2 + 0.1 * seed + end[e] + (e == 2 ? 0.003 * (seed - 1) : 0);
         run->train_loss = run->validation_loss - 0.5;
         for (int step = 0; step <= 1000; step++) {
@@ -45,10 +56,7 @@ static void make(struct report *report, const double end[ENTRIES])
     }
 }
 
-static int has(const struct text *text, const char *part)
-{
-    return text->data && strstr(text->data, part) != NULL;
-}
+static int has(const struct text *text, const char *part) { return text->data && strstr(text->data, part) != NULL; }
 
 static int count(const struct text *text, const char *part)
 {
@@ -104,7 +112,8 @@ int main(int argc, char **argv)
         CHECK(row.difference.mean == 0 && row.difference.deviation == 0, "the reference differs from itself");
         runs[0].done = 0;
         report_row(&report, 2, &row);
-        CHECK(row.validation.n == 3 && row.difference.n == 2, "%d differences without a partner's run", row.difference.n);
+        CHECK(row.validation.n == 3 && row.difference.n == 2, "%d differences without a partner's run",
+              row.difference.n);
     }
 
     TEST("the sentence") {
@@ -112,7 +121,8 @@ int main(int argc, char **argv)
         make(&report, usual);
         report_sentence(&report, &text);
         CHECK(has(&text, "adamw/bf16/bf16-sr ends 1.12 nat above adamw/f32/f32"), "%s", text.data);
-        CHECK(has(&text, "adamw/bf16-sr/bf16-sr ends within 0.002 nat of it, with 50 % of its bytes per parameter."), "%s", text.data);
+        CHECK(has(&text, "adamw/bf16-sr/bf16-sr ends within 0.002 nat of it, with 50 % of its bytes per parameter."),
+              "%s", text.data);
         CHECK(has(&text, "lion/bf16/<int8>& ends 0.20 nat below"), "%s", text.data);
         text_free(&text);
         make(&report, (const double[ENTRIES]){0, NAN, 0.0214, 0.0011});
@@ -136,25 +146,33 @@ int main(int argc, char **argv)
         char error[300];
         int n;
         make(&report, usual);
-        CHECK(report_parse_checks(&report, "adamw/bf16>0.3,adamw/bf16/bf16-sr>1.2,adamw/bf16-sr/bf16-sr~0.03,"
-                                           "lion/bf16/<int8>&<0.1", check, 8, &n, error, sizeof error) != 0,
+        CHECK(report_parse_checks(&report,
+                                  "adamw/bf16>0.3,adamw/bf16/bf16-sr>1.2,adamw/bf16-sr/bf16-sr~0.03,"
+                                  "lion/bf16/<int8>&<0.1",
+                                  check, 8, &n, error, sizeof error) != 0,
               "a name with < was read");
-        CHECK(report_parse_checks(&report, "adamw/bf16>0.3,adamw/bf16/bf16-sr>1.2,adamw/bf16-sr/bf16-sr~0.03,"
-                                           "adamw/bf16-sr/bf16-sr<-0.001", check, 8, &n, error, sizeof error) == 0, "%s", error);
+        CHECK(report_parse_checks(&report,
+                                  "adamw/bf16>0.3,adamw/bf16/bf16-sr>1.2,adamw/bf16-sr/bf16-sr~0.03,"
+                                  "adamw/bf16-sr/bf16-sr<-0.001",
+                                  check, 8, &n, error, sizeof error) == 0,
+              "%s", error);
         report.check = check;
         report.checks = n;
         CHECK(n == 4 && report_judge(&report) == 2, "%d checks, %d failed", n, report_judge(&report));
-        CHECK(check[0].passed && !check[1].passed && check[2].passed && !check[3].passed, "%d %d %d %d", check[0].passed,
-              check[1].passed, check[2].passed, check[3].passed);
+        CHECK(check[0].passed && !check[1].passed && check[2].passed && !check[3].passed, "%d %d %d %d",
+              check[0].passed, check[1].passed, check[2].passed, check[3].passed);
         struct text text = {0};
         report_check_text(&report, &check[1], &text);
         CHECK(has(&text, "1.1200 nat above adamw/f32/f32, wanted more than 1.2"), "%s", text.data);
         text_free(&text);
-        static const char *const bad[] = {"adamw/bf16", "adamw/bf16>", "adamw/bf16>x", "adamw/bf16>1x", "sgd>1", ">1", "adamw/bf16>nan"};
+        static const char *const bad[] = {"adamw/bf16", "adamw/bf16>", "adamw/bf16>x",  "adamw/bf16>1x",
+                                          "sgd>1",      ">1",          "adamw/bf16>nan"};
         for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-            CHECK(report_parse_checks(&report, bad[i], check, 8, &n, error, sizeof error) != 0 && error[0], "\"%s\" was read", bad[i]);
+            CHECK(report_parse_checks(&report, bad[i], check, 8, &n, error, sizeof error) != 0 && error[0],
+                  "\"%s\" was read", bad[i]);
         make(&report, (const double[ENTRIES]){0, NAN, NAN, NAN});
-        CHECK(report_parse_checks(&report, "adamw/bf16>0.3,adamw/bf16<0.3,adamw/bf16~9", check, 8, &n, error, sizeof error) == 0,
+        CHECK(report_parse_checks(&report, "adamw/bf16>0.3,adamw/bf16<0.3,adamw/bf16~9", check, 8, &n, error,
+                                  sizeof error) == 0,
               "%s", error);
         report.check = check;
         report.checks = n;
@@ -166,7 +184,8 @@ int main(int argc, char **argv)
         make(&report, usual);
         report_table(&report, &text);
         CHECK(has(&text, "+0.0020 ± 0.0017"), "%s", text.data);
-        CHECK(has(&text, "2.1020 ± 0.1030") && has(&text, "5.062") && has(&text, "25.00") && has(&text, "1001"), "%s", text.data);
+        CHECK(has(&text, "2.1020 ± 0.1030") && has(&text, "5.062") && has(&text, "25.00") && has(&text, "1001"), "%s",
+              text.data);
         text_free(&text);
         report_runs_csv(&report, &text);
         CHECK(count(&text, "\n") == 1 + ENTRIES * SEEDS, "%d lines", count(&text, "\n"));
@@ -190,7 +209,8 @@ int main(int argc, char **argv)
     }
 
     TEST("the page is whole, self-contained and escaped") {
-        static const double ends[][ENTRIES] = {{0, 1.12, 0.002, -0.2}, {0, NAN, INFINITY, 0}, {NAN, NAN, NAN, NAN}, {0, 0, 0, 0}};
+        static const double ends[][ENTRIES] = {
+            {0, 1.12, 0.002, -0.2}, {0, NAN, INFINITY, 0}, {NAN, NAN, NAN, NAN}, {0, 0, 0, 0}};
         for (int kind = 0; kind < 4; kind++)
             for (int done = 0; done <= ENTRIES * SEEDS; done += 3) {
                 struct text text = {0};
@@ -199,16 +219,19 @@ int main(int argc, char **argv)
                 report_html(&report, &text);
                 const char *problem = text.data ? unbalanced(text.data) : "nothing written";
                 CHECK(!text.failed && !problem, "kind %d, %d runs done: %s", kind, done, problem);
-                CHECK(!has(&text, "<int8>") && !has(&text, "<more>") && has(&text, "a &quot;title&quot; &amp; &lt;more&gt;"),
+                CHECK(!has(&text, "<int8>") && !has(&text, "<more>") &&
+                          has(&text, "a &quot;title&quot; &amp; &lt;more&gt;"),
                       "kind %d, %d runs done: not escaped", kind, done);
                 CHECK(!has(&text, "http") && !has(&text, "<script") && !has(&text, "@import") && !has(&text, "src="),
                       "kind %d, %d runs done: loads something", kind, done);
                 CHECK(!has(&text, "nan\"") && !has(&text, "\"nan") && !has(&text, "Mnan") && !has(&text, "Lnan") &&
-                      !has(&text, "inf ") && !has(&text, " nan"), "kind %d, %d runs done: NaN as a coordinate", kind, done);
-                CHECK(has(&text, "Incomplete") == (done < report.runs), "kind %d, %d runs done: completeness", kind, done);
+                          !has(&text, "inf ") && !has(&text, " nan"),
+                      "kind %d, %d runs done: NaN as a coordinate", kind, done);
+                CHECK(has(&text, "Incomplete") == (done < report.runs), "kind %d, %d runs done: completeness", kind,
+                      done);
                 if (kind == 0 && done == report.runs)
-                    CHECK(count(&text, "class=\"band") == 4 + 3 + 4 && count(&text, "class=\"line") >= 11, "%d bands, %d lines",
-                          count(&text, "class=\"band"), count(&text, "class=\"line"));
+                    CHECK(count(&text, "class=\"band") == 4 + 3 + 4 && count(&text, "class=\"line") >= 11,
+                          "%d bands, %d lines", count(&text, "class=\"band"), count(&text, "class=\"line"));
                 text_free(&text);
             }
     }
@@ -233,30 +256,38 @@ int main(int argc, char **argv)
         for (int i = 0; i < report.runs; i++) {
             runs[i].accuracy = 0.98 + 0.0045 * runs[i].entry + 0.0001 * ((double)runs[i].seed - 8);
             for (int epoch = 0; epoch <= 4; epoch++)
-                CHECK(report_curve_add(&runs[i].accuracies, epoch, runs[i].accuracy - 0.001 * (4 - epoch)) == 0, "out of memory");
+                CHECK(report_curve_add(&runs[i].accuracies, epoch, runs[i].accuracy - 0.001 * (4 - epoch)) == 0,
+                      "out of memory");
         }
         report_row(&report, 3, &row);
-        CHECK(fabs(row.accuracy.mean - 0.9935) < 1e-12 && fabs(row.accuracy.deviation - 0.0001) < 1e-12, "%g ± %g", row.accuracy.mean,
-              row.accuracy.deviation);
+        CHECK(fabs(row.accuracy.mean - 0.9935) < 1e-12 && fabs(row.accuracy.deviation - 0.0001) < 1e-12, "%g ± %g",
+              row.accuracy.mean, row.accuracy.deviation);
         CHECK(report_reference(&report, 3) == 2 && fabs(row.difference.mean - (usual[3] - usual[2])) < 1e-12,
               "the reference of the second group is %d, %g away", report_reference(&report, 3), row.difference.mean);
         CHECK(row.reached.n == 3 && row.reached.mean == 1, "99 %% after %g epochs", row.reached.mean);
         report_row(&report, 0, &row);
         CHECK(row.reached.n == 0, "98 %% counts as 99 %%");
         report_sentence(&report, &text);
-        CHECK(has(&text, "With batch 128, second is the most accurate, 98.45 %; first ends with the lowest loss, 2.1000."), "%s", text.data);
-        CHECK(has(&text, "With batch <512>, second is the most accurate, 99.35 %, and ends with the lowest loss, 1.9000; "
-                         "second is the first to reach 99 %, after 1 epochs."), "%s", text.data);
+        CHECK(has(&text,
+                  "With batch 128, second is the most accurate, 98.45 %; first ends with the lowest loss, 2.1000."),
+              "%s", text.data);
+        CHECK(has(&text,
+                  "With batch <512>, second is the most accurate, 99.35 %, and ends with the lowest loss, 1.9000; "
+                  "second is the first to reach 99 %, after 1 epochs."),
+              "%s", text.data);
         text_free(&text);
         report_table(&report, &text);
-        CHECK(has(&text, "batch 128:\n") && has(&text, "99.350 ± 0.010") && has(&text, "images/s") && has(&text, "epochs to 99 %"),
+        CHECK(has(&text, "batch 128:\n") && has(&text, "99.350 ± 0.010") && has(&text, "images/s") &&
+                  has(&text, "epochs to 99 %"),
               "%s", text.data);
         text_free(&text);
         report_runs_csv(&report, &text);
         CHECK(has(&text, ",group,test_accuracy\n") && has(&text, ",batch 128,0.9799\n"), "%s", text.data);
         text_free(&text);
-        CHECK(report_parse_checks(&report, "adamw/bf16>98.44,adamw/bf16<98.44,adamw/bf16-sr/bf16-sr~0.5,adamw/bf16~0.39", check, 4, &n,
-                                  error, sizeof error) == 0, "%s", error);
+        CHECK(report_parse_checks(&report,
+                                  "adamw/bf16>98.44,adamw/bf16<98.44,adamw/bf16-sr/bf16-sr~0.5,adamw/bf16~0.39", check,
+                                  4, &n, error, sizeof error) == 0,
+              "%s", error);
         report.check = check;
         report.checks = n;
         CHECK(report_judge(&report) == 2 && check[0].passed && !check[1].passed && check[2].passed && !check[3].passed,
@@ -267,7 +298,8 @@ int main(int argc, char **argv)
         report_html(&report, &text);
         const char *problem = text.data ? unbalanced(text.data) : "nothing written";
         CHECK(!text.failed && !problem, "%s", problem);
-        CHECK(has(&text, "batch &lt;512&gt;") && !has(&text, "<512>") && has(&text, "Test error, 100 % − accuracy, batch 128"),
+        CHECK(has(&text, "batch &lt;512&gt;") && !has(&text, "<512>") &&
+                  has(&text, "Test error, 100 % − accuracy, batch 128"),
               "the page lacks a group");
         CHECK(count(&text, "<svg viewBox=\"0 0 960") == 2 * 3 + 1, "%d charts", count(&text, "<svg viewBox=\"0 0 960"));
         text_free(&text);

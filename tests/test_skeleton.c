@@ -31,14 +31,15 @@ int main(int argc, char **argv)
                 CHECK((scale & 0xffff) == 0 && step >= maximum / (nonneg ? 255.0f : 127.0f), "scale %g of maximum %g",
                       (double)step, (double)maximum);
                 for (float x = nonneg ? 0.0f : -maximum; x <= maximum; x += maximum / 100.0f) {
-                    vi code = skeleton_code(skeleton_stash(x, nonneg), skeleton_inverse(scale, nonneg), 0x8000, nonneg), e, o;
+                    vi code = skeleton_code(skeleton_stash(x, nonneg), skeleton_inverse(scale, nonneg), 0x8000, nonneg),
+                       e, o;
                     char bytes[2];
                     skeleton_store(bytes, 0, code, code);
                     skeleton_load(bytes, 0, &e, &o, nonneg);
                     CHECK(e == code && o == code, "code %d came back as %d and %d", (int)code, (int)e, (int)o);
                     double error = (double)skeleton_value(e, step, nonneg) - (double)x;
-                    CHECK(error <= 0.51 * (double)step && error >= -0.51 * (double)step, "x %g, maximum %g: error %g, step %g",
-                          (double)x, (double)maximum, error, (double)step);
+                    CHECK(error <= 0.51 * (double)step && error >= -0.51 * (double)step,
+                          "x %g, maximum %g: error %g, step %g", (double)x, (double)maximum, error, (double)step);
                 }
             }
         CHECK(skeleton_scale(0.0f, 0) == 0 && skeleton_inverse(0, 0) == 0.0f, "an all-zero block needs scale 0");

@@ -1,6 +1,6 @@
 /* Steps of more than one pass and states of more than one kind: optimizer accumulation, sums over tensors, averages of
- * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small reference
- * of its own. */
+ * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small
+ * reference of its own. */
 #include <math.h>
 
 #include "halfstep.h"
@@ -8,7 +8,8 @@
 #include "test.h"
 
 /* A tensor with random weights; sgd and rmsprop with momentum, for without they keep no gradient. */
-static void open_random(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length, const char *gradients)
+static void open_random(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
+                        const char *gradients)
 {
     struct source s = {77};
     one_open(t, recipe, ndim, rows, row_length, gradients);
@@ -55,7 +56,7 @@ static halfstep_rule_info rule_at(int32_t row)
     return info;
 }
 
-/* ---- Optimizer accumulation ------------------------------------------------------------------------------------------- */
+/* ---- Optimizer accumulation -------------------------------------------------------------------------------------- */
 
 /* A step with lr 0 moves no weight, so it has to leave the states that a micro-step leaves. */
 static void micro_steps_of(const char *rule, const char *formats)
@@ -110,8 +111,10 @@ static void test_micro_steps(void)
             random_gradient(&t, 1);
             int keeps = rule_at(row).accumulates && strcmp(rule, "sgd") && strcmp(rule, "rmsprop");
             EXPECT(micro_step(&t), keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
-            CHECK(keeps || strstr(halfstep_error_detail(t.o), rule), "'%s' does not name %s", halfstep_error_detail(t.o), rule);
-            EXPECT(halfstep_accumulate_states_tensor(t.o, 0, t.gradient), keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
+            CHECK(keeps || strstr(halfstep_error_detail(t.o), rule), "'%s' does not name %s",
+                  halfstep_error_detail(t.o), rule);
+            EXPECT(halfstep_accumulate_states_tensor(t.o, 0, t.gradient),
+                   keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
             halfstep_counters c = {.struct_size = sizeof c};
             MUST(halfstep_get_counters(t.o, 0, &c));
             CHECK(c.state_steps == (keeps ? 2 : 0), "%s: %d state steps", rule, (int)c.state_steps);
@@ -145,7 +148,7 @@ static void test_micro_steps(void)
     }
 }
 
-/* ---- Sums over tensors -------------------------------------------------------------------------------------------------- */
+/* ---- Sums over tensors ------------------------------------------------------------------------------------------- */
 
 static void test_sums(void)
 {
@@ -159,8 +162,15 @@ static void test_sums(void)
             const void *gradients[1] = {gradient};
             MUST(halfstep_create(NULL, &o));
             MUST(halfstep_add_group(o, rule_at(row).name, &index));
-            halfstep_tensor d = {.struct_size = sizeof d, .name = "part", .ndim = 2, .rows = 9, .row_length = 64, .first_row = 3,
-                                 .n_rows = 3, .n_columns = 64, .gradient = "f32"};
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .name = "part",
+                                 .ndim = 2,
+                                 .rows = 9,
+                                 .row_length = 64,
+                                 .first_row = 3,
+                                 .n_rows = 3,
+                                 .n_columns = 64,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
             MUST(halfstep_allocate_states(o));
             EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED);
@@ -200,7 +210,7 @@ static void test_sums(void)
     }
 }
 
-/* ---- Copies of weights -------------------------------------------------------------------------------------------------- */
+/* ---- Copies of weights ------------------------------------------------------------------------------------------- */
 
 static void test_copies(void)
 {
@@ -220,7 +230,8 @@ static void test_copies(void)
                 MUST(one_step(&t));
                 int same = !memcmp(slow.code, t.weight, t.weight_bytes) &&
                            (!slow.extra || !memcmp(slow.extra, weight.extra, slow.extra_bytes));
-                CHECK(same == (step % 3 == 0), "%s: after step %d they are %s", recipe, step, same ? "equal" : "different");
+                CHECK(same == (step % 3 == 0), "%s: after step %d they are %s", recipe, step,
+                      same ? "equal" : "different");
             }
             one_close(&t);
         }
@@ -243,7 +254,8 @@ static void test_copies(void)
                 EXPECT(halfstep_step(average.o, weights, gradients), HALFSTEP_ERROR_ORDER);
                 EXPECT(halfstep_bind_slot(average.o, 0, HALFSTEP_SLOT_GRADIENT, NULL, info.extra), HALFSTEP_OK);
             }
-            float *w = zeroed((size_t)live.n * 4), *a = zeroed((size_t)live.n * 4), *wanted = zeroed((size_t)live.n * 4);
+            float *w = zeroed((size_t)live.n * 4), *a = zeroed((size_t)live.n * 4),
+                  *wanted = zeroed((size_t)live.n * 4);
             for (int step = 0; step < 4; step++) {
                 random_gradient(&live, (uint64_t)step);
                 MUST(one_step(&live));
@@ -252,8 +264,8 @@ static void test_copies(void)
                 one_read(&average, HALFSTEP_SLOT_WEIGHT, a);
                 for (int64_t j = 0; j < live.n; j++) {
                     wanted[j] = step ? wanted[j] + 0.25f * (w[j] - wanted[j]) : w[j];
-                    CHECK(fabsf(a[j] - wanted[j]) <= 2e-7f * fabsf(wanted[j]), "%s, step %d: %g, expected %g", recipe, step,
-                          (double)a[j], (double)wanted[j]);
+                    CHECK(fabsf(a[j] - wanted[j]) <= 2e-7f * fabsf(wanted[j]), "%s, step %d: %g, expected %g", recipe,
+                          step, (double)a[j], (double)wanted[j]);
                 }
             }
             free(w);
@@ -284,7 +296,8 @@ static void test_copies(void)
                 int differ = 0;
                 for (int64_t i = 0; i < t.n; i++) {
                     float wanted = w[i] + (float)(1 - 1 / 0.9) * (z[i] - w[i]);
-                    CHECK(fabsf(wanted - x[i]) <= 1e-6f * fabsf(wanted), "%g, expected %g", (double)x[i], (double)wanted);
+                    CHECK(fabsf(wanted - x[i]) <= 1e-6f * fabsf(wanted), "%g, expected %g", (double)x[i],
+                          (double)wanted);
                     differ += x[i] != w[i];
                 }
                 CHECK(differ > t.n / 2, "the average is the weight");
@@ -297,17 +310,24 @@ static void test_copies(void)
     }
 }
 
-/* ---- Blocks and shapes --------------------------------------------------------------------------------------------------- */
+/* ---- Blocks and shapes ------------------------------------------------------------------------------------------- */
 
-static int add(const char *recipe, int64_t rows, int64_t row_length, int64_t first_row, int64_t n_rows, int64_t first_column,
-               int64_t n_columns, int *fell_back)
+static int add(const char *recipe, int64_t rows, int64_t row_length, int64_t first_row, int64_t n_rows,
+               int64_t first_column, int64_t n_columns, int *fell_back)
 {
     halfstep_optimizer *o;
     int32_t index, fell = 0;
     MUST(halfstep_create(NULL, &o));
     MUST(halfstep_add_group(o, recipe, &index));
-    halfstep_tensor d = {.struct_size = sizeof d, .name = "tensor", .ndim = 2, .rows = rows, .row_length = row_length,
-                         .first_row = first_row, .n_rows = n_rows, .first_column = first_column, .n_columns = n_columns,
+    halfstep_tensor d = {.struct_size = sizeof d,
+                         .name = "tensor",
+                         .ndim = 2,
+                         .rows = rows,
+                         .row_length = row_length,
+                         .first_row = first_row,
+                         .n_rows = n_rows,
+                         .first_column = first_column,
+                         .n_columns = n_columns,
                          .gradient = "f32"};
     int result = halfstep_add_tensor(o, &d, &index);
     CHECK(result == HALFSTEP_OK || strstr(halfstep_error_detail(o), "'tensor'"), "'%s'", halfstep_error_detail(o));
@@ -350,13 +370,15 @@ static void test_blocks(void)
         one_write(&t, HALFSTEP_SLOT_STATE, values);
         one_read(&t, HALFSTEP_SLOT_STATE, back);
         for (int i = 0; i < 7 * 65; i++)
-            CHECK(fabsf(back[i] - values[i]) <= 0.35f * 65.0f, "element %d: %g of %g", i, (double)back[i], (double)values[i]);
+            CHECK(fabsf(back[i] - values[i]) <= 0.35f * 65.0f, "element %d: %g of %g", i, (double)back[i],
+                  (double)values[i]);
         for (int i = 0; i < 65; i++) one_row[i] = 0;
         MUST(halfstep_write_slot(t.o, 0, HALFSTEP_SLOT_STATE, NULL, 3, 1, one_row));
         float again[7 * 65];
         one_read(&t, HALFSTEP_SLOT_STATE, again);
         for (int i = 0; i < 7 * 65; i++)
-            CHECK(again[i] == (i / 65 == 3 ? 0.0f : back[i]), "element %d: %g, was %g", i, (double)again[i], (double)back[i]);
+            CHECK(again[i] == (i / 65 == 3 ? 0.0f : back[i]), "element %d: %g, was %g", i, (double)again[i],
+                  (double)back[i]);
         one_close(&t);
     }
     TEST("a scale of a whole tensor, or of flat blocks, is not written in pieces") {
@@ -374,7 +396,7 @@ static void test_blocks(void)
     }
 }
 
-/* ---- Calls in odd orders and odd places ----------------------------------------------------------------------------------- */
+/* ---- Calls in odd orders and odd places -------------------------------------------------------------------------- */
 
 /* A handle with one or two tensors in f32, of which the rows from first_row on are held here. */
 struct handle {
@@ -384,8 +406,8 @@ struct handle {
     int64_t elements[2];
 };
 
-static void handle_open(struct handle *h, const char *recipe, int tensors, const int64_t *rows, int64_t row_length, int part,
-                        int parts)
+static void handle_open(struct handle *h, const char *recipe, int tensors, const int64_t *rows, int64_t row_length,
+                        int part, int parts)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
     int32_t index;
@@ -393,9 +415,15 @@ static void handle_open(struct handle *h, const char *recipe, int tensors, const
     MUST(halfstep_create(&options, &h->o));
     MUST(halfstep_add_group(h->o, recipe, &index));
     for (int i = 0; i < tensors; i++) {
-        halfstep_tensor d = {.struct_size = sizeof d, .name = i ? "second" : "first", .ndim = 2, .rows = rows[i],
-                             .row_length = row_length, .first_row = rows[i] / parts * part, .n_rows = rows[i] / parts,
-                             .n_columns = row_length, .gradient = "f32"};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .name = i ? "second" : "first",
+                             .ndim = 2,
+                             .rows = rows[i],
+                             .row_length = row_length,
+                             .first_row = rows[i] / parts * part,
+                             .n_rows = rows[i] / parts,
+                             .n_columns = row_length,
+                             .gradient = "f32"};
         MUST(halfstep_add_tensor(h->o, &d, &index));
         h->elements[i] = rows[i] / parts * row_length;
         float *weight = h->weight[i] = zeroed((size_t)h->elements[i] * 4);
@@ -432,8 +460,8 @@ static void test_orders(void)
         EXPECT(halfstep_accumulate(h.o, 0, NULL, "f32", h.gradient[0], "f32", 1), HALFSTEP_ERROR_ARGUMENT);
         EXPECT(halfstep_accumulate(h.o, 0, h.weight[0], "f32", NULL, "f32", 1), HALFSTEP_ERROR_ARGUMENT);
         MUST(halfstep_allocate_states(h.o));
-        CHECK(before == halfstep_statistics_count(h.o) && before - halfstep_norms_offset(h.o) == 4 * 68, "%lld, then %lld",
-              (long long)before, (long long)halfstep_statistics_count(h.o));
+        CHECK(before == halfstep_statistics_count(h.o) && before - halfstep_norms_offset(h.o) == 4 * 68,
+              "%lld, then %lld", (long long)before, (long long)halfstep_statistics_count(h.o));
         handle_close(&h);
     }
     TEST("sums are made anew for every finish, and not taken from norms that failed") {
@@ -456,9 +484,11 @@ static void test_orders(void)
         MUST(halfstep_set_choice(part.o, 0, "decay", "fully-decoupled"));
         MUST(halfstep_set_hyper(part.o, 0, "lr", 0));
         MUST(halfstep_step_begin(part.o, gradients_of(&part), part.statistics));
-        EXPECT(halfstep_step_norms(part.o, weights_of(&part), gradients_of(&part), part.statistics), HALFSTEP_ERROR_RANGE);
+        EXPECT(halfstep_step_norms(part.o, weights_of(&part), gradients_of(&part), part.statistics),
+               HALFSTEP_ERROR_RANGE);
         MUST(halfstep_set_hyper(part.o, 0, "weight_decay", 0));
-        EXPECT(halfstep_step_finish(part.o, weights_of(&part), gradients_of(&part), part.statistics), HALFSTEP_ERROR_ORDER);
+        EXPECT(halfstep_step_finish(part.o, weights_of(&part), gradients_of(&part), part.statistics),
+               HALFSTEP_ERROR_ORDER);
         handle_close(&part);
     }
     TEST("micro-steps of parts need no sums of rules, tensor by tensor or all at once") {

@@ -1,6 +1,7 @@
-/* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double precision
- * (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights, so that nothing
- * corrects an error. --short follows the first 48 steps. --table prints what was measured, for the bounds below. */
+/* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double
+ * precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights, so
+ * that nothing corrects an error. --short follows the first 48 steps. --table prints what was measured, for the bounds
+ * below. */
 #include <math.h>
 
 #include "ref/table.h"
@@ -10,8 +11,8 @@ enum { FULL = 1000, SHORT = 48, ROWS = 8 };
 
 static int steps = FULL, table;
 
-/* Gradients of one element: a mean that turns slowly and noise, of a size that is its own (log-normal, sigma 1/2) and falls
- * tenfold over the run, which second moments have to follow. */
+/* Gradients of one element: a mean that turns slowly and noise, of a size that is its own (log-normal, sigma 1/2) and
+ * falls tenfold over the run, which second moments have to follow. */
 static void make_gradients(float *g, int n, int raw, const float *start)
 {
     struct source s = {7};
@@ -147,17 +148,18 @@ static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule
         int serves = role == HALFSTEP_ROLE_GRADIENT ? (format.roles & HALFSTEP_ROLE_SIGNED) && !format.block
                                                     : (format.roles & role) != 0;
         served |= serves;
-        length += snprintf(recipe + length, size - (size_t)length, "%c%s", named++ ? '+' : '/', serves ? format.name : "f32");
+        length +=
+            snprintf(recipe + length, size - (size_t)length, "%c%s", named++ ? '+' : '/', serves ? format.name : "f32");
     }
     /* A rule that stores no states is run once. */
     return served || (!named && !strcmp(format.name, "f32"));
 }
 
-/* ---- Bounds -------------------------------------------------------------------------------------------------------------- */
+/* ---- Bounds ------------------------------------------------------------------------------------------------------ */
 
-/* The most that a format of weights, and one of states, may be off: a part of the way, after 1000 steps and after 48. Both
- * add up. They are about twice what the worst rule shows (--table). Noise of unbiased roundings grows as the root of the
- * steps and the way as the steps, so weights are worse off early; states begin at zero and are better off. */
+/* The most that a format of weights, and one of states, may be off: a part of the way, after 1000 steps and after 48.
+ * Both add up. They are about twice what the worst rule shows (--table). Noise of unbiased roundings grows as the root
+ * of the steps and the way as the steps, so weights are worse off early; states begin at zero and are better off. */
 struct bound {
     const char *format;
     double bound[2];
@@ -193,7 +195,9 @@ static const struct bound states[] = {
     {"int4", {0.9, 0.6}, "codes of 1/7 and 1/4: second moments far below their block's largest are too large"},
     {"fp8", {0.25, 0.12}, "3 bits of mantissa"},
     {"fp8-e5m2", {0.35, 0.25}, "2 bits of mantissa"},
-    {"dyn8", {0.8, 0.08}, "always to nearest: averages with a small 1 - beta change by less than half a code, and stick"},
+    {"dyn8",
+     {0.8, 0.08},
+     "always to nearest: averages with a small 1 - beta change by less than half a code, and stick"},
     {"dyn4", {2, 1}, "as dyn8, with a tenth of the codes"},
     {"fp8-lamb16", {2, 1.7}, "the published scale cuts off most of a moment: no more than the direction is left"},
 };
@@ -202,7 +206,8 @@ static const struct {
     const char *rule;
     struct bound state;
 } exceptions[] = {
-    {"adan", {"int4", {3, 0.7}, "its 1 - beta of 0.02 and 0.08 count as fast, so codes are written to nearest, and stick"}},
+    {"adan",
+     {"int4", {3, 0.7}, "its 1 - beta of 0.02 and 0.08 count as fast, so codes are written to nearest, and stick"}},
     {"adan", {"fp8-e5m2", {1.4, 0.25}, "the same"}},
 };
 
@@ -218,7 +223,8 @@ static const struct bound *bound_of(const struct bound *bounds, int n, const cha
 static const struct bound *state_bound(const char *rule, const char *format)
 {
     for (size_t i = 0; i < sizeof exceptions / sizeof exceptions[0]; i++)
-        if (!strcmp(exceptions[i].rule, rule) && !strcmp(exceptions[i].state.format, format)) return &exceptions[i].state;
+        if (!strcmp(exceptions[i].rule, rule) && !strcmp(exceptions[i].state.format, format))
+            return &exceptions[i].state;
     return bound_of(states, STATES, format);
 }
 
@@ -231,17 +237,22 @@ static void follow_reference(const struct reference *ref, int32_t geometry, int 
         halfstep_format_info format = {.struct_size = sizeof format};
         char recipe[96];
         MUST(halfstep_get_format_info(row, &format));
-        if ((format.block && format.geometry == HALFSTEP_GEOMETRY_FLAT) != (geometry == HALFSTEP_GEOMETRY_FLAT)) continue;
+        if ((format.block && format.geometry == HALFSTEP_GEOMETRY_FLAT) != (geometry == HALFSTEP_GEOMETRY_FLAT))
+            continue;
         if (format.block && !ref->blocks) continue;
         const struct bound *state = state_bound(ref->rule, format.name);
-        for (int k = 0; state && k < WEIGHTS && recipe_with(recipe, sizeof recipe, &c.info, weights[k].format, row); k++) {
+        for (int k = 0; state && k < WEIGHTS && recipe_with(recipe, sizeof recipe, &c.info, weights[k].format, row);
+             k++) {
             if (weights[k].bound[0] == 0) continue;
             int early = steps == SHORT;
             double off = follow(&c, recipe), allowed = weights[k].bound[early] + state->bound[early];
             if (table && !k) printf("\n       %-11s", format.name);
             if (table) printf(" %9.2g", off);
-            CHECK(off <= allowed, "%s %s: %.3g of the way off after %d steps, %.3g allowed (%s; %s); a rule that asks more of a format has "
-                  "a row in exceptions[]", recipe, ref->options, off, steps, allowed, weights[k].reason, state->reason);
+            CHECK(off <= allowed,
+                  "%s %s: %.3g of the way off after %d steps, %.3g allowed (%s; %s); a rule that asks more of a format "
+                  "has "
+                  "a row in exceptions[]",
+                  recipe, ref->options, off, steps, allowed, weights[k].reason, state->reason);
         }
     }
     if (table) printf("\n");
@@ -266,10 +277,14 @@ int main(int argc, char **argv)
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             const char *weight = format_for(row, HALFSTEP_ROLE_WEIGHT), *state = format_for(row, HALFSTEP_ROLE_SIGNED);
             if (!state) state = format_for(row, HALFSTEP_ROLE_NONNEG);
-            CHECK(!weight || bound_of(weights, WEIGHTS, weight), "weights[] of tests/test_trajectories.c has no bound for '%s' "
-                  "(docs/adding.md)", weight);
-            CHECK(!state || bound_of(states, STATES, state), "states[] of tests/test_trajectories.c has no bound for '%s' "
-                  "(docs/adding.md)", state);
+            CHECK(!weight || bound_of(weights, WEIGHTS, weight),
+                  "weights[] of tests/test_trajectories.c has no bound for '%s' "
+                  "(docs/adding.md)",
+                  weight);
+            CHECK(!state || bound_of(states, STATES, state),
+                  "states[] of tests/test_trajectories.c has no bound for '%s' "
+                  "(docs/adding.md)",
+                  state);
         }
     }
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
@@ -281,7 +296,8 @@ int main(int argc, char **argv)
             for (int k = 0; k < REFERENCES; k++)
                 if (!strcmp(references[k].rule, rule)) {
                     follow_reference(&references[k], HALFSTEP_GEOMETRY_ROWS, 128, counters.id);
-                    if (references[k].blocks) follow_reference(&references[k], HALFSTEP_GEOMETRY_FLAT, 512, counters.id);
+                    if (references[k].blocks)
+                        follow_reference(&references[k], HALFSTEP_GEOMETRY_FLAT, 512, counters.id);
                 }
         }
         test_close_group();

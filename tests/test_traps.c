@@ -1,6 +1,7 @@
-/* Defects of other optimizers' low-precision arithmetic, each as a test that passes here and fails on the arithmetic named
- * in its comment; where it is cheap, that arithmetic runs beside as a counter-check, so that the test is seen to tell
- * them apart. Over 500 lines because every defect needs its own small experiment. --short shortens the long runs. */
+/* Defects of other optimizers' low-precision arithmetic, each as a test that passes here and fails on the arithmetic
+ * named in its comment; where it is cheap, that arithmetic runs beside as a counter-check, so that the test is seen
+ * to tell them apart. Over 500 lines because every defect needs its own small experiment. --short shortens the long
+ * runs. */
 #include <math.h>
 
 #include "ref/fixture.h"
@@ -8,21 +9,23 @@
 
 static int short_run;
 
-/* The weight format in a row if it has 16 bits and is meant to keep small changes: written stochastically, or with a second
- * stream. */
+/* The weight format in a row if it has 16 bits and is meant to keep small changes: written stochastically, or with a
+ * second stream. */
 static const char *weight16(int32_t row)
 {
     halfstep_format_info info = {.struct_size = sizeof info};
     MUST(halfstep_get_format_info(row, &info));
-    return (info.roles & HALFSTEP_ROLE_WEIGHT) && info.code_bits == 16 && (info.stochastic || info.extra_bits) ? info.name : NULL;
+    return (info.roles & HALFSTEP_ROLE_WEIGHT) && info.code_bits == 16 && (info.stochastic || info.extra_bits)
+               ? info.name
+               : NULL;
 }
 
-/* ---- Second moments in every format ------------------------------------------------------------------------------------- */
+/* ---- Second moments in every format ------------------------------------------------------------------------------ */
 
-/* What each format of moments may lose, where 0 stands for what it cannot do: shown, and held only to the bounds on updates
- * that are too large. Sixteen codes for a second moment, int4's and dyn4's, do not reach an element far below its block: its
- * steps are too short; and int4's first moments, written stochastically, are unbiased but noisy. dyn8 and dyn4 are torchao's
- * formats, to nearest and with scales from 1e-12 up; only their zero codes are mended. */
+/* What each format of moments may lose, where 0 stands for what it cannot do: shown, and held only to the bounds on
+ * updates that are too large. Sixteen codes for a second moment, int4's and dyn4's, do not reach an element far below
+ * its block: its steps are too short; and int4's first moments, written stochastically, are unbiased but noisy. dyn8
+ * and dyn4 are torchao's formats, to nearest and with scales from 1e-12 up; only their zero codes are mended. */
 struct kept {
     const char *states;
     double root;    /* of a second moment, stationary or after a fall: within this */
@@ -61,8 +64,8 @@ static const float *normals(int step)
     return pool + (int64_t)(step % POOL) * 16 * COLUMNS;
 }
 
-/* The update that this step makes at lr 1, from weights that are all zero, and again zero afterwards: open loop, so that
- * thousands of steps can be compared without the weights' own rounding. For f32 weights without decay. */
+/* The update that this step makes at lr 1, from weights that are all zero, and again zero afterwards: open loop, so
+ * that thousands of steps can be compared without the weights' own rounding. For f32 weights without decay. */
 static void open_step(struct one *t, const float *gradient, float *update)
 {
     memset(t->weight, 0, t->weight_bytes);
@@ -86,10 +89,10 @@ static void open_one(struct one *t, const char *states)
     exit(1);
 }
 
-/* ---- I-5, I-40: small changes of 16-bit weights ------------------------------------------------------------------------- */
+/* ---- I-5, I-40: small changes of 16-bit weights ------------------------------------------------------------------ */
 
-/* The peers multiply the rounded weight by 1 - lr * decay outside the compensation (I-5), or round the 8-bit error to nearest
- * (I-40): changes below half a unit are lost, however many. */
+/* The peers multiply the rounded weight by 1 - lr * decay outside the compensation (I-5), or round the 8-bit error to
+ * nearest (I-40): changes below half a unit are lost, however many. */
 static void test_small_changes(void)
 {
     int steps = short_run ? 4000 : 20000;
@@ -165,10 +168,10 @@ static void test_small_changes(void)
     }
 }
 
-/* ---- I-6: a second moment that has to fall ------------------------------------------------------------------------------ */
+/* ---- I-6: a second moment that has to fall ----------------------------------------------------------------------- */
 
-/* BF16 to nearest returns v for 0.999 v, so the peers' v only ratchets up. Our own format "bf16" is that arithmetic, offered
- * by name; it is the counter-check. Returns the mean of stored roots over the mean of exact ones. */
+/* BF16 to nearest returns v for 0.999 v, so the peers' v only ratchets up. Our own format "bf16" is that arithmetic,
+ * offered by name; it is the counter-check. Returns the mean of stored roots over the mean of exact ones. */
 static double v_ratio(const char *states, int steps_before, int steps_after)
 {
     struct one t;
@@ -202,19 +205,21 @@ static void test_second_moment(void)
         for (int f = -1; f < KEPT; f++) {
             const struct kept *k = f < 0 ? &(const struct kept){.states = "f32", .root = 1e-3} : &kept[f];
             double stationary = v_ratio(k->states, before, 0), fallen = v_ratio(k->states, before, after);
-            printf("     %-10s root of v / exact root: %.4f stationary, %.4f after the fall\n", k->states, stationary, fallen);
+            printf("     %-10s root of v / exact root: %.4f stationary, %.4f after the fall\n", k->states, stationary,
+                   fallen);
             if (k->root == 0) continue;
             CHECK(fabs(stationary - 1) < k->root, "%s: the root of a stationary v is %.4f of the exact one", k->states,
                   stationary);
             CHECK(fabs(fallen - 1) < k->root, "%s: v after the fall is %.4f of the exact one", k->states, fallen);
         }
         double peer = v_ratio("bf16", before, after);
-        printf("     %-10s root of v / exact root: %.4f after the fall (to nearest, the counter-check)\n", "bf16", peer);
+        printf("     %-10s root of v / exact root: %.4f after the fall (to nearest, the counter-check)\n", "bf16",
+               peer);
         CHECK(peer > (short_run ? 1.2 : 4.5), "the counter-check (nearest BF16) is only %.2f times too large", peer);
     }
 }
 
-/* ---- I-7, I-8, I-9, and counters ---------------------------------------------------------------------------------------- */
+/* ---- I-7, I-8, I-9, and counters --------------------------------------------------------------------------------- */
 
 static void test_counters(void)
 {
@@ -227,8 +232,13 @@ static void test_counters(void)
         MUST(halfstep_set_hyper(o, group, "lr", 0.5));
         MUST(halfstep_set_hyper(o, group, "weight_decay", 0));
         for (int i = 0; i < 2; i++) {
-            halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = i ? "late" : "early", .ndim = 2, .rows = 1,
-                                 .row_length = 64, .gradient = "f32"};
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .group = group,
+                                 .name = i ? "late" : "early",
+                                 .ndim = 2,
+                                 .rows = 1,
+                                 .row_length = 64,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -259,8 +269,13 @@ static void test_counters(void)
             MUST(halfstep_set_choice(o, group, "decay", "fully-decoupled"));
             MUST(halfstep_set_hyper(o, group, "lr", lr[i]));
             MUST(halfstep_set_hyper(o, group, "weight_decay", 0x1p-10));
-            halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = i ? "b" : "a", .ndim = 2, .rows = 1,
-                                 .row_length = 32, .gradient = "f32"};
+            halfstep_tensor d = {.struct_size = sizeof d,
+                                 .group = group,
+                                 .name = i ? "b" : "a",
+                                 .ndim = 2,
+                                 .rows = 1,
+                                 .row_length = 32,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &d, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -305,7 +320,7 @@ static void test_counters(void)
     }
 }
 
-/* ---- I-12: NaN --------------------------------------------------------------------------------------------------------- */
+/* ---- I-12: NaN --------------------------------------------------------------------------------------------------- */
 
 static void test_nan(void)
 {
@@ -313,8 +328,8 @@ static void test_nan(void)
         struct source s = {5};
         int peer_lost = 0;
         for (int k = 0; k < 200000; k++) {
-            static const uint32_t corners[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff800001, 0x7fc00000, 0xffc00000,
-                                               0x7f80ffff, 0xff80ffff, 0x7fbfffff, 0x7fff0001};
+            static const uint32_t corners[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff800001, 0x7fc00000,
+                                               0xffc00000, 0x7f80ffff, 0xff80ffff, 0x7fbfffff, 0x7fff0001};
             uint32_t bits[2], word = (uint32_t)next64(&s);
             for (int i = 0; i < 2; i++) {
                 bits[i] = k < 1000 ? corners[next64(&s) % 10] : 0x7f800000u | (uint32_t)next64(&s);
@@ -327,8 +342,8 @@ static void test_nan(void)
             memcpy(in, bits, sizeof in);
             MUST(halfstep_bf16_stochastic(in, out, 2, &word));
             for (int i = 0; i < 2; i++)
-                CHECK((out[i] & 0x7fff) > 0x7f80 && out[i] >> 15 == bits[i] >> 31, "%08x with word %08x became %04x", bits[i],
-                      word, out[i]);
+                CHECK((out[i] & 0x7fff) > 0x7f80 && out[i] >> 15 == bits[i] >> 31, "%08x with word %08x became %04x",
+                      bits[i], word, out[i]);
             /* Add and drop, as on the peers' GPUs. */
             peer_lost += ((bits[0] + (word & 0xffff)) >> 16 & 0x7fff) <= 0x7f80;
         }
@@ -346,21 +361,25 @@ static void test_nan(void)
             one_hyper(&t, "lr", 0.01);
             one_hyper(&t, "weight_decay", 0);
             one_start(&t);
-            for (int i = 0; i < 64; i++) values[i] = from_bits(i % 3 == 0 ? 0x7fffffff : i % 3 == 1 ? 0xff800000 : 0x3f800000);
+            for (int i = 0; i < 64; i++)
+                values[i] = from_bits(i % 3 == 0 ? 0x7fffffff : i % 3 == 1 ? 0xff800000 : 0x3f800000);
             one_write(&t, HALFSTEP_SLOT_WEIGHT, values);
             one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1.0f);
             for (int k = 0; k < 20; k++) MUST(one_step(&t));
             one_read(&t, HALFSTEP_SLOT_WEIGHT, values);
-            /* A pair's residual beside an infinite weight is Inf - Inf, so the pair may read as NaN; never as finite. */
+            /* A pair's residual beside an infinite weight is Inf - Inf, so the pair may read as NaN; never as
+             * finite. */
             for (int i = 0; i < 64; i++)
-                CHECK(i % 3 == 0 ? isnan(values[i]) : i % 3 == 1 ? !isfinite(values[i]) : fabsf(values[i] - 0.8f) < 0.05f,
+                CHECK(i % 3 == 0   ? isnan(values[i])
+                      : i % 3 == 1 ? !isfinite(values[i])
+                                   : fabsf(values[i] - 0.8f) < 0.05f,
                       "%s: element %d is %g", format, i, values[i]);
             one_close(&t);
         }
     }
 }
 
-/* ---- I-25, I-34: large and small gradients in one block ---------------------------------------------------------------- */
+/* ---- I-25, I-34: large and small gradients in one block ---------------------------------------------------------- */
 
 struct spread {
     double rms, largest, middle; /* middle: the median over elements of each one's rms */
@@ -433,8 +452,8 @@ static struct spread open_loop(const char *states, const float *scale, int steps
 static void judge_spread(const float *scale, int steps)
 {
     struct spread exact = open_loop("f32", scale, steps, 1e-12), peer = open_loop(NULL, scale, steps, 1e-12);
-    printf("     update rms, largest, of the median element: f32 %.3f %.2f %.3f, zero codes %.3f %.2f %.3f\n", exact.rms,
-           exact.largest, exact.middle, peer.rms, peer.largest, peer.middle);
+    printf("     update rms, largest, of the median element: f32 %.3f %.2f %.3f, zero codes %.3f %.2f %.3f\n",
+           exact.rms, exact.largest, exact.middle, peer.rms, peer.largest, peer.middle);
     for (int f = 0; f < KEPT; f++) {
         const struct kept *k = &kept[f];
         struct spread ours = open_loop(k->states, scale, steps, 1e-12);
@@ -442,8 +461,8 @@ static void judge_spread(const float *scale, int steps)
                ours.middle < 0.5 * exact.middle ? ": the smaller elements of a block take too short steps" : "");
         CHECK(ours.largest < k->largest * exact.largest && ours.rms < k->rms * exact.rms, "%s: rms %.3f, largest %.2f",
               k->states, ours.rms, ours.largest);
-        CHECK(ours.middle >= k->middle * exact.middle, "%s: the median element's update is %.3f, fp32's %.3f", k->states,
-              ours.middle, exact.middle);
+        CHECK(ours.middle >= k->middle * exact.middle, "%s: the median element's update is %.3f, fp32's %.3f",
+              k->states, ours.middle, exact.middle);
     }
     CHECK(peer.largest > 100, "the counter-check reaches only %.2f", peer.largest);
 }
@@ -476,15 +495,15 @@ static void test_blocks(void)
                 if (f < 0 && j == 0) exact = ours.rms;
                 printf(" %.4f", ours.rms);
                 CHECK(ours.largest < 6, "%s: gradients of %g: an update of %.2f", k->states, sizes[j], ours.largest);
-                CHECK(k->small == 0 || fabs(ours.rms / exact - 1) < k->small, "%s: gradients of %g: update rms %.4f, f32 %.4f",
-                      k->states, sizes[j], ours.rms, exact);
+                CHECK(k->small == 0 || fabs(ours.rms / exact - 1) < k->small,
+                      "%s: gradients of %g: update rms %.4f, f32 %.4f", k->states, sizes[j], ours.rms, exact);
             }
             printf("\n");
         }
     }
 }
 
-/* ---- States after the gradient falls ------------------------------------------------------------------------------------ */
+/* ---- States after the gradient falls ----------------------------------------------------------------------------- */
 
 /* Mean |update| over the last steps after gradients fell by `factor`, in elements that fell. */
 static double fallen_update(const char *states, double factor, int keep, int before, int after)
@@ -529,8 +548,8 @@ static void test_fall(void)
                     if (bound == 0 && factor == 100 && rows_of(k->states) > 4) continue;
                     double ours = fallen_update(k->states, factor, keep, before, after) / exact;
                     printf("%s %s %.3f", f ? "," : "", k->states, ours);
-                    CHECK(ours < k->rms && (bound == 0 || fabs(ours - 1) < bound), "%s: the update is %.3f of fp32's", k->states,
-                          ours);
+                    CHECK(ours < k->rms && (bound == 0 || fabs(ours - 1) < bound), "%s: the update is %.3f of fp32's",
+                          k->states, ours);
                 }
                 printf("\n");
             }
@@ -538,12 +557,12 @@ static void test_fall(void)
         }
 }
 
-/* ---- I-35: 32 bits, lossless --------------------------------------------------------------------------------------------- */
+/* ---- I-35: 32 bits, lossless ------------------------------------------------------------------------------------- */
 
 static void test_lossless(void)
 {
-    /* The peer's code, 32767 steps to half a unit, is off by one fp32 unit for 0.27 % of all values; the plain difference to
-     * the nearest-even weight, the obvious alternative, does not fit 16 bits where a tie goes down. */
+    /* The peer's code, 32767 steps to half a unit, is off by one fp32 unit for 0.27 % of all values; the plain
+     * difference to the nearest-even weight, the obvious alternative, does not fit 16 bits where a tie goes down. */
     TEST("I-35 bf16-ecc16 keeps every fp32 pattern but NaN") {
         enum { N = 65536 };
         struct one t;
@@ -569,8 +588,8 @@ static void test_lossless(void)
             }
         }
         CHECK(peer_lost > 0, "the counter-check is lossless");
-        const uint32_t hard[] = {0xffffffff, 0x7fffffff, 0x7f7fffff, 0xff7fffff, 0x7f7f8000, 0x7f800000, 0xff800000, 0x80000000,
-                                 0x00008000, 0x80008000, 0x00000001, 0x3f808000, 0x3f818000, 0x3f80ffff};
+        const uint32_t hard[] = {0xffffffff, 0x7fffffff, 0x7f7fffff, 0xff7fffff, 0x7f7f8000, 0x7f800000, 0xff800000,
+                                 0x80000000, 0x00008000, 0x80008000, 0x00000001, 0x3f808000, 0x3f818000, 0x3f80ffff};
         for (size_t i = 0; i < sizeof hard / sizeof hard[0]; i++) memcpy(&in[i], &hard[i], 4);
         one_write(&t, HALFSTEP_SLOT_WEIGHT, in);
         one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
@@ -582,7 +601,7 @@ static void test_lossless(void)
     }
 }
 
-/* ---- Steps that must not change a bit ------------------------------------------------------------------------------------ */
+/* ---- Steps that must not change a bit ---------------------------------------------------------------------------- */
 
 /* All bytes of a tensor: weights, their extra stream, and if asked the states. */
 static unsigned char *snapshot(struct one *t, int with_states, size_t *bytes)
@@ -592,7 +611,8 @@ static unsigned char *snapshot(struct one *t, int with_states, size_t *bytes)
     memcpy(copy, t->weight, t->weight_bytes);
     for (int slot = 0; slot < HALFSTEP_SLOT_STATE + (with_states ? HALFSTEP_MAX_STATES : 0); slot++) {
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(t->o, 0, slot, &info) != HALFSTEP_OK || info.format < 0)
+        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(t->o, 0, slot, &info) != HALFSTEP_OK ||
+            info.format < 0)
             continue;
         if (info.code) memcpy(copy + at, info.code, info.code_bytes), at += info.code_bytes;
         if (info.extra) memcpy(copy + at, info.extra, info.extra_bytes), at += info.extra_bytes;
@@ -614,7 +634,10 @@ static void set_weights(struct one *t, struct source *s, int raw_extra)
     for (int64_t i = 0; i < t->n; i++) {
         uint32_t bits = (uint32_t)next64(s);
         if ((bits & 0x7f800000) == 0x7f800000) bits &= 0xbfffffff;
-        t->room[i] = from_bits(i % 16 == 0 ? 0x80000000u : i % 16 == 1 ? bits & 0x807fffff : i % 16 == 2 ? 0x7f7fffff : bits);
+        t->room[i] = from_bits(i % 16 == 0   ? 0x80000000u
+                               : i % 16 == 1 ? bits & 0x807fffff
+                               : i % 16 == 2 ? 0x7f7fffff
+                                             : bits);
     }
     one_write(t, HALFSTEP_SLOT_WEIGHT, t->room);
     halfstep_slot_info info = {.struct_size = sizeof info};
@@ -628,7 +651,8 @@ static void set_weights(struct one *t, struct source *s, int raw_extra)
     uint16_t exponent = half ? 0x7c00 : 0x7f80, end = half ? 0x7800 : 0x7f00;
     for (int64_t i = 0; i < t->n; i++) {
         uint16_t *w = (uint16_t *)t->weight + i, *c = (uint16_t *)info.extra + i;
-        if ((*w & exponent) >= end || (*w & 0x7fff) == 0) *w = half ? 0x3c00 : 0x3f80; /* below zero: NaN of the other sign */
+        if ((*w & exponent) >= end || (*w & 0x7fff) == 0)
+            *w = half ? 0x3c00 : 0x3f80; /* below zero: NaN of the other sign */
         if (info.extra_bytes < 2 * (uint64_t)t->n) continue;
         if (!code && (*c & exponent) >= end) *c = 0x3b80;
         /* A half and 16 bits are three more than fp32 can tell apart. */
@@ -692,7 +716,8 @@ static void test_nothing(void)
             for (int k = 0; k < 20; k++) MUST(one_step(&t));
             unsigned char *after = snapshot(&t, 0, &bytes);
             int at = first_difference(before, after, bytes);
-            CHECK(at < 0, "%s: byte %d went from %02x to %02x", format, at, before[at < 0 ? 0 : at], after[at < 0 ? 0 : at]);
+            CHECK(at < 0, "%s: byte %d went from %02x to %02x", format, at, before[at < 0 ? 0 : at],
+                  after[at < 0 ? 0 : at]);
             free(before);
             free(after);
             one_close(&t);
@@ -700,7 +725,7 @@ static void test_nothing(void)
     }
 }
 
-/* ---- Gradients that are not finite ---------------------------------------------------------------------------------------- */
+/* ---- Gradients that are not finite ------------------------------------------------------------------------------- */
 
 /* Three tensors under one recipe, so that a bad one has neighbours. */
 enum { TENSORS = 3 };
@@ -721,8 +746,13 @@ static void three_open(struct three *t, const char *recipe, const char *gradient
     MUST(halfstep_add_group(t->o, recipe, &group));
     MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "scan", scan));
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = names[i], .ndim = i ? 2 : 0, .rows = shape[i][0],
-                             .row_length = shape[i][1], .gradient = gradient};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .group = group,
+                             .name = names[i],
+                             .ndim = i ? 2 : 0,
+                             .rows = shape[i][0],
+                             .row_length = shape[i][1],
+                             .gradient = gradient};
         MUST(halfstep_add_tensor(t->o, &d, &index));
     }
     MUST(halfstep_allocate_states(t->o));
@@ -751,7 +781,8 @@ static size_t three_bytes(struct three *t, int i, unsigned char *out)
     size_t at = 0;
     for (int slot = 0; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(t->o, i, slot, &info) != HALFSTEP_OK || info.format < 0)
+        if (slot == HALFSTEP_SLOT_GRADIENT || halfstep_get_slot_info(t->o, i, slot, &info) != HALFSTEP_OK ||
+            info.format < 0)
             continue;
         const void *code = slot ? info.code : t->weight[i];
         memcpy(out + at, code, info.code_bytes);
@@ -815,8 +846,8 @@ static void test_nonfinite_mode(const char *recipe, const char *gradient, int mo
                       halfstep_nonfinite_tensor(t.o), names[i]);
                 CHECK(strstr(halfstep_error_detail(t.o), names[i]), "the detail does not name %s", names[i]);
                 MUST(halfstep_get_group_steps(t.o, 0, &round_after));
-                CHECK(round_after == round + (mode != 0), "%s: the group counts %d after %d", modes[mode], (int)round_after,
-                      (int)round);
+                CHECK(round_after == round + (mode != 0), "%s: the group counts %d after %d", modes[mode],
+                      (int)round_after, (int)round);
                 for (int j = 0; j < TENSORS; j++) {
                     three_bytes(&t, j, after);
                     int same = !memcmp(before[j], after, bytes[j]);

@@ -1,6 +1,7 @@
-/* Every op of the vector vocabulary on every instruction set of this processor against the scalar header, and the scalar
- * header against definitions written a second way; then which instruction set is chosen, and the floating-point
- * environment. Inputs are fixed: a failure repeats on every run. Over 500 lines because every op has a second definition. */
+/* Every op of the vector vocabulary on every instruction set of this processor against the scalar header, and the
+ * scalar header against definitions written a second way; then which instruction set is chosen, and the floating-point
+ * environment. Inputs are fixed: a failure repeats on every run. Over 500 lines because every op has a second
+ * definition. */
 #include <fenv.h>
 #include <math.h>
 #include <stdint.h>
@@ -83,24 +84,21 @@ static int64_t make_set(int set, uint32_t *a, uint32_t *b, uint32_t *c)
         for (int j = 0; j < 3; j++) {
             uint32_t r = random_word();
             switch (set) {
-            case 1: /* any */
-                *at[j] = r;
-                break;
+            case 1: /* any */ *at[j] = r; break;
             case 2: /* exponents -4 .. 3, for cancellation and rounding */
                 *at[j] = (r & 0x81ffffffu) + 0x3d800000u;
                 break;
             case 3: /* lanes mostly equal: a mask with one lane set, or none */
                 *at[j] = j == 0 && r % 24 == 0 ? (r & 1 ? 0x3f800000u : 0xbf800000u) : 0;
                 break;
-            default: /* integers and halves */
-                *at[j] = bits_of((float)((int32_t)r >> (r & 31)) * 0.5f);
+            default: /* integers and halves */ *at[j] = bits_of((float)((int32_t)r >> (r & 31)) * 0.5f);
             }
         }
     }
     return N;
 }
 
-_Static_assert(SPECIALS * SPECIALS <= N && SPECIALS * SPECIALS % 256 == 0, "the special pairs do not fit");
+_Static_assert(SPECIALS *SPECIALS <= N && SPECIALS * SPECIALS % 256 == 0, "the special pairs do not fit");
 
 static void test_lanes(const struct vec_unit *scalar, const struct vec_unit *unit)
 {
@@ -112,7 +110,8 @@ static void test_lanes(const struct vec_unit *scalar, const struct vec_unit *uni
             static ALIGNED uint32_t small[N];
             const uint32_t *first = a;
             if (s->kind == SMALL) {
-                for (int64_t i = 0; i < n; i++) small[i] = (a[i] & 0x7fffffffu) < 0x4f000000u ? a[i] : a[i] & 0xbfffffffu;
+                for (int64_t i = 0; i < n; i++)
+                    small[i] = (a[i] & 0x7fffffffu) < 0x4f000000u ? a[i] : a[i] & 0xbfffffffu;
                 first = small;
             }
             s->run(first, b, c, expected, n);
@@ -152,8 +151,9 @@ static void check_load(const struct vec_load *s, const struct vec_load *u, const
     u->run(p, got[0], got[1]);
     if (!memcmp(expected, got, sizeof got)) return;
     for (int i = 0; i < 32; i++)
-        CHECK(expected[i % 2][i / 2] == got[i % 2][i / 2], "%s: element %d at address %d modulo 64: scalar %08x, got %08x",
-              s->name, i, (int)((uintptr_t)p % 64), expected[i % 2][i / 2], got[i % 2][i / 2]);
+        CHECK(expected[i % 2][i / 2] == got[i % 2][i / 2],
+              "%s: element %d at address %d modulo 64: scalar %08x, got %08x", s->name, i, (int)((uintptr_t)p % 64),
+              expected[i % 2][i / 2], got[i % 2][i / 2]);
 }
 
 static void test_loads(const struct vec_unit *scalar, const struct vec_unit *unit)
@@ -269,8 +269,8 @@ static const struct vec_store *find_store(const struct vec_unit *unit, const cha
     return op;
 }
 
-/* Calls check with every upper half of a float together with lower halves that cover the three mantissa bits a half still
- * keeps, and around the tie and the ends of the thirteen it drops. */
+/* Calls check with every upper half of a float together with lower halves that cover the three mantissa bits a half
+ * still keeps, and around the tie and the ends of the thirteen it drops. */
 static void each_float_for_half(void (*check)(const void *context, const uint32_t *e, const uint32_t *o),
                                 const void *context)
 {
@@ -282,15 +282,14 @@ static void each_float_for_half(void (*check)(const void *context, const uint32_
         for (uint32_t kept = 0; kept < 8; kept++)
             for (int i = 0; i < 8; i++) {
                 uint32_t x = upper << 16 | kept << 13 | ends[i];
-                if (n % 2)
-                    o[n / 2] = x;
-                else
-                    e[n / 2] = x;
+                if (n % 2) o[n / 2] = x;
+                else e[n / 2] = x;
                 if (++n < 32) continue;
                 check(context, e, o);
                 n = 0;
             }
-        for (int i = 0; i < 16; i++) e[i] = upper << 16 | (random_word() & 0xffff), o[i] = e[i] ^ (random_word() & 0xffff);
+        for (int i = 0; i < 16; i++)
+            e[i] = upper << 16 | (random_word() & 0xffff), o[i] = e[i] ^ (random_word() & 0xffff);
         check(context, e, o);
     }
 }
@@ -304,12 +303,14 @@ static void each_tie_of_halves(const struct vec_unit *scalar,
     const struct vec_load *decode = find_load(scalar, "vp_load_f16");
     for (uint32_t first = 0; first < 0x7c00; first += 16) {
         ALIGNED uint16_t codes[32];
-        for (uint32_t i = 0; i < 16; i++) codes[2 * i] = (uint16_t)(first + i), codes[2 * i + 1] = (uint16_t)(first + i + 1);
+        for (uint32_t i = 0; i < 16; i++)
+            codes[2 * i] = (uint16_t)(first + i), codes[2 * i + 1] = (uint16_t)(first + i + 1);
         decode->run((const char *)codes, value[0], value[1]);
         for (int beside = -1; beside <= 1; beside++) {
             for (int i = 0; i < 16; i++) {
                 /* Above the last finite half its own unit counts on. */
-                float low = float_of(value[0][i]), high = first + (uint32_t)i == 0x7bff ? 65536.0f : float_of(value[1][i]);
+                float low = float_of(value[0][i]),
+                      high = first + (uint32_t)i == 0x7bff ? 65536.0f : float_of(value[1][i]);
                 e[i] = bits_of((low + high) * 0.5f) + (uint32_t)beside;
                 o[i] = e[i] | 0x80000000u;
             }
@@ -318,7 +319,9 @@ static void each_tie_of_halves(const struct vec_unit *scalar,
     }
 }
 
-struct store_pair { const struct vec_store *s, *u; };
+struct store_pair {
+    const struct vec_store *s, *u;
+};
 static void check_half_store(const void *context, const uint32_t *e, const uint32_t *o)
 {
     const struct store_pair *pair = context;
@@ -347,7 +350,8 @@ static void test_sums(const struct vec_unit *scalar, const struct vec_unit *unit
                 scalar->sum[op].run(a + 32 * from, b + 32 * from, groups, expected);
                 unit->sum[op].run(a + 32 * from, b + 32 * from, groups, got + 1);
                 for (int i = 0; i < 16; i++)
-                    CHECK(!memcmp(expected + i, got + 1 + i, 8) || (expected[i] != expected[i] && got[1 + i] != got[1 + i]),
+                    CHECK(!memcmp(expected + i, got + 1 + i, 8) ||
+                              (expected[i] != expected[i] && got[1 + i] != got[1 + i]),
                           "%s (%s), accumulator %d after groups %d to %d: scalar %a, %s %a", scalar->sum[op].name,
                           set_names[set], i, (int)from, (int)(from + groups), expected[i], unit->name, got[1 + i]);
                 CHECK(got[0] == 1.5 && got[17] == 1.5, "va_store wrote outside its 16");
@@ -405,30 +409,55 @@ static uint32_t one_lane(const struct vec_unit *unit, const char *name, uint32_t
 
 static void test_definitions(const struct vec_unit *scalar)
 {
-    static const struct { const char *op; uint32_t a, b, result; } table[] = {
-        {"v_div0", 0x3f800000, 0x80000000, 0x00000000}, {"v_div0", 0x7fc00000, 0x00000000, 0x00000000},
-        {"v_div0", 0x3f800000, 0x40000000, 0x3f000000}, {"v_div0", 0x80000000, 0x3f800000, 0x80000000},
-        {"v_min", 0x00000000, 0x80000000, 0x80000000},  {"v_min", 0x80000000, 0x00000000, 0x00000000},
-        {"v_min", 0x7fc00000, 0x3f800000, 0x3f800000},  {"v_min", 0x3f800000, 0x7fc00001, 0x7fc00001},
-        {"v_min", 0x3f800000, 0x40000000, 0x3f800000},  {"v_max", 0x3f800000, 0x40000000, 0x40000000},
-        {"v_max", 0x00000000, 0x80000000, 0x80000000},  {"v_max", 0x80000000, 0x00000000, 0x00000000},
-        {"v_max", 0x7fc00000, 0x3f800000, 0x3f800000},  {"v_max", 0x3f800000, 0x7fc00001, 0x7fc00001},
-        {"v_sign", 0x80000000, 0, 0x00000000},          {"v_sign", 0xffc00000, 0, 0x00000000},
-        {"v_sign", 0x80000001, 0, 0xbf800000},          {"v_sign", 0x7f800000, 0, 0x3f800000},
-        {"v_sqrt", 0x80000000, 0, 0x80000000},          {"v_sqrt", 0x00000002, 0, 0x1a800000},
-        {"v_round", 0x3f000000, 0, 0},                  {"v_round", 0x3fc00000, 0, 2},
-        {"v_round", 0xc0200000, 0, 0xfffffffe},         {"v_round", 0xcf000000 - 1, 0, 0x80000080},
-        {"v_from_int", 0x01000001, 0, 0x4b800000},      {"v_from_int", 0x01000003, 0, 0x4b800002},
-        {"v_from_int", 0xffffffff, 0, 0xbf800000},      {"vi_mulhi", 0xffffffff, 0xffffffff, 0xfffffffe},
-        {"vi_mulhi", 0x80000000, 0x00000006, 3},        {"vi_mul", 0xffffffff, 0xffffffff, 1},
-        {"vi_mul16", 0xffff8003, 0xffff0007, 0x00018015}, {"vi_add16", 0xffff8003, 0x0002fffe, 0x00018001},
-        {"vi_gt", 0x00000000, 0xffffffff, 1},           {"vi_gt", 0x80000000, 0x7fffffff, 0},
-        {"vi_max", 0x80000000, 0x7fffffff, 0x7fffffff}, {"vi_min", 0xffffffff, 0x00000000, 0xffffffff},
+    static const struct {
+        const char *op;
+        uint32_t a, b, result;
+    } table[] = {
+        {"v_div0", 0x3f800000, 0x80000000, 0x00000000},
+        {"v_div0", 0x7fc00000, 0x00000000, 0x00000000},
+        {"v_div0", 0x3f800000, 0x40000000, 0x3f000000},
+        {"v_div0", 0x80000000, 0x3f800000, 0x80000000},
+        {"v_min", 0x00000000, 0x80000000, 0x80000000},
+        {"v_min", 0x80000000, 0x00000000, 0x00000000},
+        {"v_min", 0x7fc00000, 0x3f800000, 0x3f800000},
+        {"v_min", 0x3f800000, 0x7fc00001, 0x7fc00001},
+        {"v_min", 0x3f800000, 0x40000000, 0x3f800000},
+        {"v_max", 0x3f800000, 0x40000000, 0x40000000},
+        {"v_max", 0x00000000, 0x80000000, 0x80000000},
+        {"v_max", 0x80000000, 0x00000000, 0x00000000},
+        {"v_max", 0x7fc00000, 0x3f800000, 0x3f800000},
+        {"v_max", 0x3f800000, 0x7fc00001, 0x7fc00001},
+        {"v_sign", 0x80000000, 0, 0x00000000},
+        {"v_sign", 0xffc00000, 0, 0x00000000},
+        {"v_sign", 0x80000001, 0, 0xbf800000},
+        {"v_sign", 0x7f800000, 0, 0x3f800000},
+        {"v_sqrt", 0x80000000, 0, 0x80000000},
+        {"v_sqrt", 0x00000002, 0, 0x1a800000},
+        {"v_round", 0x3f000000, 0, 0},
+        {"v_round", 0x3fc00000, 0, 2},
+        {"v_round", 0xc0200000, 0, 0xfffffffe},
+        {"v_round", 0xcf000000 - 1, 0, 0x80000080},
+        {"v_from_int", 0x01000001, 0, 0x4b800000},
+        {"v_from_int", 0x01000003, 0, 0x4b800002},
+        {"v_from_int", 0xffffffff, 0, 0xbf800000},
+        {"vi_mulhi", 0xffffffff, 0xffffffff, 0xfffffffe},
+        {"vi_mulhi", 0x80000000, 0x00000006, 3},
+        {"vi_mul", 0xffffffff, 0xffffffff, 1},
+        {"vi_mul16", 0xffff8003, 0xffff0007, 0x00018015},
+        {"vi_add16", 0xffff8003, 0x0002fffe, 0x00018001},
+        {"vi_gt", 0x00000000, 0xffffffff, 1},
+        {"vi_gt", 0x80000000, 0x7fffffff, 0},
+        {"vi_max", 0x80000000, 0x7fffffff, 0x7fffffff},
+        {"vi_min", 0xffffffff, 0x00000000, 0xffffffff},
         {"vi_andnot", 0x0ff0ff00, 0xffffffff, 0xf00f00ff},
-        {"vi_sra by 31", 0x80000000, 0, 0xffffffff},    {"vi_shr by 31", 0x80000000, 0, 1},
-        {"vi_shl by 31", 0x00000003, 0, 0x80000000},    {"v_mul", 0x00800000, 0x3f000000, 0x00400000},
-        {"v_add", 0x00000001, 0x00000001, 0x00000002},  {"v_gt", 0x7fc00000, 0, 0},
-        {"v_eq", 0x80000000, 0x00000000, 1},            {"v_lt", 0x80000001, 0x00000000, 1},
+        {"vi_sra by 31", 0x80000000, 0, 0xffffffff},
+        {"vi_shr by 31", 0x80000000, 0, 1},
+        {"vi_shl by 31", 0x00000003, 0, 0x80000000},
+        {"v_mul", 0x00800000, 0x3f000000, 0x00400000},
+        {"v_add", 0x00000001, 0x00000001, 0x00000002},
+        {"v_gt", 0x7fc00000, 0, 0},
+        {"v_eq", 0x80000000, 0x00000000, 1},
+        {"v_lt", 0x80000001, 0x00000000, 1},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         uint32_t got = one_lane(scalar, table[i].op, table[i].a, table[i].b);
@@ -439,12 +468,12 @@ static void test_definitions(const struct vec_unit *scalar)
     int64_t n = make_set(1, a, b, c);
     find_lane(scalar, "v_gather")->run(a, b, c, out, n);
     for (int64_t i = 0; i < n; i++)
-        CHECK(out[i] == b[i / 256 * 256 + (a[i] & 255)], "v_gather, element %d, of index %d: %08x", (int)i, (int)(a[i] & 255),
-              out[i]);
+        CHECK(out[i] == b[i / 256 * 256 + (a[i] & 255)], "v_gather, element %d, of index %d: %08x", (int)i,
+              (int)(a[i] & 255), out[i]);
     find_lane(scalar, "v_lookup16")->run(a, b, c, out, n);
     for (int64_t i = 0; i < n; i++)
-        CHECK(out[i] == b[i / 16 * 16 + (a[i] & 15)], "v_lookup16, element %d, of index %d: %08x", (int)i, (int)(a[i] & 15),
-              out[i]);
+        CHECK(out[i] == b[i / 16 * 16 + (a[i] & 15)], "v_lookup16, element %d, of index %d: %08x", (int)i,
+              (int)(a[i] & 15), out[i]);
     for (uint32_t first = 0; first < 256; first += 32) {
         ALIGNED uint8_t bytes[32], stored[32];
         ALIGNED uint32_t half[2][16];
@@ -485,10 +514,8 @@ static int chosen(const char *value, int isa, int warning)
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
-        if (value)
-            setenv("HALFSTEP_ISA", value, 1);
-        else
-            unsetenv("HALFSTEP_ISA");
+        if (value) setenv("HALFSTEP_ISA", value, 1);
+        else unsetenv("HALFSTEP_ISA");
         int best = hstep_isa_best(), warned = hstep_isa_warning() != NULL;
         setenv("HALFSTEP_ISA", "scalar", 1); /* too late */
         test_leave(best == isa && warned == warning && hstep_isa_best() == best ? 0 : 1);
@@ -505,11 +532,13 @@ static void test_choice(void)
         const char *name = hstep_isa_name(i);
         CHECK(hstep_isa_find(name) == i, "row %d, %s, is found as row %d", i, name, hstep_isa_find(name));
         CHECK(!hstep_isa_kernels(i) == !hstep_isa_available(i), "%s: kernels and availability disagree", name);
-        CHECK(units[i] || !hstep_isa_available(i), "%s is available, but no unit of this test was compiled for it", name);
+        CHECK(units[i] || !hstep_isa_available(i), "%s is available, but no unit of this test was compiled for it",
+              name);
         if (hstep_isa_available(i)) last = i;
     }
     CHECK(hstep_isa_available(hstep_isa_find("scalar")), "scalar is not available");
-    CHECK(hstep_isa_find("") == -1 && hstep_isa_find("avx") == -1 && hstep_isa_find(NULL) == -1, "found what is no row");
+    CHECK(hstep_isa_find("") == -1 && hstep_isa_find("avx") == -1 && hstep_isa_find(NULL) == -1,
+          "found what is no row");
     for (int i = -1; i <= hstep_isa_count(); i += hstep_isa_count() + 1)
         CHECK(!hstep_isa_name(i) && !hstep_isa_available(i) && !hstep_isa_kernels(i), "row %d exists", i);
 
@@ -538,14 +567,19 @@ static void test_choice(void)
 /* ---- Floating-point environment ---- */
 
 /* Volatile on both sides, so that no compiler moves the arithmetic across a change of the environment. */
-static volatile float one = 1.0f, minus_one = -1.0f, three = 3.0f, four = 4.0f, half = 0.5f, smallest_normal = 0x1p-126f;
+static volatile float one = 1.0f, minus_one = -1.0f, three = 3.0f, four = 4.0f, half = 0.5f,
+                      smallest_normal = 0x1p-126f;
 static volatile float result[4];
 
 static int available(const char *name) { return hstep_isa_available(hstep_isa_find(name)); }
 
 static void test_environment(void)
 {
-    static const struct { const char *name; int mode; uint32_t third, minus_third; } modes[] = {
+    static const struct {
+        const char *name;
+        int mode;
+        uint32_t third, minus_third;
+    } modes[] = {
         {"upward", FE_UPWARD, 0x3eaaaaab, 0xbeaaaaaa},
         {"downward", FE_DOWNWARD, 0x3eaaaaaa, 0xbeaaaaab},
         {"toward zero", FE_TOWARDZERO, 0x3eaaaaaa, 0xbeaaaaaa},
@@ -562,7 +596,8 @@ static void test_environment(void)
         fesetround(FE_TONEAREST);
         CHECK(bits_of(result[0]) == 0x3eaaaaab && bits_of(result[1]) == 0xbeaaaaab,
               "%s: inside, 1/3 and -1/3 are %08x %08x", modes[i].name, bits_of(result[0]), bits_of(result[1]));
-        CHECK(mode == modes[i].mode && bits_of(result[2]) == modes[i].third && bits_of(result[3]) == modes[i].minus_third,
+        CHECK(mode == modes[i].mode && bits_of(result[2]) == modes[i].third &&
+                  bits_of(result[3]) == modes[i].minus_third,
               "%s is not restored: %08x %08x", modes[i].name, bits_of(result[2]), bits_of(result[3]));
     }
 
@@ -578,8 +613,8 @@ static void test_environment(void)
     hstep_fp_leave(fp);
     result[3] = smallest_normal * half;
     hstep_fp_leave(saved);
-    CHECK(bits_of(result[0]) == 0 && bits_of(result[3]) == 0, "the host's flushing is not on, or not restored: %08x %08x",
-          bits_of(result[0]), bits_of(result[3]));
+    CHECK(bits_of(result[0]) == 0 && bits_of(result[3]) == 0,
+          "the host's flushing is not on, or not restored: %08x %08x", bits_of(result[0]), bits_of(result[3]));
     CHECK(bits_of(result[1]) == 0x00400000 && bits_of(result[2]) == 0x01000000, "subnormal inside: %08x, times 4: %08x",
           bits_of(result[1]), bits_of(result[2]));
     result[0] = smallest_normal * half;
@@ -605,7 +640,10 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*run)(const struct vec_unit *scalar, const struct vec_unit *unit);
-    } groups[] = {{"lanes", test_lanes}, {"loads", test_loads}, {"stores", test_stores}, {"halves", test_halves},
+    } groups[] = {{"lanes", test_lanes},
+                  {"loads", test_loads},
+                  {"stores", test_stores},
+                  {"halves", test_halves},
                   {"sums", test_sums}};
     char tested[256] = "scalar", skipped[256] = "";
     for (int i = 0; i < hstep_isa_count(); i++) {

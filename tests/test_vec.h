@@ -1,5 +1,5 @@
-/* What test_vec_unit.c offers, once per instruction set: every op of src/vec/README.md as a function on plain arrays in one
- * order, so that units can be compared whatever their number of lanes. Arrays are 64-byte aligned patterns. */
+/* What test_vec_unit.c offers, once per instruction set: every op of src/vec/README.md as a function on plain arrays in
+ * one order, so that units can be compared whatever their number of lanes. Arrays are 64-byte aligned patterns. */
 #ifndef HALFSTEP_TEST_VEC_H
 #define HALFSTEP_TEST_VEC_H
 

@@ -9,71 +9,73 @@
 
 #define ALIGNED __attribute__((aligned(64)))
 
+/* clang-format off */
 #define REPEAT_32(X, op)                                                                                          \
     X(op, 0) X(op, 1) X(op, 2) X(op, 3) X(op, 4) X(op, 5) X(op, 6) X(op, 7) X(op, 8) X(op, 9) X(op, 10) X(op, 11) \
     X(op, 12) X(op, 13) X(op, 14) X(op, 15) X(op, 16) X(op, 17) X(op, 18) X(op, 19) X(op, 20) X(op, 21) X(op, 22) \
     X(op, 23) X(op, 24) X(op, 25) X(op, 26) X(op, 27) X(op, 28) X(op, 29) X(op, 30) X(op, 31)
+/* clang-format on */
 
 #define TRUTH(mask) vi_select(mask, vi_set(1), vi_set(0))
 
-/* X(name, kind, integer vector): fa, fb, fc are the inputs as floats, ia, ib, ic as integers. The last ones are chains that
- * a compiler might contract, or replace by estimates or by instructions with other special cases. */
-#define LANE_OPS(X)                                                                 \
-    X(v_add, FLOAT, v_bits(v_add(fa, fb)))                                          \
-    X(v_sub, FLOAT, v_bits(v_sub(fa, fb)))                                          \
-    X(v_mul, FLOAT, v_bits(v_mul(fa, fb)))                                          \
-    X(v_div, FLOAT, v_bits(v_div(fa, fb)))                                          \
-    X(v_div0, FLOAT, v_bits(v_div0(fa, fb)))                                        \
-    X(v_sqrt, FLOAT, v_bits(v_sqrt(fa)))                                            \
-    X(v_min, EXACT, v_bits(v_min(fa, fb)))                                          \
-    X(v_max, EXACT, v_bits(v_max(fa, fb)))                                          \
-    X(v_abs, EXACT, v_bits(v_abs(fa)))                                              \
-    X(v_neg, EXACT, v_bits(v_neg(fa)))                                              \
-    X(v_sign, EXACT, v_bits(v_sign(fa)))                                            \
-    X(v_gt, EXACT, TRUTH(v_gt(fa, fb)))                                             \
-    X(v_lt, EXACT, TRUTH(v_lt(fa, fb)))                                             \
-    X(v_eq, EXACT, TRUTH(v_eq(fa, fb)))                                             \
-    X(vi_gt, EXACT, TRUTH(vi_gt(ia, ib)))                                           \
-    X(vi_eq, EXACT, TRUTH(vi_eq(ia, ib)))                                           \
-    X(v_select_float, EXACT, v_bits(v_select(v_gt(fa, fb), fc, fa)))                \
-    X(v_select_integer, EXACT, v_bits(v_select(vi_gt(ia, ib), fc, fa)))             \
-    X(vi_select_float, EXACT, vi_select(v_lt(fa, fb), ic, ia))                      \
-    X(vi_select_integer, EXACT, vi_select(vi_eq(ia, ib), ic, ia))                   \
-    X(v_round, SMALL, v_round(fa))                                                  \
-    X(v_from_int, EXACT, v_bits(v_from_int(ia)))                                    \
-    X(vi_add, EXACT, vi_add(ia, ib))                                                \
-    X(vi_sub, EXACT, vi_sub(ia, ib))                                                \
-    X(vi_mul, EXACT, vi_mul(ia, ib))                                                \
-    X(vi_mulhi, EXACT, vi_mulhi(ia, ib))                                            \
-    X(vi_mul16, EXACT, vi_mul16(ia, ib))                                            \
-    X(vi_add16, EXACT, vi_add16(ia, ib))                                            \
-    X(vi_and, EXACT, vi_and(ia, ib))                                                \
-    X(vi_or, EXACT, vi_or(ia, ib))                                                  \
-    X(vi_xor, EXACT, vi_xor(ia, ib))                                                \
-    X(vi_andnot, EXACT, vi_andnot(ia, ib))                                          \
-    X(vi_min, EXACT, vi_min(ia, ib))                                                \
-    X(vi_max, EXACT, vi_max(ia, ib))                                                \
-    X(vi_iota, EXACT, vi_add(vi_set((uint32_t)i), vi_iota()))                       \
-    X(product_plus, FLOAT, v_bits(v_add(v_mul(fa, fb), fc)))                        \
-    X(product_minus, FLOAT, v_bits(v_sub(v_mul(fa, fb), fc)))                       \
-    X(minus_product, FLOAT, v_bits(v_sub(fc, v_mul(fa, fb))))                       \
-    X(over_root, FLOAT, v_bits(v_div(fa, v_sqrt(v_abs(fb)))))                       \
-    X(root_of_product, FLOAT, v_bits(v_mul(v_sqrt(v_abs(fa)), v_sqrt(v_abs(fb)))))  \
-    X(over_constant, FLOAT, v_bits(v_div(fa, v_set(3.0f))))                         \
-    X(plus_zero, FLOAT, v_bits(v_add(fa, v_set(0.0f))))                             \
-    X(clamp, EXACT, v_bits(v_max(v_min(fa, v_abs(fb)), v_neg(v_abs(fb)))))          \
-    X(select_lesser, EXACT, v_bits(v_select(v_lt(fa, fb), fa, fb)))                 \
+/* X(name, kind, integer vector): fa, fb, fc are the inputs as floats, ia, ib, ic as integers. The last ones are chains
+ * that a compiler might contract, or replace by estimates or by instructions with other special cases. */
+#define LANE_OPS(X)                                                                \
+    X(v_add, FLOAT, v_bits(v_add(fa, fb)))                                         \
+    X(v_sub, FLOAT, v_bits(v_sub(fa, fb)))                                         \
+    X(v_mul, FLOAT, v_bits(v_mul(fa, fb)))                                         \
+    X(v_div, FLOAT, v_bits(v_div(fa, fb)))                                         \
+    X(v_div0, FLOAT, v_bits(v_div0(fa, fb)))                                       \
+    X(v_sqrt, FLOAT, v_bits(v_sqrt(fa)))                                           \
+    X(v_min, EXACT, v_bits(v_min(fa, fb)))                                         \
+    X(v_max, EXACT, v_bits(v_max(fa, fb)))                                         \
+    X(v_abs, EXACT, v_bits(v_abs(fa)))                                             \
+    X(v_neg, EXACT, v_bits(v_neg(fa)))                                             \
+    X(v_sign, EXACT, v_bits(v_sign(fa)))                                           \
+    X(v_gt, EXACT, TRUTH(v_gt(fa, fb)))                                            \
+    X(v_lt, EXACT, TRUTH(v_lt(fa, fb)))                                            \
+    X(v_eq, EXACT, TRUTH(v_eq(fa, fb)))                                            \
+    X(vi_gt, EXACT, TRUTH(vi_gt(ia, ib)))                                          \
+    X(vi_eq, EXACT, TRUTH(vi_eq(ia, ib)))                                          \
+    X(v_select_float, EXACT, v_bits(v_select(v_gt(fa, fb), fc, fa)))               \
+    X(v_select_integer, EXACT, v_bits(v_select(vi_gt(ia, ib), fc, fa)))            \
+    X(vi_select_float, EXACT, vi_select(v_lt(fa, fb), ic, ia))                     \
+    X(vi_select_integer, EXACT, vi_select(vi_eq(ia, ib), ic, ia))                  \
+    X(v_round, SMALL, v_round(fa))                                                 \
+    X(v_from_int, EXACT, v_bits(v_from_int(ia)))                                   \
+    X(vi_add, EXACT, vi_add(ia, ib))                                               \
+    X(vi_sub, EXACT, vi_sub(ia, ib))                                               \
+    X(vi_mul, EXACT, vi_mul(ia, ib))                                               \
+    X(vi_mulhi, EXACT, vi_mulhi(ia, ib))                                           \
+    X(vi_mul16, EXACT, vi_mul16(ia, ib))                                           \
+    X(vi_add16, EXACT, vi_add16(ia, ib))                                           \
+    X(vi_and, EXACT, vi_and(ia, ib))                                               \
+    X(vi_or, EXACT, vi_or(ia, ib))                                                 \
+    X(vi_xor, EXACT, vi_xor(ia, ib))                                               \
+    X(vi_andnot, EXACT, vi_andnot(ia, ib))                                         \
+    X(vi_min, EXACT, vi_min(ia, ib))                                               \
+    X(vi_max, EXACT, vi_max(ia, ib))                                               \
+    X(vi_iota, EXACT, vi_add(vi_set((uint32_t)i), vi_iota()))                      \
+    X(product_plus, FLOAT, v_bits(v_add(v_mul(fa, fb), fc)))                       \
+    X(product_minus, FLOAT, v_bits(v_sub(v_mul(fa, fb), fc)))                      \
+    X(minus_product, FLOAT, v_bits(v_sub(fc, v_mul(fa, fb))))                      \
+    X(over_root, FLOAT, v_bits(v_div(fa, v_sqrt(v_abs(fb)))))                      \
+    X(root_of_product, FLOAT, v_bits(v_mul(v_sqrt(v_abs(fa)), v_sqrt(v_abs(fb))))) \
+    X(over_constant, FLOAT, v_bits(v_div(fa, v_set(3.0f))))                        \
+    X(plus_zero, FLOAT, v_bits(v_add(fa, v_set(0.0f))))                            \
+    X(clamp, EXACT, v_bits(v_max(v_min(fa, v_abs(fb)), v_neg(v_abs(fb)))))         \
+    X(select_lesser, EXACT, v_bits(v_select(v_lt(fa, fb), fa, fb)))                \
     X(div0_of_sum, FLOAT, v_bits(v_div0(fa, v_add(v_sqrt(v_abs(fb)), v_abs(fc)))))
 
-#define LANE(op, kind, result)                                                                                    \
-    static void lane_##op(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n)      \
-    {                                                                                                             \
-        for (int64_t i = 0; i < n; i += VL) {                                                                     \
-            vi ia = vi_load(a + i), ib = vi_load(b + i), ic = vi_load(c + i);                                     \
-            vf fa = v_from_bits(ia), fb = v_from_bits(ib), fc = v_from_bits(ic);                                  \
-            (void)fa, (void)fb, (void)fc;                                                                         \
-            vi_store(out + i, result);                                                                            \
-        }                                                                                                         \
+#define LANE(op, kind, result)                                                                               \
+    static void lane_##op(const uint32_t *a, const uint32_t *b, const uint32_t *c, uint32_t *out, int64_t n) \
+    {                                                                                                        \
+        for (int64_t i = 0; i < n; i += VL) {                                                                \
+            vi ia = vi_load(a + i), ib = vi_load(b + i), ic = vi_load(c + i);                                \
+            vf fa = v_from_bits(ia), fb = v_from_bits(ib), fc = v_from_bits(ic);                             \
+            (void)fa, (void)fb, (void)fc;                                                                    \
+            vi_store(out + i, result);                                                                       \
+        }                                                                                                    \
     }
 LANE_OPS(LANE)
 
@@ -181,10 +183,8 @@ static const struct vec_lane lane_table[] = {
 #define ROW(op, kind, result) {#op, kind, lane_##op},
     LANE_OPS(ROW)
 #define SHIFT_ROW(op, count) {#op " by " #count, EXACT, lane_##op##_##count},
-    REPEAT_32(SHIFT_ROW, vi_shl)
-    REPEAT_32(SHIFT_ROW, vi_shr)
-    REPEAT_32(SHIFT_ROW, vi_sra)
-    {"vm_any", EXACT, lane_vm_any},
+        REPEAT_32(SHIFT_ROW, vi_shl) REPEAT_32(SHIFT_ROW, vi_shr)
+            REPEAT_32(SHIFT_ROW, vi_sra){"vm_any", EXACT, lane_vm_any},
     {"vi_hmax", EXACT, lane_vi_hmax},
     {"vi_hmax_rows", EXACT, lane_vi_hmax_rows},
     {"v_gather", EXACT, lane_v_gather},
@@ -201,21 +201,20 @@ static const struct vec_lane lane_table[] = {
 #define STORES_OF_INTEGERS(X) X(vp_store_hi16, 2) X(vp_store_hi16_normal, 2) X(vp_store_16, 2) X(vp_store_8, 1)
 #define STORES_OF_FLOATS(X) X(vp_store_f32, 4) X(vp_store_f16, 2)
 
-#define LOAD(op, bytes, type, bits)                                   \
-    static void load_##op(const char *p, uint32_t *e, uint32_t *o)    \
-    {                                                                 \
-        for (int i = 0; i < 16; i += VL) {                            \
-            type even, odd;                                           \
-            op(p + 2 * i * bytes, &even, &odd);                       \
-            vi_store(e + i, bits(even));                              \
-            vi_store(o + i, bits(odd));                               \
-        }                                                             \
+#define LOAD(op, bytes, type, bits)                                \
+    static void load_##op(const char *p, uint32_t *e, uint32_t *o) \
+    {                                                              \
+        for (int i = 0; i < 16; i += VL) {                         \
+            type even, odd;                                        \
+            op(p + 2 * i * bytes, &even, &odd);                    \
+            vi_store(e + i, bits(even));                           \
+            vi_store(o + i, bits(odd));                            \
+        }                                                          \
     }
-#define STORE(op, bytes, from_bits)                                          \
-    static void store_##op(char *p, const uint32_t *e, const uint32_t *o)    \
-    {                                                                        \
-        for (int i = 0; i < 16; i += VL)                                     \
-            op(p + 2 * i * bytes, from_bits(vi_load(e + i)), from_bits(vi_load(o + i))); \
+#define STORE(op, bytes, from_bits)                                                                                   \
+    static void store_##op(char *p, const uint32_t *e, const uint32_t *o)                                             \
+    {                                                                                                                 \
+        for (int i = 0; i < 16; i += VL) op(p + 2 * i * bytes, from_bits(vi_load(e + i)), from_bits(vi_load(o + i))); \
     }
 #define LOAD_INTEGERS(op, bytes) LOAD(op, bytes, vi, )
 #define LOAD_FLOATS(op, bytes) LOAD(op, bytes, vf, v_bits)
@@ -259,34 +258,27 @@ static void store_vi_store_u8(char *p, const uint32_t *e, const uint32_t *o)
 
 static const struct vec_load load_table[] = {
 #define LOAD_ROW(op, bytes) {#op, bytes, load_##op},
-    LOADS_OF_INTEGERS(LOAD_ROW)
-    LOADS_OF_FLOATS(LOAD_ROW)
-    LOAD_ROW(v_loadu, 4)
-    LOAD_ROW(vi_load_u8, 1)
-    {NULL, 0, NULL},
+    LOADS_OF_INTEGERS(LOAD_ROW) LOADS_OF_FLOATS(LOAD_ROW) LOAD_ROW(v_loadu, 4) LOAD_ROW(vi_load_u8, 1){NULL, 0, NULL},
 };
 
 static const struct vec_store store_table[] = {
 #define STORE_ROW(op, bytes) {#op, bytes, store_##op},
-    STORES_OF_INTEGERS(STORE_ROW)
-    STORES_OF_FLOATS(STORE_ROW)
-    STORE_ROW(v_storeu, 4)
-    STORE_ROW(vi_store_u8, 1)
-    {NULL, 0, NULL},
+    STORES_OF_INTEGERS(STORE_ROW) STORES_OF_FLOATS(STORE_ROW) STORE_ROW(v_storeu, 4)
+        STORE_ROW(vi_store_u8, 1){NULL, 0, NULL},
 };
 
-#define SUM(op, add)                                                                                     \
-    static void sum_##op(const uint32_t *x, const uint32_t *y, int64_t groups, double *out)              \
-    {                                                                                                    \
-        va sum = va_zero();                                                                              \
-        (void)y;                                                                                         \
-        for (int64_t g = 0; g < groups; g++)                                                             \
-            for (int part = 0; part < 16 / VL; part++)                                                   \
-                for (int odd = 0; odd < 2; odd++) {                                                      \
-                    int64_t i = 32 * g + 16 * odd + part * VL;                                           \
-                    add;                                                                                 \
-                }                                                                                        \
-        va_store(sum, out);                                                                              \
+#define SUM(op, add)                                                                        \
+    static void sum_##op(const uint32_t *x, const uint32_t *y, int64_t groups, double *out) \
+    {                                                                                       \
+        va sum = va_zero();                                                                 \
+        (void)y;                                                                            \
+        for (int64_t g = 0; g < groups; g++)                                                \
+            for (int part = 0; part < 16 / VL; part++)                                      \
+                for (int odd = 0; odd < 2; odd++) {                                         \
+                    int64_t i = 32 * g + 16 * odd + part * VL;                              \
+                    add;                                                                    \
+                }                                                                           \
+        va_store(sum, out);                                                                 \
     }
 SUM(va_add, va_add(&sum, part, v_from_bits(vi_load(x + i))))
 SUM(va_add_product, va_add_product(&sum, part, v_from_bits(vi_load(x + i)), v_from_bits(vi_load(y + i))))

@@ -1,5 +1,6 @@
-/* How far stored values wander from exact ones under the generator "lattice", against independent words, measured in steps of
- * the library; and what lattices must not cost: each word uniform, elements unrelated, no bias where a state feeds on itself.
+/* How far stored values wander from exact ones under the generator "lattice", against independent words, measured in
+ * steps of the library; and what lattices must not cost: each word uniform, elements unrelated, no bias where a state
+ * feeds on itself.
  *
  *   test_wander [STEPS]     steps of each run (1200); docs/random.md quotes 12000
  *   test_wander --short     without those runs, for builds that run slowly
@@ -15,7 +16,7 @@ enum { ELEMENTS = 4096, COLUMNS = 256, ROWS = ELEMENTS / COLUMNS, PERIODS = 300 
 static const double ulp = 0x1p-7;
 static int steps = 1200;
 
-/* ---- Uniform at each step ---------------------------------------------------------------------------------------------- */
+/* ---- Uniform at each step ---------------------------------------------------------------------------------------- */
 
 static void test_uniform(void)
 {
@@ -48,7 +49,7 @@ static void test_uniform(void)
     }
 }
 
-/* ---- Elements of one step ---------------------------------------------------------------------------------------------- */
+/* ---- Elements of one step ---------------------------------------------------------------------------------------- */
 
 enum { WIDE = 1 << 18, TRANSFORM = 1 << 19 };
 
@@ -113,7 +114,8 @@ static void test_elements(void)
             double spread = (squares / n - 1) / sqrt(2.0 / n);
             CHECK(fabs(re[0] / WIDE - 1) < 0.01, "write %d: variance %g", (int)writes[k], re[0] / WIDE);
             CHECK(worst < 6, "write %d: r = %.2f standard errors at distance %d", (int)writes[k], worst, where);
-            CHECK(fabs(spread) < 6, "write %d: correlations scatter by %.2f standard errors too much", (int)writes[k], spread);
+            CHECK(fabs(spread) < 6, "write %d: correlations scatter by %.2f standard errors too much", (int)writes[k],
+                  spread);
         }
     }
     TEST("lattice: sums over rows and columns of one step scatter as independent ones") {
@@ -131,14 +133,15 @@ static void test_elements(void)
                     worst = fmax(worst, fabs(z));
                 }
                 double spread = (squares / SIDE - 1) / sqrt(2.0 / SIDE);
-                CHECK(fabs(spread) < 5 && worst < 5.5, "write %d, %s: spread %.2f standard errors, largest %.2f deviations",
-                      (int)writes[k], which ? "columns" : "rows", spread, worst);
+                CHECK(fabs(spread) < 5 && worst < 5.5,
+                      "write %d, %s: spread %.2f standard errors, largest %.2f deviations", (int)writes[k],
+                      which ? "columns" : "rows", spread, worst);
             }
         }
     }
 }
 
-/* ---- Which write a slot's words are of ---------------------------------------------------------------------------------- */
+/* ---- Which write a slot's words are of --------------------------------------------------------------------------- */
 
 static void open_with(struct one *t, const char *recipe, const char *generator)
 {
@@ -212,15 +215,15 @@ static void test_counts(void)
     }
 }
 
-/* ---- Signals from outside ----------------------------------------------------------------------------------------------- */
+/* ---- Signals from outside ---------------------------------------------------------------------------------------- */
 
 /* A pool of gradients in ulp: signals are made of it without arithmetic in every step. */
 static float pool[PERIODS][ELEMENTS];
 
 enum { CONSTANT, AUTOREGRESSIVE, NOISE };
 
-/* Mean square of stored - exact over several times in the second half, in ulp squared, after steps of the library with the
- * signal: a kind, or with period > 0 the first so many gradients of the pool, by turns. */
+/* Mean square of stored - exact over several times in the second half, in ulp squared, after steps of the library with
+ * the signal: a kind, or with period > 0 the first so many gradients of the pool, by turns. */
 static double wander(const char *generator, int kind, int period)
 {
     struct one t;
@@ -250,12 +253,9 @@ static double wander(const char *generator, int kind, int period)
             int from = (int)(next64(&s) % ELEMENTS);
             double from_pool = kind == NOISE ? 1 : 0.1 * sqrt(1 - 0.81) / 0.3;
             for (int i = 0; i < ELEMENTS; i++) {
-                if (kind == CONSTANT)
-                    g[i] = -0.01f;
-                else if (kind == NOISE)
-                    g[i] = fresh[(i + from) % ELEMENTS];
-                else
-                    g[i] = slow[i] = 0.9f * slow[i] + (float)from_pool * fresh[(i + from) % ELEMENTS];
+                if (kind == CONSTANT) g[i] = -0.01f;
+                else if (kind == NOISE) g[i] = fresh[(i + from) % ELEMENTS];
+                else g[i] = slow[i] = 0.9f * slow[i] + (float)from_pool * fresh[(i + from) % ELEMENTS];
                 exact[i] -= (double)g[i];
             }
         }
@@ -305,7 +305,8 @@ static void test_wander(void)
             if (ratio > worst) worst = ratio, where = period;
             product += log(ratio);
         }
-        printf("     worst %.3f of independent words, at period %d; mean %.3f\n", worst, where, exp(product / (PERIODS - 1)));
+        printf("     worst %.3f of independent words, at period %d; mean %.3f\n", worst, where,
+               exp(product / (PERIODS - 1)));
     }
     TEST("sums of gradients wander less than with independent words") {
         static uint16_t sum[ELEMENTS];
@@ -329,7 +330,7 @@ static void test_wander(void)
     }
 }
 
-/* ---- States that feed on themselves ------------------------------------------------------------------------------------- */
+/* ---- States that feed on themselves ------------------------------------------------------------------------------ */
 
 /* A word is uniform, but not given a stored value that remembers earlier words of its lattice. */
 static void test_feedback(void)

@@ -18,7 +18,8 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
         t.chunks = hstep_cut_tensor(&t, 0, NULL);
         chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
         if (!chunks)
-            return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the plan of tensor '%s'", o->labels[tensor].name);
+            return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the plan of tensor '%s'",
+                              o->labels[tensor].name);
         hstep_cut_tensor(&t, 0, chunks);
         a->chunks = chunks;
     }
@@ -27,14 +28,17 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
     return error;
 }
 
-static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
-                      const char *gradient_format, double scale)
+static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
+                      const void *gradient, const char *gradient_format, double scale)
 {
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
-    struct hstep_accumulation a = {.context = &o->context, .generator = o->generator, .accumulator = accumulator,
-                                   .gradient = gradient, .scale = (float)scale};
+    struct hstep_accumulation a = {.context = &o->context,
+                                   .generator = o->generator,
+                                   .accumulator = accumulator,
+                                   .gradient = gradient,
+                                   .scale = (float)scale};
     a.format = halfstep_format_find(format);
     a.gradient_format = halfstep_format_find(gradient_format);
     if (a.format < 0 || a.gradient_format < 0)
@@ -45,9 +49,11 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
     if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
-    if (!(scale >= -1e30 && scale <= 1e30)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
+    if (!(scale >= -1e30 && scale <= 1e30))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient", o->labels[tensor].name);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
+                          o->labels[tensor].name);
     /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
     a.stream = hstep_key_write(generator, o->seed, t->id,
@@ -58,8 +64,8 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     return HALFSTEP_OK;
 }
 
-int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format, const void *gradient,
-                        const char *gradient_format, double scale)
+int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
+                        const void *gradient, const char *gradient_format, double scale)
 {
     if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_fp fp = hstep_fp_enter();

@@ -33,8 +33,8 @@ static _Thread_local struct {
     char text[HSTEP_DETAIL_BYTES];
 } own_detail;
 
-/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const handle
- * promises to keep. */
+/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const
+ * handle promises to keep. */
 static void copy_detail(const halfstep_optimizer *const_o, char *text, int out)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)const_o;
@@ -77,7 +77,8 @@ int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
     return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
 }
 
-/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by it. */
+/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by
+ * it. */
 int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
 {
     if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;

@@ -1,5 +1,6 @@
-/* What a step does with its statistics: whether it goes on, by what the gradients are clipped, what every update is made with,
- * and what it has counted when it is done. From plain values to plain values, in the memory of the device. */
+/* What a step does with its statistics: whether it goes on, by what the gradients are clipped, what every update is
+ * made with, and what it has counted when it is done. From plain values to plain values, in the memory of the
+ * device. */
 #include <math.h>
 #include <string.h>
 
@@ -34,8 +35,8 @@ static void look(const struct hstep_call *call, struct hstep_verdict *v)
     v->clip = clip_factor(call, v->norm);
 }
 
-/* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers, unless
- * these have come from the tensor itself. */
+/* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers,
+ * unless these have come from the tensor itself. */
 int hstep_decide(const struct hstep_call *call)
 {
     const struct hstep_tensor *tensors = call->plan.tensors;
@@ -87,8 +88,8 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
     memcpy(t->scalar, u->scalar, sizeof t->scalar);
 }
 
-/* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a sum over
- * all of them counts every tensor once. */
+/* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a
+ * sum over all of them counts every tensor once. */
 static void add_to_round(const struct hstep_call *call, const struct hstep_tensor *t)
 {
     if (hstep_is_whole(t) || (!t->first_row && !t->first_column && t->runs))

@@ -9,7 +9,8 @@ int hstep_unit_of(int format)
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
 {
-    int block = format < 0 || hstep_formats[format].geometry != HALFSTEP_GEOMETRY_ROWS ? 0 : hstep_formats[format].block;
+    int block =
+        format < 0 || hstep_formats[format].geometry != HALFSTEP_GEOMETRY_ROWS ? 0 : hstep_formats[format].block;
     return block ? (t->n_columns + block - 1) / block : 0;
 }
 
@@ -79,8 +80,8 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
         return n;
     }
     for (int64_t run = 0; run < t->runs; run++) {
-        /* Cuts at multiples of a chunk, in index space where units start there, which also keeps a chunk within one segment
-         * of random words; else in columns. */
+        /* Cuts at multiples of a chunk, in index space where units start there, which also keeps a chunk within one
+         * segment of random words; else in columns. */
         uint64_t first = t->dense || t->unit == HSTEP_GROUP ? t->index0 + (uint64_t)(run * t->index_stride)
                                                             : (uint64_t)t->first_column;
         int64_t start = (int64_t)(first % (uint64_t)HSTEP_CHUNK);

@@ -18,8 +18,8 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
 
 /* How far into its unit an element lies. */
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
-/* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which begins
- * at index `start`, to the chunks that are its own. */
+/* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which
+ * begins at index `start`, to the chunks that are its own. */
 void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length);
 
 /* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
@@ -29,8 +29,8 @@ struct hstep_piece {
     int n, skip;
 };
 
-/* The next piece before element `end`, from a zeroed one: along each row for blocks of rows, else straight through memory. 0: none
- * is left. */
+/* The next piece before element `end`, from a zeroed one: along each row for blocks of rows, else straight through
+ * memory. 0: none is left. */
 int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p);
 
 #endif

@@ -55,7 +55,8 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
 int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (threads < 0 || threads > 1024) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
+    if (threads < 0 || threads > 1024)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
     o->context.threads = threads;
     return HALFSTEP_OK;
 }
@@ -102,8 +103,7 @@ int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *
     if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
-        return hstep_fail(o, error, "%llu bytes are too few for a recipe",
-                          (unsigned long long)size);
+        return hstep_fail(o, error, "%llu bytes are too few for a recipe", (unsigned long long)size);
     return error;
 }
 
@@ -155,8 +155,8 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
         struct hstep_group *g = &o->groups[group];
         int index = hstep_find_hyper(g->recipe.rule, name);
         if (index < 0)
-            return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name,
-                              name);
+            return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'",
+                              hstep_rules[g->recipe.rule].name, name);
         if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
             return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s belongs to the optimizer, not to a group", name);
         struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
@@ -178,7 +178,8 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             if (index < 0) continue;
             found = 1;
             struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
-            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass))) return error;
+            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass)))
+                return error;
         }
     if (!found) return hstep_fail(o, HALFSTEP_ERROR_NAME, "no group has a hyper-parameter '%s'", name);
     return HALFSTEP_OK;
@@ -198,12 +199,9 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
     if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
     if (group == HALFSTEP_ALL_GROUPS) {
         int index = hstep_find_hyper(-1, name);
-        if (index == HSTEP_GRADIENT_SCALE)
-            *value = o->gradient_scale;
-        else if (index == HSTEP_CLIP_NORM)
-            *value = o->clip_norm;
-        else
-            return hstep_fail(o, HALFSTEP_ERROR_NAME, "the optimizer has no hyper-parameter '%s'", name);
+        if (index == HSTEP_GRADIENT_SCALE) *value = o->gradient_scale;
+        else if (index == HSTEP_CLIP_NORM) *value = o->clip_norm;
+        else return hstep_fail(o, HALFSTEP_ERROR_NAME, "the optimizer has no hyper-parameter '%s'", name);
         return HALFSTEP_OK;
     }
     int error = hstep_check_group(o, group);
@@ -211,13 +209,11 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
     const struct hstep_group *g = &o->groups[group];
     int index = hstep_find_hyper(g->recipe.rule, name);
     if (index < 0 || (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS))
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name, name);
-    if (index >= HSTEP_COMMON_HYPERS)
-        *value = g->own[index - HSTEP_COMMON_HYPERS];
-    else if (index == HSTEP_REFERENCE_LR && g->hyper[index] == 0.0)
-        *value = g->first_lr;
-    else
-        *value = g->hyper[index];
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name,
+                          name);
+    if (index >= HSTEP_COMMON_HYPERS) *value = g->own[index - HSTEP_COMMON_HYPERS];
+    else if (index == HSTEP_REFERENCE_LR && g->hyper[index] == 0.0) *value = g->first_lr;
+    else *value = g->hyper[index];
     return HALFSTEP_OK;
 }
 
@@ -225,12 +221,12 @@ int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *n
 static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
 {
     if (group == HALFSTEP_ALL_GROUPS)
-        return !strcmp(choice, "scan") ? &o->scan
-               : !strcmp(choice, "clip") ? &o->clip
-               : !strcmp(choice, "missing") ? &o->missing
+        return !strcmp(choice, "scan")        ? &o->scan
+               : !strcmp(choice, "clip")      ? &o->clip
+               : !strcmp(choice, "missing")   ? &o->missing
                : !strcmp(choice, "generator") ? &o->generator
                                               : NULL;
-    return !strcmp(choice, "decay") ? &o->groups[group].decay
+    return !strcmp(choice, "decay")      ? &o->groups[group].decay
            : !strcmp(choice, "schedule") ? &o->groups[group].schedule
                                          : NULL;
 }
@@ -337,16 +333,20 @@ int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_step
     for (int i = 0; i < 5; i++)
         if (!(values[i] >= hstep_common_hypers[rows[i]].minimum && values[i] <= hstep_common_hypers[rows[i]].maximum))
             return HALFSTEP_ERROR_RANGE;
-    struct hstep_schedule schedule = {.kind = kind, .warmup = (uint64_t)warmup_steps, .total = (uint64_t)total_steps,
-                                      .final = final_fraction, .decay_start = decay_start, .power = power};
+    struct hstep_schedule schedule = {.kind = kind,
+                                      .warmup = (uint64_t)warmup_steps,
+                                      .total = (uint64_t)total_steps,
+                                      .final = final_fraction,
+                                      .decay_start = decay_start,
+                                      .power = power};
     struct hstep_fp fp = hstep_fp_enter();
     *factor = hstep_schedule_factor(&schedule, step);
     hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }
 
-int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot, uint64_t first,
-                          uint32_t *out, size_t n)
+int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
+                          uint64_t first, uint32_t *out, size_t n)
 {
     if (!generator || (n && !out)) return HALFSTEP_ERROR_ARGUMENT;
     int row = hstep_choice_find("generator", generator);

@@ -1,5 +1,5 @@
-/* The inside of a handle, shared by optimizer.c and tensors.c (arguments), plan.c (what exists), slots.c (memory), step.c (steps)
- * and accumulate.c. */
+/* The inside of a handle, shared by optimizer.c and tensors.c (arguments), plan.c (what exists), slots.c (memory),
+ * step.c (steps) and accumulate.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -10,9 +10,9 @@
 /* What belongs to a tensor and never reaches a device. */
 struct hstep_label {
     char *name;
-    float *step;                /* the host's copy of state_steps, or NULL */
-    double *grid[HSTEP_SLOTS];  /* and of grids */
-    int norms_made;             /* by halfstep_step_tensor_norms(), for the next finish */
+    float *step;               /* the host's copy of state_steps, or NULL */
+    double *grid[HSTEP_SLOTS]; /* and of grids */
+    int norms_made;            /* by halfstep_step_tensor_norms(), for the next finish */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -33,11 +33,11 @@ struct halfstep_optimizer {
     /* Once it is settled what exists: */
     int settled;
     struct hstep_plan plan;
-    struct hstep_chunk *chunks; /* as the plan has them */
+    struct hstep_chunk *chunks;    /* as the plan has them */
     struct hstep_verdict *verdict; /* of calls about all tensors, in the memory of the device */
-    int sums;            /* of all tensors */
-    int norms_made;      /* by halfstep_step_norms(), for the next finish */
-    void *memory;        /* the library's own, or NULL */
+    int sums;                      /* of all tensors */
+    int norms_made;                /* by halfstep_step_norms(), for the next finish */
+    void *memory;                  /* the library's own, or NULL */
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
@@ -61,14 +61,15 @@ int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
 int hstep_check_group(const halfstep_optimizer *o, int32_t group);
 /* Errors with RANGE unless it can be counted on from; `of` begins the sentence. */
 int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count);
-/* Waits for the device, after an error too: what was asked for before it may still be on its way to memory of the caller's.
- * Returns the error, or the wait's own. */
+/* Waits for the device, after an error too: what was asked for before it may still be on its way to memory of the
+ * caller's. Returns the error, or the wait's own. */
 int hstep_wait(const halfstep_optimizer *o, int error);
 /* Room for one more element; on failure the array is as it was. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);
 
 /* The formats of a tensor's states under the group's hyper-parameters. */
-int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name, struct hstep_tensor *t);
+int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
+                        struct hstep_tensor *t);
 
 /* What a handle without tensors steps with. */
 int hstep_first_plan(halfstep_optimizer *o);

@@ -62,7 +62,8 @@ int hstep_settle(halfstep_optimizer *o)
     uint64_t chunk_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->chunks, count = (uint64_t)o->n_tensors + 1;
     o->chunks = malloc((size_t)chunk_bytes);
     int error = o->chunks ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
-    for (int i = 0; !error && i < o->n_tensors; i++) hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
+    for (int i = 0; !error && i < o->n_tensors; i++)
+        hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
     if (error || (error = share(o, o->chunks, chunk_bytes, &plan.chunks)) ||
         (error = share(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
         (error = share(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
@@ -70,7 +71,8 @@ int hstep_settle(halfstep_optimizer *o)
         (error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates)) ||
         (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||
         (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
-        (!device->shared && (error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)))) {
+        (!device->shared &&
+         (error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)))) {
         int64_t *first = o->plan.statistics;
         o->plan = plan;
         hstep_release_plan(o);

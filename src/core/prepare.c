@@ -28,13 +28,13 @@
 #define NO_NORMS 0
 #define NORMS_1 1
 #define NORMS_2 2
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind)          \
-    ROW((id) > 0, name, "ids count from 1")                                                                            \
-    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                                   \
-    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                                 \
-    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")                     \
-    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")                       \
-    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                           \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+    ROW((id) > 0, name, "ids count from 1")                                                                   \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                          \
+    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                        \
+    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")            \
+    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")              \
+    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                  \
     ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")
 #include "rules/rules.def"
 #undef RULE
@@ -58,15 +58,13 @@ float hstep_tensor_scale(int format, double norm, double elements)
 #define SCALE_ROWS(fn)
 #define SCALE_FLAT(fn)
 #define SCALE_TENSOR(fn) \
-    case HSTEP_FORMAT_##fn: \
-        return fn##_tensor_scale(norm, elements);
+    case HSTEP_FORMAT_##fn: return fn##_tensor_scale(norm, elements);
 #define ELEMENT_FORMAT(id, name, fn, ...)
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) SCALE_##geometry(fn)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        return 0.0f;
+    default: return 0.0f;
     }
 }
 
@@ -120,7 +118,8 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
     *code = HALFSTEP_ERROR_UNSUPPORTED;
     if (!is_centralized(g, t)) return NULL;
     if (t->n_columns != t->row_length) return "centralize needs whole rows";
-    if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit) return "centralize needs blocks that end with rows";
+    if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit)
+        return "centralize needs blocks that end with rows";
     return NULL;
 }
 
@@ -130,15 +129,9 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
     *decay = *l2 = 0.0;
     if (weight_decay == 0.0) return;
     switch (g->decay) {
-    case HSTEP_DECAY_L2:
-        *l2 = weight_decay;
-        break;
-    case HSTEP_DECAY_DECOUPLED:
-        *decay = *lr * weight_decay;
-        break;
-    case HSTEP_DECAY_FULLY:
-        *decay = *lr / reference_lr(g) * weight_decay;
-        break;
+    case HSTEP_DECAY_L2: *l2 = weight_decay; break;
+    case HSTEP_DECAY_DECOUPLED: *decay = *lr * weight_decay; break;
+    case HSTEP_DECAY_FULLY: *decay = *lr / reference_lr(g) * weight_decay; break;
     case HSTEP_DECAY_PROXIMAL:
         /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
         *decay = *lr * weight_decay / (1.0 + *lr * weight_decay);
@@ -148,8 +141,8 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
 }
 
 /* Lattices are for what is stored finely. A rounding that is uniform by itself is not so given the stored value, which
- * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that feed on
- * themselves. They keep independent words. */
+ * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that
+ * feed on themselves. They keep independent words. */
 static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
 {
     if (generator != HSTEP_GENERATOR_LATTICE || hstep_formats[t->slot[s].format].block)
@@ -178,15 +171,22 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         u->l2 = (float)l2;
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
     }
-    struct hstep_own own = {.id = t->id, .rows = t->rows, .row_length = t->row_length, .elements = elements,
-                            .matrix = t->matrix, .scalar = u->scalar};
-    struct hstep_prepare p = {.lr = lr, .decay = decay, .t = t->state_steps + 1, .full = t->full_steps + 1, .norm = norms,
-                              .own = &own, .looked = &u->own};
+    struct hstep_own own = {.id = t->id,
+                            .rows = t->rows,
+                            .row_length = t->row_length,
+                            .elements = elements,
+                            .matrix = t->matrix,
+                            .scalar = u->scalar};
+    struct hstep_prepare p = {.lr = lr,
+                              .decay = decay,
+                              .t = t->state_steps + 1,
+                              .full = t->full_steps + 1,
+                              .norm = norms,
+                              .own = &own,
+                              .looked = &u->own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
-    if (same)
-        memcpy(u->k, same->k, sizeof u->k);
-    else
-        hstep_prepare_rule(g, &p, u->k);
+    if (same) memcpy(u->k, same->k, sizeof u->k);
+    else hstep_prepare_rule(g, &p, u->k);
     const int generator = hstep_generator_id(call->generator);
     u->generator = call->generator;
     int sum = rule->norms;

@@ -15,15 +15,17 @@ double hstep_group_lr(const struct hstep_group *group);
 double hstep_state_beta(const struct hstep_group *group, int state);
 /* 1 where these hyper-parameters need it at all (sgd without momentum does not). */
 int hstep_state_needed(const struct hstep_group *group, int state);
-/* The scale of a state of that format, which has one for the tensor, from the root of its sum and the number of elements. */
+/* The scale of a state of that format, which has one for the tensor, from the root of its sum and the number of
+ * elements. */
 float hstep_tensor_scale(int format, double norm, double elements);
 
-/* Why a tensor with these hyper-parameters cannot be stepped, as the end of a sentence, and the code; NULL where it can. */
+/* Why a tensor with these hyper-parameters cannot be stepped, as the end of a sentence, and the code; NULL where it
+ * can. */
 const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code);
 
-/* The update of a tensor that is not unpreparable. same: the update of a tensor with the same group and step counts, whose
- * constants are taken over, or NULL; they must not be its own. norms: roots of the tensor's sums, or NULL before they are
- * known. */
+/* The update of a tensor that is not unpreparable. same: the update of a tensor with the same group and step counts,
+ * whose constants are taken over, or NULL; they must not be its own. norms: roots of the tensor's sums, or NULL before
+ * they are known. */
 void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
                           const struct hstep_update *same, struct hstep_update *u);
 

@@ -32,8 +32,8 @@ const char *hstep_schedule_title(int kind)
     return kind >= 0 && kind < HSTEP_SCHEDULE_COUNT ? schedules[kind].title : NULL;
 }
 
-/* adamw_bfloat16 asks for its rate after counting the step and adds one more: its first step uses 2 / preheat, the peak is
- * at step preheat - 2 here, and there is no end. */
+/* adamw_bfloat16 asks for its rate after counting the step and adds one more: its first step uses 2 / preheat, the peak
+ * is at step preheat - 2 here, and there is no end. */
 static double inverse_power(const struct hstep_schedule *s, uint64_t step)
 {
     double preheat = s->warmup ? (double)s->warmup : 1.0;
@@ -66,17 +66,13 @@ double hstep_schedule_factor(const struct hstep_schedule *s, uint64_t step)
     double r = (double)(step - start) / (double)(s->total - start);
     double weight;
     switch (s->kind) {
-    case HSTEP_SCHEDULE_LINEAR:
-        weight = 1.0 - r;
-        break;
+    case HSTEP_SCHEDULE_LINEAR: weight = 1.0 - r; break;
     case HSTEP_SCHEDULE_COSINE:
         weight = HSTEP_PI * r;
         weight = 1.0 + hstep_cos(weight);
         weight = 0.5 * weight;
         break;
-    default:
-        weight = 1.0 - sqrt(r);
-        break;
+    default: weight = 1.0 - sqrt(r); break;
     }
     return between(s->final, weight);
 }

@@ -31,11 +31,15 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
-    halfstep_slot_info ours = {.format = s->format, .name = slot_name(o, tensor, slot),
-                               .code_bytes = s->code_bytes, .extra_bytes = s->extra_bytes,
-                               .blocks_per_row = hstep_blocks_per_row(t, s->format), .fell_back = s->fell_back,
+    halfstep_slot_info ours = {.format = s->format,
+                               .name = slot_name(o, tensor, slot),
+                               .code_bytes = s->code_bytes,
+                               .extra_bytes = s->extra_bytes,
+                               .blocks_per_row = hstep_blocks_per_row(t, s->format),
+                               .fell_back = s->fell_back,
                                .grid = s->root != 0,
-                               .code = s->code, .extra = s->extra};
+                               .code = s->code,
+                               .extra = s->extra};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
@@ -93,7 +97,8 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
     uint64_t needed;
     halfstep_state_bytes(o, &needed);
     if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the states need memory");
-    if ((uintptr_t)memory % 64) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for states must be 64-byte aligned");
+    if ((uintptr_t)memory % 64)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for states must be 64-byte aligned");
     if (bytes < needed)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
@@ -131,7 +136,8 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     struct hstep_slot *s = &o->tensors[tensor].slot[slot];
     const char *name = o->labels[tensor].name;
     if (slot < HALFSTEP_SLOT_STATE && code)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step", name);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step",
+                          name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
     if ((error = hstep_settle(o))) return error;
@@ -162,15 +168,17 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
     if (first_row < 0 || n_rows < 0 || first_row > t->n_rows || n_rows > t->n_rows - first_row)
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here", o->labels[tensor].name,
-                          (long long)first_row, (long long)n_rows, (long long)t->n_rows);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here",
+                          o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)t->n_rows);
     if (s->format < 0)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name, slot_name(o, tensor, slot));
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
+                          slot_name(o, tensor, slot));
     if (!n_rows || !t->n_columns) return HALFSTEP_OK;
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name, slot_name(o, tensor, slot));
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
+                          slot_name(o, tensor, slot));
     return HALFSTEP_OK;
 }
 
@@ -178,8 +186,12 @@ static struct hstep_access access_of(const halfstep_optimizer *o, int32_t tensor
                                      int64_t first_row, int64_t n_rows)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
-    return (struct hstep_access){&o->context, t, slot, slot < HALFSTEP_SLOT_STATE ? (void *)(uintptr_t)data : t->slot[slot].code,
-                                 first_row * t->n_columns, (first_row + n_rows) * t->n_columns};
+    return (struct hstep_access){&o->context,
+                                 t,
+                                 slot,
+                                 slot < HALFSTEP_SLOT_STATE ? (void *)(uintptr_t)data : t->slot[slot].code,
+                                 first_row * t->n_columns,
+                                 (first_row + n_rows) * t->n_columns};
 }
 
 static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
@@ -200,17 +212,17 @@ static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slo
         uint32_t bits;
         memcpy(&bits, in + i, 4);
         if ((bits & 0x7fffffff) >= 0x7f800000)
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite", o->labels[tensor].name, (long long)i,
-                              slot_name(o, tensor, slot));
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite",
+                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
         if (s->nonneg && in[i] < 0.0f)
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative", o->labels[tensor].name, (long long)i,
-                              slot_name(o, tensor, slot));
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative",
+                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
     }
     return HALFSTEP_OK;
 }
 
-static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
-                      const float *in)
+static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
+                      int64_t n_rows, const float *in)
 {
     int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
     if (error) return error;
@@ -228,8 +240,8 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     return hstep_wait(o, o->device->write(&a, in));
 }
 
-static int read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
-                        float *out)
+static int read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
+                        int64_t n_rows, float *out)
 {
     int error = read_slot(o, tensor, HALFSTEP_SLOT_WEIGHT, weight, first_row, n_rows, out);
     if (error) return error;
@@ -242,7 +254,8 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
         float other[HSTEP_TILE];
         struct hstep_access all = access_of(o, tensor, HALFSTEP_SLOT_STATE + i, NULL, first_row, n_rows), a = all;
         if (all.first < all.end && !a.data)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name, state->name);
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
+                              state->name);
         for (a.first = all.first; a.first < all.end; a.first = a.end) {
             a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
             if ((error = o->device->read(&a, other))) return error;
@@ -267,8 +280,8 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
     return result;
 }
 
-int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row, int64_t n_rows,
-                        const float *in)
+int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
+                        int64_t n_rows, const float *in)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_fp fp = hstep_fp_enter();
@@ -277,8 +290,8 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
     return result;
 }
 
-int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row, int64_t n_rows,
-                          float *out)
+int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
+                          int64_t n_rows, float *out)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_fp fp = hstep_fp_enter();
@@ -294,7 +307,9 @@ int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     struct hstep_access a = access_of(o, tensor, HALFSTEP_SLOT_WEIGHT, data, 0, t->n_rows);
-    if (a.end && !data) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL weights", o->labels[tensor].name);
+    if (a.end && !data)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL weights", o->labels[tensor].name);
     *count = 0;
-    return hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format].code_bits == 16 ? o->device->saturated(&a, count) : HALFSTEP_OK;
+    return hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format].code_bits == 16 ? o->device->saturated(&a, count)
+                                                                               : HALFSTEP_OK;
 }

@@ -25,9 +25,19 @@ static struct span span_of(halfstep_optimizer *o, int first, int n, int micro, c
     }
     return (struct span){
         .o = o,
-        .call = {.context = &o->context, .plan = plan, .seed = o->seed, .generator = o->generator, .scan = o->scan,
-                 .clip = o->clip, .gradient_scale = o->gradient_scale, .clip_norm = o->clip_norm,
-                 .round_norm = o->round_norm, .first = first, .n = n, .micro = micro, .gradients = gradients},
+        .call = {.context = &o->context,
+                 .plan = plan,
+                 .seed = o->seed,
+                 .generator = o->generator,
+                 .scan = o->scan,
+                 .clip = o->clip,
+                 .gradient_scale = o->gradient_scale,
+                 .clip_norm = o->clip_norm,
+                 .round_norm = o->round_norm,
+                 .first = first,
+                 .n = n,
+                 .micro = micro,
+                 .gradients = gradients},
     };
 }
 
@@ -45,7 +55,10 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 }
 
 /* Numbers in the statistics: of sums alone, and all. */
-static int64_t sums_count(const struct span *s) { return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS; }
+static int64_t sums_count(const struct span *s)
+{
+    return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
+}
 static int64_t statistics_count(const struct span *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
 
 #define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
@@ -65,9 +78,11 @@ static int check_ready(const struct span *s)
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights", o->labels[c->first + i].name);
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
+                              o->labels[c->first + i].name);
     for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < c->n; i++)
-        if (!c->gradients[i]) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
+        if (!c->gradients[i])
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
     return HALFSTEP_OK;
 }
 
@@ -79,13 +94,14 @@ static int check_alone(const struct span *s)
     for (int i = c->first; i < c->first + c->n; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
-        const char *what = hstep_needs_sums(t, c->micro)    ? "its update needs sums over all of it"
-                           : hstep_is_clipped(c)           ? "clipping needs the norm of all of it"
-                           : o->scan != HSTEP_SCAN_NONE ? "the scan has to see all of it"
-                                                        : NULL;
+        const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
+                           : hstep_is_clipped(c)         ? "clipping needs the norm of all of it"
+                           : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
+                                                         : NULL;
         if (what)
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name, what);
+                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
+                              what);
     }
     return HALFSTEP_OK;
 }
@@ -115,14 +131,16 @@ static int check_accumulates(const struct span *s)
         if (!c->gradients[i - c->first]) continue;
         if (state < 0 || !hstep_state_needed(g, state))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name, rule->name,
-                              state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
+                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
         if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step", o->labels[i].name);
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
+                              o->labels[i].name);
         if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and a scale of its states a sum over all", o->labels[i].name);
+                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
+                              o->labels[i].name);
     }
     return HALFSTEP_OK;
 }
@@ -143,7 +161,7 @@ static int check_preparable(const struct span *s)
 
 /* ---- Memory of the device ---- */
 
-/* Tensors of a span, and groups where all are stepped, to a device with memory of its own, and what it made of them back. */
+/* Tensors of a span, and groups where all are stepped, to a device with memory of its own; or what it made of them. */
 static int hand_over(const struct span *s, int back)
 {
     const halfstep_optimizer *o = s->o;
@@ -153,7 +171,8 @@ static int hand_over(const struct span *s, int back)
     uint64_t bytes = (uint64_t)c->n * sizeof *ours, group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
     int error = o->device->copy(&o->context, back ? ours : theirs, back ? theirs : ours, bytes);
     if (!error && !(back && c->single))
-        error = o->device->copy(&o->context, back ? o->groups : c->plan.groups, back ? c->plan.groups : o->groups, group_bytes);
+        error = o->device->copy(&o->context, back ? o->groups : c->plan.groups, back ? c->plan.groups : o->groups,
+                                group_bytes);
     return error;
 }
 
@@ -181,7 +200,8 @@ static int zero_sums(const struct span *s)
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
     if (!count) return HALFSTEP_OK;
-    return s->o->device->zero(c->context, c->statistics + hstep_sums_offset(c->n), (uint64_t)count * sizeof *c->statistics);
+    return s->o->device->zero(c->context, c->statistics + hstep_sums_offset(c->n),
+                              (uint64_t)count * sizeof *c->statistics);
 }
 
 /* What finish will refuse is skipped, and needs no sums. */
@@ -296,7 +316,7 @@ static int make(struct span *s, enum call call, int64_t *statistics, int64_t *ow
     return error || call == BEGIN || call == NORMS ? hstep_wait(o, error) : finish(s);
 }
 
-/* ---- The public faces: arguments, and the floating-point environment for what is computed on the caller's thread ---- */
+/* ---- The public faces: arguments, and the floating-point environment of what is computed here ---- */
 
 int64_t halfstep_norms_offset(const halfstep_optimizer *o) { return o ? hstep_sums_offset(o->n_tensors) : 0; }
 
@@ -314,11 +334,10 @@ int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t te
     return hstep_sums_offset(1) + count_sums(o, tensor, 1) * HSTEP_EXACT_LIMBS;
 }
 
-static int call_all(halfstep_optimizer *o, enum call call, int micro, void *const *weights, const void *const *gradients,
-                    const int64_t *statistics)
+static int call_all(halfstep_optimizer *o, enum call call, int micro, void *const *weights,
+                    const void *const *gradients, const int64_t *statistics)
 {
-    if (!o || (call != ALONE && !statistics) ||
-        (o->n_tensors && (!gradients || (!weights && !micro && call != BEGIN))))
+    if (!o || (call != ALONE && !statistics) || (o->n_tensors && (!gradients || (!weights && !micro && call != BEGIN))))
         return HALFSTEP_ERROR_ARGUMENT;
     struct span s = span_of(o, 0, o->n_tensors, micro, gradients);
     s.norms_made = &o->norms_made;
@@ -336,8 +355,8 @@ struct room {
     struct hstep_verdict verdict;
 };
 
-static int call_one(halfstep_optimizer *o, enum call call, int micro, int32_t tensor, void *weight, const void *gradient,
-                    const int64_t *statistics)
+static int call_one(halfstep_optimizer *o, enum call call, int micro, int32_t tensor, void *weight,
+                    const void *gradient, const int64_t *statistics)
 {
     if (!o || (call != ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
     int result = hstep_check_tensor(o, tensor);
@@ -457,9 +476,11 @@ int halfstep_end_round(halfstep_optimizer *o)
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0; i++)
         if (!hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round by "
-                              "begin and finish", o->labels[i].name);
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round by "
+                "begin and finish",
+                o->labels[i].name);
     return end_round(o, NULL);
 }
 

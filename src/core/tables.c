@@ -21,34 +21,35 @@ enum {
     TENSOR = HALFSTEP_GEOMETRY_TENSOR
 };
 
-/* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does not
- * compile, and the message names it. */
+/* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does
+ * not compile, and the message names it. */
 #define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
-#define FORMAT_ROW(id, name, fn, roles)                                                                    \
-    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                  \
-    ROW((id) > 0, name, "ids count from 1")                                                                \
+#define FORMAT_ROW(id, name, fn, roles)                                                                   \
+    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                 \
+    ROW((id) > 0, name, "ids count from 1")                                                               \
     ROW(((roles) & ROLES) == (roles) && (roles) != 0, name, "roles are WEIGHT, GRADIENT, SIGNED, NONNEG") \
     ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")
-#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                                                    \
-    FORMAT_ROW(id, name, fn, roles)                                                                                     \
-    ROW(HSTEP_BITS_##dtype == 16 || HSTEP_BITS_##dtype == 32, name, "codes of single elements have 16 or 32 bits")      \
-    ROW(HSTEP_BITS_##extra == 0 || HSTEP_BITS_##extra == 8 || HSTEP_BITS_##extra == 16, name,                           \
-        "a second stream has 8 or 16 bits")                                                                             \
-    ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                      \
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                                               \
+    FORMAT_ROW(id, name, fn, roles)                                                                                \
+    ROW(HSTEP_BITS_##dtype == 16 || HSTEP_BITS_##dtype == 32, name, "codes of single elements have 16 or 32 bits") \
+    ROW(HSTEP_BITS_##extra == 0 || HSTEP_BITS_##extra == 8 || HSTEP_BITS_##extra == 16, name,                      \
+        "a second stream has 8 or 16 bits")                                                                        \
+    ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                 \
     ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)                          \
-    FORMAT_ROW(id, name, fn, roles)                                                                                     \
-    ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")                           \
-    ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                                           \
-    ROW(HSTEP_BITS_##dtype == 8, name, "codes in blocks are stored in bytes")                                           \
-    ROW((geometry) == TENSOR ? (block) == 1 << 30                                                                       \
-                             : (block) % HSTEP_GROUP == 0 && (block) > 0 && HSTEP_TILE % ((block) > 0 ? (block) : 1) == 0, \
-        name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                                 \
-    ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")                 \
-    ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                                           \
-    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")                                                           \
-    ROW((root) >= 0 && (root) <= 2, name, "the root of a grid is 0, 1 or 2")                                            \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)           \
+    FORMAT_ROW(id, name, fn, roles)                                                                       \
+    ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")             \
+    ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                             \
+    ROW(HSTEP_BITS_##dtype == 8, name, "codes in blocks are stored in bytes")                             \
+    ROW((geometry) == TENSOR                                                                              \
+            ? (block) == 1 << 30                                                                          \
+            : (block) % HSTEP_GROUP == 0 && (block) > 0 && HSTEP_TILE % ((block) > 0 ? (block) : 1) == 0, \
+        name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                   \
+    ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")  \
+    ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                             \
+    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")                                             \
+    ROW((root) >= 0 && (root) <= 2, name, "the root of a grid is 0, 1 or 2")                              \
     ROW((root) == 0 || (geometry) != TENSOR, name, "the scale of a whole tensor knows no grid")
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
@@ -56,6 +57,7 @@ enum {
 #undef FORMAT_ROW
 #undef ROLES
 
+/* clang-format off */
 const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
     {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, 0, #dtype, \
@@ -66,6 +68,7 @@ const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 };
+/* clang-format on */
 
 const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define STATE(name, role, beta, unless) {name, role, beta, unless}
@@ -138,8 +141,8 @@ struct hstep_hyper hstep_rule_hyper(int rule, int index)
 const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
     [HSTEP_LR] = {"lr", "learning rate", 1e-3, 0.0, 1e6, 0},
     [HSTEP_WEIGHT_DECAY] = {"weight_decay", "coefficient of the decay mode", 0.0, 0.0, 1e6, 0},
-    [HSTEP_REFERENCE_LR] = {"reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set", 0.0,
-                            0.0, 1e6, 0},
+    [HSTEP_REFERENCE_LR] = {"reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set",
+                            0.0, 0.0, 1e6, 0},
     [HSTEP_MAXIMIZE] = {"maximize", "1: ascend", 0.0, 0.0, 1.0, 0},
     [HSTEP_CENTRALIZE] = {"centralize", "fraction of the row mean taken from the gradient", 0.0, 0.0, 1.0, 0},
     [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
@@ -154,7 +157,8 @@ const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
 int hstep_find_hyper(int rule, const char *name)
 {
     for (int i = 0; i < HSTEP_COMMON_HYPERS + (rule < 0 ? 0 : hstep_rule_hypers(rule)); i++)
-        if (!strcmp(i < HSTEP_COMMON_HYPERS ? hstep_common_hypers[i].name : hstep_rule_hyper(rule, i).name, name)) return i;
+        if (!strcmp(i < HSTEP_COMMON_HYPERS ? hstep_common_hypers[i].name : hstep_rule_hyper(rule, i).name, name))
+            return i;
     return -1;
 }
 
@@ -168,11 +172,11 @@ const char *halfstep_choice_value(const char *choice, int32_t index)
     if (!choice || index < 0) return NULL;
     if (!strcmp(choice, "schedule")) return hstep_schedule_name(index);
     if (!strcmp(choice, "generator")) return hstep_generator_name(hstep_generator_id(index));
-    const char *const *values = !strcmp(choice, "decay") ? decays
-                                : !strcmp(choice, "scan") ? scans
-                                : !strcmp(choice, "clip") ? clips
+    const char *const *values = !strcmp(choice, "decay")     ? decays
+                                : !strcmp(choice, "scan")    ? scans
+                                : !strcmp(choice, "clip")    ? clips
                                 : !strcmp(choice, "missing") ? missings
-                                                          : NULL;
+                                                             : NULL;
     if (!values) return NULL;
     for (int i = 0; values[i]; i++)
         if (i == index) return values[i];
@@ -232,7 +236,8 @@ int hstep_format_serves(int format, int role)
     return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
 }
 
-/* States that a recipe names a format for: all but copies of the weight. The last `optional` of them need not be named. */
+/* States that a recipe names a format for: all but copies of the weight. The last `optional` of them need not be
+ * named. */
 static int named_states(int rule, int *which, int *optional)
 {
     int n = 0;
@@ -267,8 +272,8 @@ static int parse_states(const char *text, const char *part, struct hstep_recipe 
             return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
                         part);
         if (given >= named)
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for", text,
-                        rule->name, named, named == 1 ? "" : "s");
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for",
+                        text, rule->name, named, named == 1 ? "" : "s");
         formats[given++] = format;
         part += length;
         if (*part != '+') break;
@@ -277,8 +282,8 @@ static int parse_states(const char *text, const char *part, struct hstep_recipe 
         return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
     if (given != 1 && given < named - optional)
         return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
-                    "recipe '%s': give one state format, or one for each of the %d states of %s", text, named - optional,
-                    rule->name);
+                    "recipe '%s': give one state format, or one for each of the %d states of %s", text,
+                    named - optional, rule->name);
     for (int i = 0; i < named; i++) {
         int state = which[i], role = rule->state[state].role;
         /* One format for all of them leaves out the states that hold gradients, if it cannot serve them. */
@@ -296,7 +301,8 @@ int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *deta
     size_t length = strcspn(text, "/");
     recipe->rule = find_rule(text, length);
     if (recipe->rule < 0)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length, text);
+        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length,
+                    text);
     const struct hstep_rule *rule = &hstep_rules[recipe->rule];
     const char *part = text + length;
 
@@ -348,10 +354,7 @@ int halfstep_recipe_full(const char *recipe, char *text, size_t size)
     return error ? error : hstep_recipe_text(&r, text, size);
 }
 
-int64_t hstep_row_stride(int64_t row_length)
-{
-    return row_length < 32 ? row_length : (row_length + 31) / 32 * 32;
-}
+int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
 
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length)
 {
@@ -447,24 +450,33 @@ int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
 {
     if (!info || row < 0 || row >= HSTEP_FORMATS) return HALFSTEP_ERROR_ARGUMENT;
     const struct hstep_format *format = &hstep_formats[row];
-    halfstep_format_info ours = {
-        .id = format->id, .name = format->name, .title = format->title,
-        .roles = format->roles, .code_bits = format->code_bits, .extra_bits = format->extra_bits,
-        .block = format->block, .scale_bytes = format->scale_bits / 8, .geometry = format->geometry,
-        .stochastic = format->stochastic, .grid = format->root != 0,
-        .code_dtype = format->code_dtype, .extra_dtype = format->extra_dtype};
+    halfstep_format_info ours = {.id = format->id,
+                                 .name = format->name,
+                                 .title = format->title,
+                                 .roles = format->roles,
+                                 .code_bits = format->code_bits,
+                                 .extra_bits = format->extra_bits,
+                                 .block = format->block,
+                                 .scale_bytes = format->scale_bits / 8,
+                                 .geometry = format->geometry,
+                                 .stochastic = format->stochastic,
+                                 .grid = format->root != 0,
+                                 .code_dtype = format->code_dtype,
+                                 .extra_dtype = format->extra_dtype};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
 int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info)
 {
-    if (!info || rule < 0 || rule >= HSTEP_RULES || index < 0 ||
-        index >= HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule))
+    if (!info || rule < 0 || rule >= HSTEP_RULES || index < 0 || index >= HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule))
         return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_hyper hyper = hstep_rule_hyper(rule, index);
-    halfstep_hyper_info ours = {
-        .name = hyper.name, .title = hyper.title, .initial = hyper.initial,
-        .minimum = hyper.minimum, .maximum = hyper.maximum, .exclusive_maximum = hyper.exclusive,
-        .per_optimizer = index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS};
+    halfstep_hyper_info ours = {.name = hyper.name,
+                                .title = hyper.title,
+                                .initial = hyper.initial,
+                                .minimum = hyper.minimum,
+                                .maximum = hyper.maximum,
+                                .exclusive_maximum = hyper.exclusive,
+                                .per_optimizer = index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

@@ -65,10 +65,10 @@ enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX };
 struct hstep_rule {
     int id;
     const char *name, *kernel, *label, *title; /* kernel: the function prefix */
-    double lr, weight_decay; /* initial values */
+    double lr, weight_decay;                   /* initial values */
     const char *decay;
     struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */
-    const char *formats; /* default formats of the states, as in a recipe, or NULL */
+    const char *formats;                               /* default formats of the states, as in a recipe, or NULL */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
     int norms;
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
@@ -91,9 +91,20 @@ int hstep_find_hyper(int rule, const char *name);
 
 /* Hyper-parameters that every rule has, in the order of struct hstep_group's values. */
 enum {
-    HSTEP_LR, HSTEP_WEIGHT_DECAY, HSTEP_REFERENCE_LR, HSTEP_MAXIMIZE, HSTEP_CENTRALIZE, HSTEP_WARMUP_STEPS,
-    HSTEP_TOTAL_STEPS, HSTEP_FINAL_FRACTION, HSTEP_DECAY_START, HSTEP_POWER, HSTEP_GROUP_HYPERS,
-    HSTEP_GRADIENT_SCALE = HSTEP_GROUP_HYPERS, HSTEP_CLIP_NORM, HSTEP_COMMON_HYPERS
+    HSTEP_LR,
+    HSTEP_WEIGHT_DECAY,
+    HSTEP_REFERENCE_LR,
+    HSTEP_MAXIMIZE,
+    HSTEP_CENTRALIZE,
+    HSTEP_WARMUP_STEPS,
+    HSTEP_TOTAL_STEPS,
+    HSTEP_FINAL_FRACTION,
+    HSTEP_DECAY_START,
+    HSTEP_POWER,
+    HSTEP_GROUP_HYPERS,
+    HSTEP_GRADIENT_SCALE = HSTEP_GROUP_HYPERS,
+    HSTEP_CLIP_NORM,
+    HSTEP_COMMON_HYPERS
 };
 extern const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
 
@@ -102,8 +113,14 @@ enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
 enum { HSTEP_CLIP_DELAYED, HSTEP_CLIP_TENSOR };
 enum { HSTEP_MISSING_SKIP, HSTEP_MISSING_ERROR };
 
-enum { HSTEP_CHOICE_DECAY, HSTEP_CHOICE_SCHEDULE, HSTEP_CHOICE_SCAN, HSTEP_CHOICE_CLIP, HSTEP_CHOICE_GENERATOR,
-       HSTEP_CHOICES };
+enum {
+    HSTEP_CHOICE_DECAY,
+    HSTEP_CHOICE_SCHEDULE,
+    HSTEP_CHOICE_SCAN,
+    HSTEP_CHOICE_CLIP,
+    HSTEP_CHOICE_GENERATOR,
+    HSTEP_CHOICES
+};
 
 struct hstep_recipe {
     int rule, weight, state[HALFSTEP_MAX_STATES];
@@ -116,7 +133,8 @@ int hstep_recipe_text(const struct hstep_recipe *recipe, char *text, size_t size
 
 /* What a block format becomes for a tensor that it cannot serve. */
 int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length);
-/* Whether a tensor of that shape is stepped as a matrix, and whether it has a state at all: second moments serve the rest. */
+/* Whether a tensor of that shape is stepped as a matrix, and whether it has a state at all: second moments serve the
+ * rest. */
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
 /* Whether a format can store a state of that role. */
@@ -125,7 +143,8 @@ int hstep_format_serves(int format, int role);
 uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns);
 uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
 
-/* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed by. */
+/* Elements from the start of one row to the start of the next in the space that random bits and blocks are indexed
+ * by. */
 int64_t hstep_row_stride(int64_t row_length);
 
 int hstep_choice_find(const char *choice, const char *value);

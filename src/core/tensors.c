@@ -1,5 +1,5 @@
-/* Tensors of a handle: their shapes, formats, counters and scalars, checked here so that a step has nothing left to refuse but
- * gradients. */
+/* Tensors of a handle: their shapes, formats, counters and scalars, checked here so that a step has nothing left to
+ * refuse but gradients. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,21 +23,22 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
 {
     const struct hstep_format *f = &hstep_formats[format];
     int64_t end = t->first_column + t->n_columns, block = f->block;
-    if (f->geometry == HALFSTEP_GEOMETRY_ROWS &&
-        (t->first_column % block || (end % block && end != t->row_length)))
+    if (f->geometry == HALFSTEP_GEOMETRY_ROWS && (t->first_column % block || (end % block && end != t->row_length)))
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
                           (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT &&
         (t->n_columns != t->row_length || t->first_row * t->row_length % block || t->n_rows * t->row_length % block))
-        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
-                          "tensor '%s': rows %lld + %lld of %lld do not fall on blocks of %d flattened elements ('%s' states)",
-                          name, (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block, f->name);
+        return hstep_fail(
+            o, HALFSTEP_ERROR_SHAPE,
+            "tensor '%s': rows %lld + %lld of %lld do not fall on blocks of %d flattened elements ('%s' states)", name,
+            (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block, f->name);
     return HALFSTEP_OK;
 }
 
 /* The formats of a tensor's states under the group's hyper-parameters. */
-int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name, struct hstep_tensor *t)
+int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
+                        struct hstep_tensor *t)
 {
     int flat = 0, longest = 0, error;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
@@ -59,7 +60,8 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
     }
     if (flat == 3 && t->row_length % longest)
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': states in blocks of rows and of the flattened tensor need rows of whole blocks", name);
+                          "tensor '%s': states in blocks of rows and of the flattened tensor need rows of whole blocks",
+                          name);
     return HALFSTEP_OK;
 }
 
@@ -85,8 +87,8 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         t->n_columns = d->row_length;
     }
     if (t->first_row < 0 || t->n_rows < 0 || t->first_row > d->rows || t->n_rows > d->rows - t->first_row)
-        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': rows %lld + %lld are not within its %lld rows", d->name,
-                          (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': rows %lld + %lld are not within its %lld rows",
+                          d->name, (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
     if (t->first_column < 0 || t->n_columns < 0 || t->first_column > d->row_length ||
         t->n_columns > d->row_length - t->first_column)
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': columns %lld + %lld are not within its rows of %lld",
@@ -102,7 +104,8 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
                           d->gradient ? d->gradient : "(null)");
     int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
     if (!(hstep_formats[gradient].roles & (HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0))))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name, d->gradient);
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name,
+                          d->gradient);
     t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
     t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
     size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
@@ -114,8 +117,10 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
 {
     if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor needs a name");
     if (o->settled)
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist", d->name);
-    struct hstep_tensor t = {.group = d->group, .fused = -1, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
+                          d->name);
+    struct hstep_tensor t = {
+        .group = d->group, .fused = -1, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
     int error = hstep_check_group(o, d->group);
     if (error || (error = check_shape(o, d, &t))) return error;
     t.rule = o->groups[t.group].recipe.rule;
@@ -123,20 +128,23 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     t.id = d->id ? d->id : hstep_hash_name(d->name);
     for (int i = 0; i < o->n_tensors; i++)
         if (o->tensors[i].id == t.id)
-            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensors '%s' and '%s' have one id, %016llx: they would share "
-                              "their random bits", o->labels[i].name, d->name, (unsigned long long)t.id);
+            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
+                              "tensors '%s' and '%s' have one id, %016llx: they would share "
+                              "their random bits",
+                              o->labels[i].name, d->name, (unsigned long long)t.id);
 
-    if (hstep_is_matrix(o->groups[t.group].recipe.rule, t.ndim, t.rows, t.row_length) &&
-        t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
+    if (hstep_is_matrix(o->groups[t.group].recipe.rule, t.ndim, t.rows, t.row_length) && t.n_rows && t.n_columns &&
+        (t.n_rows != t.rows || t.n_columns != t.row_length))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld",
-                          d->name, hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows,
-                          (long long)t.n_columns, (long long)t.rows, (long long)t.row_length);
+                          "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld", d->name,
+                          hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows, (long long)t.n_columns,
+                          (long long)t.rows, (long long)t.row_length);
 
     size_t length = strlen(d->name) + 1;
     struct hstep_label label = {0};
     if (hstep_grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) ||
-        hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) || !(label.name = malloc(length)))
+        hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) ||
+        !(label.name = malloc(length)))
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for tensor '%s'", d->name);
     memcpy(label.name, d->name, length);
     o->labels[o->n_tensors] = label;
@@ -165,9 +173,16 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
     int error = hstep_check_tensor(o, index);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[index];
-    halfstep_tensor ours = {.group = t->group, .name = o->labels[index].name, .id = t->id, .ndim = t->ndim,
-                            .rows = t->rows, .row_length = t->row_length, .first_row = t->first_row, .n_rows = t->n_rows,
-                            .first_column = t->first_column, .n_columns = t->n_columns,
+    halfstep_tensor ours = {.group = t->group,
+                            .name = o->labels[index].name,
+                            .id = t->id,
+                            .ndim = t->ndim,
+                            .rows = t->rows,
+                            .row_length = t->row_length,
+                            .first_row = t->first_row,
+                            .n_rows = t->n_rows,
+                            .first_column = t->first_column,
+                            .n_columns = t->n_columns,
                             .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
     return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
@@ -187,7 +202,8 @@ int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
-    halfstep_counters ours = {.id = t->id, .state_steps = t->state_steps, .full_steps = t->full_steps, .writes = t->writes};
+    halfstep_counters ours = {
+        .id = t->id, .state_steps = t->state_steps, .full_steps = t->full_steps, .writes = t->writes};
     return hstep_give_struct(c, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
@@ -208,7 +224,8 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
     char of[HSTEP_DETAIL_BYTES];
     snprintf(of, sizeof of, "tensor '%s': ", o->labels[tensor].name);
     if ((error = hstep_check_count(o, of, "state_steps", c->state_steps)) ||
-        (error = hstep_check_count(o, of, "full_steps", c->full_steps)) || (error = hstep_check_count(o, of, "writes", c->writes)))
+        (error = hstep_check_count(o, of, "full_steps", c->full_steps)) ||
+        (error = hstep_check_count(o, of, "writes", c->writes)))
         return error;
     for (int i = 0; c->id && i < o->n_tensors; i++)
         if (i != tensor && o->tensors[i].id == c->id)
@@ -241,7 +258,8 @@ int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, doub
     if (error) return error;
     struct hstep_tensor *t = &o->tensors[tensor];
     if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", o->labels[tensor].name, (int)slot);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", o->labels[tensor].name,
+                          (int)slot);
     o->labels[tensor].grid[slot] = grid;
     o->shows = 1;
     show(o, tensor);
@@ -298,16 +316,16 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if (row < 0 && !slot) return fail_scalar(o, tensor, name);
     if (slot) {
         if (!hstep_is_grid(value))
-            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]", o->labels[tensor].name, name, value,
-                              (double)HSTEP_GRID_LEAST);
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]",
+                              o->labels[tensor].name, name, value, (double)HSTEP_GRID_LEAST);
         slot->grid = (float)value;
         show(o, tensor);
         return HALFSTEP_OK;
     }
     const struct hstep_scalar *scalar = &hstep_rules[number].scalar[row];
     if (!(value >= scalar->minimum && value <= scalar->maximum))
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", o->labels[tensor].name, name, value,
-                          scalar->minimum, scalar->maximum);
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", o->labels[tensor].name,
+                          name, value, scalar->minimum, scalar->maximum);
     t->scalar[row] = value;
     return HALFSTEP_OK;
 }
@@ -338,4 +356,3 @@ int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gr
     if (fell_back) *fell_back = fallen;
     return HALFSTEP_OK;
 }
-

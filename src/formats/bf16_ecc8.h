@@ -3,8 +3,8 @@
  *
  *   u = 24-bit pattern << 8      e = signed byte of bits 8..15      weight = (u - (e << 8)) >> 16
  *
- * so the weight alone is u rounded half away. Decode: (weight << 16) + (e << 8). Error below 2^-15 relative, unbiased. A
- * finite value saturates at weight 0x7F7F, e = 127; NaN keeps its sign, with e = 0. */
+ * so the weight alone is u rounded half away. Decode: (weight << 16) + (e << 8). Error below 2^-15 relative, unbiased.
+ * A finite value saturates at weight 0x7F7F, e = 127; NaN keeps its sign, with e = 0. */
 #ifndef HSTEP_BF16_ECC8_H
 #define HSTEP_BF16_ECC8_H
 

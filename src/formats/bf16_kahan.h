@@ -53,7 +53,8 @@ V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf 
     vp_load_hi16(extra + 2 * i, &ce1, &co1);
     vf ce = v_sub(v_from_bits(ce1), de), co = v_sub(v_from_bits(co1), d_o);
     vf e = v_add(v_from_bits(we1), ce), o = v_add(v_from_bits(wo1), co);
-    /* Numbers below 2^127 saturate nowhere, nor do their sums with what rounding left: one test for all three roundings. */
+    /* Numbers below 2^127 saturate nowhere, nor do their sums with what rounding left: one test for all three
+     * roundings. */
     if (__builtin_expect(hstep_bf16_special(vi_or(v_bits(e), v_bits(ce)), vi_or(v_bits(o), v_bits(co))), 0)) {
         hstep_bf16_nearest(e, o, &we2, &wo2);
         we2 = hstep_bf16_clear(we2);

@@ -1,5 +1,5 @@
-/* fp32 to BF16 by integer arithmetic, for every format that stores BF16. A result is the fp32 pattern whose high half is
- * the code; the low half is rubbish, for vp_store_hi16() ignores it, unless hstep_bf16_clear() follows.
+/* fp32 to BF16 by integer arithmetic, for every format that stores BF16. A result is the fp32 pattern whose high half
+ * is the code; the low half is rubbish, for vp_store_hi16() ignores it, unless hstep_bf16_clear() follows.
  *
  * NaN becomes the quiet NaN of its sign, an infinity stays, a finite value never becomes one: it saturates at 0x7F7F.
  * Only magnitudes from 0x7F7F0000 up can need that, so one test per pair of vectors decides for all its lanes. */
@@ -28,8 +28,8 @@ V_OP vi hstep_bf16_exact(vi u, vi add)
                      vi_or(vi_and(u, vi_set(0xffff0000)), vi_set(0x00400000)), r);
 }
 
-/* Whether some lane may need the exact way. One OR over both vectors tells for less than a maximum would: it also rises for
- * pairs such as (2, 1), for which the exact way gives the same bits, only slower. */
+/* Whether some lane may need the exact way. One OR over both vectors tells for less than a maximum would: it also rises
+ * for pairs such as (2, 1), for which the exact way gives the same bits, only slower. */
 V_OP int hstep_bf16_special(vi ue, vi uo)
 {
     return vm_any(vi_eq(vi_andnot(vi_or(ue, uo), vi_set(0x7f000000)), vi_set(0)));
@@ -63,8 +63,8 @@ V_OP void hstep_bf16_stochastic(vf e, vf o, vi words, vi *re, vi *ro)
     *ro = vi_add(uo, add_o);
 }
 
-/* A weight and its error code as one pattern. A code below zero beside a weight of +-0 comes from no number: it is left where a
- * program has zeroed the weight (a mask, an initialization), and the sum would be a NaN. It counts as 0. */
+/* A weight and its error code as one pattern. A code below zero beside a weight of +-0 comes from no number: it is left
+ * where a program has zeroed the weight (a mask, an initialization), and the sum would be a NaN. It counts as 0. */
 V_OP vi hstep_bf16_ecc(vi weight, vi code)
 {
     vi magnitude = vi_and(weight, vi_set(0x7fffffff));

@@ -1,12 +1,12 @@
-/* The 4-bit dynamic map of torchao's optimizers, bit for bit, for exchange of states with them: two codes a byte (the even
- * element in the high nibble), one fp32 scale per 128 elements of the flattened tensor; 0.531 bytes an element.
+/* The 4-bit dynamic map of torchao's optimizers, bit for bit, for exchange of states with them: two codes a byte (the
+ * even element in the high nibble), one fp32 scale per 128 elements of the flattened tensor; 0.531 bytes an element.
  *
  *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
  *   signed: 16 entries from -0.8875 to 1, 0 among them (dyn_map.h)     non-negative: (code + 1) / 16, so no zero
  *
- * Always to nearest, as there. The map lacks -1, so a block's most negative element may shrink by 11 %. A zero second moment
- * decodes as S / 16, in a block of zeros too (6.25e-14). Memory of zeros (codes and scale) decodes to +0.
- * Worst case: signed |error of x| <= 0.1125 S; non-negative <= S / 32 from S / 16 up, S / 16 below; to within 2^-15. */
+ * Always to nearest, as there. The map lacks -1, so a block's most negative element may shrink by 11 %. A zero second
+ * moment decodes as S / 16, in a block of zeros too (6.25e-14). Memory of zeros (codes and scale) decodes to +0. Worst
+ * case: signed |error of x| <= 0.1125 S; non-negative <= S / 32 from S / 16 up, S / 16 below; to within 2^-15. */
 #ifndef HSTEP_DYN4_H
 #define HSTEP_DYN4_H
 

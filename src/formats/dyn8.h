@@ -3,12 +3,13 @@
  *
  *   S = max(max |x|, 1e-12)    n = x / S    code = nearest entry of the map, ties up    decode: x = map[code] * S
  *
- * The maps (dyn_map.h) are 0, 1 and seven decades of n, 64 signed or 128 unsigned steps from 0.1 to 1 and half as many in
- * each further down. Always to nearest, as there. One thing differs: a positive second moment gets at least code 1
- * (3.25e-7 S), where torchao decodes zero below 1.6e-7 S and such an element's updates grow a thousandfold. The signed map
- * lacks -1, so a block's most negative element may shrink by 0.7 %. Memory of zeros (codes and scale) decodes to +0.
- * Worst case: |error of x| <= 0.45 S 10^-k / 2^(6-k) for 10^-(k+1) S < |x| <= 10^-k S, k = 0 .. 6 (3.5 % of x in the middle
- * of the first decade, 41 % in the last); half of that if non-negative, and 3.25e-7 S from 1e-7 S down; to within 2^-15. */
+ * The maps (dyn_map.h) are 0, 1 and seven decades of n, 64 signed or 128 unsigned steps from 0.1 to 1 and half as many
+ * in each further down. Always to nearest, as there. One thing differs: a positive second moment gets at least code 1
+ * (3.25e-7 S), where torchao decodes zero below 1.6e-7 S and such an element's updates grow a thousandfold. The signed
+ * map lacks -1, so a block's most negative element may shrink by 0.7 %. Memory of zeros (codes and scale) decodes to
+ * +0. Worst case: |error of x| <= 0.45 S 10^-k / 2^(6-k) for 10^-(k+1) S < |x| <= 10^-k S, k = 0 .. 6 (3.5 % of x in
+ * the middle of the first decade, 41 % in the last); half of that if non-negative, and 3.25e-7 S from 1e-7 S down; to
+ * within 2^-15. */
 #ifndef HSTEP_DYN8_H
 #define HSTEP_DYN8_H
 

@@ -1,13 +1,13 @@
-/* IEEE half weight and a signed 8-bit error code e; 3 bytes an element. Together they are a float with the half's exponents
- * and 18 bits of mantissa, p its pattern without the sign, split without loss:
+/* IEEE half weight and a signed 8-bit error code e; 3 bytes an element. Together they are a float with the half's
+ * exponents and 18 bits of mantissa, p its pattern without the sign, split without loss:
  *
  *   e = signed low byte of p      W = (p - e) >> 8      weight = W with the sign      decode: p = 256 W + e
  *
- * so e counts 256ths of the distance from the weight to its neighbour on the side of e, away from zero where positive; just
- * below a power of two that is the smaller distance. p is written stochastically (f16_round.h, its unit is 2^-8 of the
- * half's): unbiased, error below 2^-18 relative from 2^-14 on, below 2^-32 further down, where from 2^-25 down the
- * probability is a multiple of 2^-16. The weight alone is the number rounded half away. A finite value saturates at 0x7BFF,
- * e = 127 (65519.9); NaN keeps its sign, with e = 0. A state that rounds to zero is stored as +0. */
+ * so e counts 256ths of the distance from the weight to its neighbour on the side of e, away from zero where positive;
+ * just below a power of two that is the smaller distance. p is written stochastically (f16_round.h, its unit is 2^-8 of
+ * the half's): unbiased, error below 2^-18 relative from 2^-14 on, below 2^-32 further down, where from 2^-25 down the
+ * probability is a multiple of 2^-16. The weight alone is the number rounded half away. A finite value saturates at
+ * 0x7BFF, e = 127 (65519.9); NaN keeps its sign, with e = 0. A state that rounds to zero is stored as +0. */
 #ifndef HSTEP_F16_ECC8_H
 #define HSTEP_F16_ECC8_H
 

@@ -1,15 +1,16 @@
 /* IEEE half weight and residual, a half too; 4 bytes an element. The number meant is weight + residual / 2048.
  *
- * The change d is taken from the residual first, c = residual / 2048 - d; then weight' = nearest(weight + c) and residual' =
- * stochastic(2048 (c + (weight - weight'))), by f16_round.h. A change of exactly zero leaves both parts as they are.
+ * The change d is taken from the residual first, c = residual / 2048 - d; then weight' = nearest(weight + c) and
+ * residual' = stochastic(2048 (c + (weight - weight'))), by f16_round.h. A change of exactly zero leaves both parts as
+ * they are.
  *
- * A residual is at most half a unit of the weight, so 2048 times that has the weight's own exponent: both keep 11 bits, and the
- * pair 22, wherever a half is normal. Unscaled it would be a multiple of 2^-24: rms error after 20,000 random steps of 1e-5 of
- * the weight, relative to weights of 1, 0.02, 1e-3, 1e-4: 1.0e-5, 1.7e-4, 2.6e-3, 9.2e-3; as BF16 8e-5 to 1e-4; scaled 1.0e-5,
- * 1.3e-5, 1.0e-5, 1.9e-5; of an fp32 weight 5e-6.
+ * A residual is at most half a unit of the weight, so 2048 times that has the weight's own exponent: both keep 11 bits,
+ * and the pair 22, wherever a half is normal. Unscaled it would be a multiple of 2^-24: rms error after 20,000 random
+ * steps of 1e-5 of the weight, relative to weights of 1, 0.02, 1e-3, 1e-4: 1.0e-5, 1.7e-4, 2.6e-3, 9.2e-3; as BF16 8e-5
+ * to 1e-4; scaled 1.0e-5, 1.3e-5, 1.0e-5, 1.9e-5; of an fp32 weight 5e-6.
  *
- * Error of the pair below 2^-22 of the weight from 2^-13 on, below 2^-35 further down. Weight and residual saturate at 65504,
- * so a pair at 65536; beside a weight that is not finite the residual is 0. A state's zeros are stored as +0. */
+ * Error of the pair below 2^-22 of the weight from 2^-13 on, below 2^-35 further down. Weight and residual saturate at
+ * 65504, so a pair at 65536; beside a weight that is not finite the residual is 0. A state's zeros are stored as +0. */
 #ifndef HSTEP_F16_KAHAN_H
 #define HSTEP_F16_KAHAN_H
 

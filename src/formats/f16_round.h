@@ -1,15 +1,15 @@
-/* fp32 to IEEE half, for every format that stores halves. A half has 11 significant bits from 2^-14 on and is a multiple of
- * 2^-24 below. As fp32 patterns: 2^-14 is 0x38800000, the largest half 65504 is 0x477FE000, and a half in between has its low
- * 13 bits clear.
+/* fp32 to IEEE half, for every format that stores halves. A half has 11 significant bits from 2^-14 on and is a
+ * multiple of 2^-24 below. As fp32 patterns: 2^-14 is 0x38800000, the largest half 65504 is 0x477FE000, and a half in
+ * between has its low 13 bits clear.
  *
- * Stochastic rounding, here and in f16_ecc8.h: with u the unit of the result at x (the distance of its neighbours in the
- * target format) and T = |x| / u * 2^16 as an integer (to nearest even), the result is u * floor((T + r) / 2^16), r the
- * element's 16 random bits. Away from zero with probability exactly (dropped part) while at most 16 bits are dropped: for
- * halves from 2^-17 up. Further down the probability is rounded to a multiple of 2^-16, so the mean is off by at most
- * 2^-17 u = 2^-41, and what is at most 2^-41 becomes zero. A representable value never changes.
+ * Stochastic rounding, here and in f16_ecc8.h: with u the unit of the result at x (the distance of its neighbours in
+ * the target format) and T = |x| / u * 2^16 as an integer (to nearest even), the result is u * floor((T + r) / 2^16), r
+ * the element's 16 random bits. Away from zero with probability exactly (dropped part) while at most 16 bits are
+ * dropped: for halves from 2^-17 up. Further down the probability is rounded to a multiple of 2^-16, so the mean is off
+ * by at most 2^-17 u = 2^-41, and what is at most 2^-41 becomes zero. A representable value never changes.
  *
- * NaN stays a NaN of its sign, an infinity stays, a finite value saturates. Lanes outside 2^-14 .. 65504 take the exact way:
- * one test per pair of vectors decides. */
+ * NaN stays a NaN of its sign, an infinity stays, a finite value saturates. Lanes outside 2^-14 .. 65504 take the exact
+ * way: one test per pair of vectors decides. */
 #ifndef HSTEP_F16_ROUND_H
 #define HSTEP_F16_ROUND_H
 
@@ -53,8 +53,8 @@ V_OP void hstep_f16_saturate(vf *e, vf *o)
 /* For states: -0 becomes +0. */
 V_OP vf hstep_f16_positive_zero(vf x) { return v_select(v_eq(x, v_set(0.0f)), v_set(0.0f), x); }
 
-/* To nearest, ties to even, as fp32 numbers; for saturated x. Adding 2^(e + 13), e the exponent of x or -14 if that is more,
- * leaves the bits above the half's last place; infinities and NaN pass through it. */
+/* To nearest, ties to even, as fp32 numbers; for saturated x. Adding 2^(e + 13), e the exponent of x or -14 if that is
+ * more, leaves the bits above the half's last place; infinities and NaN pass through it. */
 V_OP vf hstep_f16_nearest(vf x)
 {
     vi magnitude = hstep_f16_magnitude(v_bits(x));
@@ -88,9 +88,9 @@ V_OP void hstep_f16_stochastic(vf e, vf o, vi words, vf *re, vf *ro)
     *ro = v_from_bits(vi_and(vi_add(uo, vi_shr(words, 19)), keep));
 }
 
-/* Halves with an error code. A half's magnitude code W = 0 .. 0x7BFF continues below its last place: p = W 2^n + e (n bits
- * of error code) is the pattern of a float with the half's exponents and 10 + n bits of mantissa. `normal` is what p
- * becomes as an fp32 pattern from 2^-14 on, `unit` the value of p = 1, which holds below. */
+/* Halves with an error code. A half's magnitude code W = 0 .. 0x7BFF continues below its last place: p = W 2^n + e (n
+ * bits of error code) is the pattern of a float with the half's exponents and 10 + n bits of mantissa. `normal` is what
+ * p becomes as an fp32 pattern from 2^-14 on, `unit` the value of p = 1, which holds below. */
 V_OP vf hstep_f16_extended(vi code, vi p, vi normal, float unit)
 {
     vi tiny = v_bits(v_mul(v_from_int(p), v_set(unit)));

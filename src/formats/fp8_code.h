@@ -1,6 +1,7 @@
-/* fp32 to and from 8-bit floats of 4 or 5 exponent bits, by patterns, for every format that stores them. A code's magnitude
- * is exponent << mantissa | mantissa bits; its value below the smallest normal number is magnitude * smallest / 2^mantissa.
- * Codes of infinities and NaNs are never written, and would decode as the finite numbers their fields say.
+/* fp32 to and from 8-bit floats of 4 or 5 exponent bits, by patterns, for every format that stores them. A code's
+ * magnitude is exponent << mantissa | mantissa bits; its value below the smallest normal number is magnitude * smallest
+ * / 2^mantissa. Codes of infinities and NaNs are never written, and would decode as the finite numbers their fields
+ * say.
  *
  * Both subnormal ways avoid arithmetic with fp32 subnormals, and need no select: the right one of two candidates is the
  * larger pattern when encoding, the smaller value when decoding. */
@@ -11,9 +12,9 @@ struct hstep_fp8 { int mantissa, bias; float smallest, largest; }; /* smallest n
 #define HSTEP_E4M3 ((const struct hstep_fp8){3, 7, 0x1p-6f, 448.0f})
 #define HSTEP_E5M2 ((const struct hstep_fp8){2, 15, 0x1p-14f, 57344.0f})
 
-/* Magnitudes of 0 <= t <= largest. r: 16 random bits, or 2^15 for nearest (ties away from zero). The sum t + smallest has a
- * fixed exponent, so its mantissa counts in equal steps; the octave that it adds is taken off again. What is within seven units
- * of the last place of fp32 beside a code is that code, with any r. */
+/* Magnitudes of 0 <= t <= largest. r: 16 random bits, or 2^15 for nearest (ties away from zero). The sum t + smallest
+ * has a fixed exponent, so its mantissa counts in equal steps; the octave that it adds is taken off again. What is
+ * within seven units of the last place of fp32 beside a code is that code, with any r. */
 V_OP vi hstep_fp8_code(vf t, vi random, const struct hstep_fp8 f)
 {
     const int shift = 23 - f.mantissa;
@@ -22,8 +23,8 @@ V_OP vi hstep_fp8_code(vf t, vi random, const struct hstep_fp8 f)
     return vi_sub(vi_shr(rounded, shift), vi_set((uint32_t)(127 - f.bias) << f.mantissa));
 }
 
-/* To nearest, ties to even, saturating: what conversion instructions give. Adding a number whose unit in the last place is a
- * subnormal step rounds by itself. */
+/* To nearest, ties to even, saturating: what conversion instructions give. Adding a number whose unit in the last place
+ * is a subnormal step rounds by itself. */
 V_OP vi hstep_fp8_nearest_even(vf t, const struct hstep_fp8 f)
 {
     const int shift = 23 - f.mantissa;
@@ -50,16 +51,16 @@ V_OP vf hstep_fp8_signed_value(vi code, vf scale, const struct hstep_fp8 f)
 
 /* ---- Blocks scaled by their maximum: fp8 and fp8-e5m2 ----
  *
- * Of signed states s = max / largest, one unit in the last place up, so that |x| * fl(1 / s) rounds to `largest` at most; never
- * subnormal. */
+ * Of signed states s = max / largest, one unit in the last place up, so that |x| * fl(1 / s) rounds to `largest` at
+ * most; never subnormal. */
 V_OP vi hstep_fp8_scale(vf maximum, const struct hstep_fp8 f)
 {
     vi up = vi_add(v_bits(v_div(maximum, v_set(f.largest))), vi_set(1));
     return vi_select(v_lt(maximum, v_set(0x1p-126f)), vi_set(0), vi_max(up, vi_set(0x00800000)));
 }
 
-/* Of second moments, a power of two: their grid of floats stays where it is, whatever the largest does (int8.h). The largest
- * number has 1.75 for its mantissa, and up to seven units more count as that. */
+/* Of second moments, a power of two: their grid of floats stays where it is, whatever the largest does (int8.h). The
+ * largest number has 1.75 for its mantissa, and up to seven units more count as that. */
 V_OP vi hstep_fp8_octave(vf maximum, const struct hstep_fp8 f)
 {
     vi top = vi_and(vi_add(v_bits(maximum), vi_set(0x1ffff8)), vi_set(0xff800000));

@@ -1,29 +1,31 @@
-/* 4-bit codes, two a byte (the even element in the low nibble), one BF16 scale per 32 elements of a row; 0.5625 bytes an
- * element. Two codes, by role:
+/* 4-bit codes, two a byte (the even element in the low nibble), one BF16 scale per 32 elements of a row; 0.5625 bytes
+ * an element. Two codes, by role:
  *
  *   signed x: -7 .. 7 in two's complement, nearly linear in the softsign of x / s
  *     s = BF16 up of max |x|          a = |x| * (1 / s), y = a (a (3.7 a - 10.05) + 13.4), at most 7
  *     code = floor((round(65536 y) + r) / 65536), with the sign of x      decode: x = code / (14 - |code|) * s
  *   non-negative x: a window of 16 floats on a fixed grid of sqrt(x), 0 .. 15
- *     codes 6 .. 15 are the floats of 2 mantissa bits from the edge s up, two and a half octaves; codes 0 .. 5 those of one
- *     mantissa bit below it, three octaves. With d = (pattern of sqrt x) - (pattern of s):
+ *     codes 6 .. 15 are the floats of 2 mantissa bits from the edge s up, two and a half octaves; codes 0 .. 5 those of
+ *     one mantissa bit below it, three octaves. With d = (pattern of sqrt x) - (pattern of s):
  *     code = max(0, 6 + floor(((d < 0 ? floor(d / 2) : d) + 32 r + 16) / 2^21))
  *     decode: y = float of pattern s + 2^21 k, or s + 2^22 k for k = code - 6 < 0; x = y y
- *     s: pattern of sqrt(max x) - 15, up to a multiple of 2^22 if it is more than half of one above it, else down, - 4 * 2^22
+ *     s: pattern of sqrt(max x) - 15, up to a multiple of 2^22 if it is more than half of one above it, else down,
+ *     - 4 * 2^22
  *
- * "BF16 up" rounds up, so a block that is read and written keeps its scale. r is this element's 16 random bits, or 2^15 for
- * nearest. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no second moment decodes below the
- * square of the smallest code, 1/27 to 1/40 of the block's largest root: too large, which only shortens a step. Here x is what
- * is stored of a second moment: it is divided by the state's grid, which decays with it (grid.h, int8.h).
+ * "BF16 up" rounds up, so a block that is read and written keeps its scale. r is this element's 16 random bits, or 2^15
+ * for nearest. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no second moment decodes
+ * below the square of the smallest code, 1/27 to 1/40 of the block's largest root: too large, which only shortens a
+ * step. Here x is what is stored of a second moment: it is divided by the state's grid, which decays with it (grid.h,
+ * int8.h).
  *
- * Why these (lab/int4_trials.c, docs/results.md): against exact Adam's, updates were 0.32 off in rms with real gradients,
- * 0.36 with linear codes of the root and 0.51 with dynamic maps. Second moments on a grid of floats stay representable when the
- * scale moves, so that only what a step adds is rounded (int8.h); their window must not reach far below what 4 bits of m
- * resolve. First moments have a scale that follows their maximum, and are rounded stochastically too: to nearest, most of a
- * gradient's tenth part is lost at first (+0.016 nat after 100 steps, now 0.00). The cubic changes codes within 0.0022 s of the
- * middle between two values and spares a division.
- * Worst case: signed |error of x| <= 0.1272 s to nearest, s/25 near zero, < s/4 stochastic; non-negative below 1/4 of y above
- * the edge, 1/2 below it, half that to nearest, from the smallest code up. */
+ * Why these (lab/int4_trials.c, docs/results.md): against exact Adam's, updates were 0.32 off in rms with real
+ * gradients, 0.36 with linear codes of the root and 0.51 with dynamic maps. Second moments on a grid of floats stay
+ * representable when the scale moves, so that only what a step adds is rounded (int8.h); their window must not reach
+ * far below what 4 bits of m resolve. First moments have a scale that follows their maximum, and are rounded
+ * stochastically too: to nearest, most of a gradient's tenth part is lost at first (+0.016 nat after 100 steps, now
+ * 0.00). The cubic changes codes within 0.0022 s of the middle between two values and spares a division. Worst case:
+ * signed |error of x| <= 0.1272 s to nearest, s/25 near zero, < s/4 stochastic; non-negative below 1/4 of y above the
+ * edge, 1/2 below it, half that to nearest, from the smallest code up. */
 #ifndef HSTEP_INT4_H
 #define HSTEP_INT4_H
 
@@ -33,7 +35,8 @@ V_TABLE float int4_signed[16] = {
     -7 / 7.0f,   -7 / 7.0f,  -6 / 8.0f,  -5 / 9.0f, -4 / 10.0f, -3 / 11.0f, -2 / 12.0f, -1 / 13.0f,
 };
 
-/* The window ends at 2^-73, a quarter of whose square is still above zero; the largest BF16 number is as far up as a scale goes. */
+/* The window ends at 2^-73, a quarter of whose square is still above zero; the largest BF16 number is as far up as a
+ * scale goes. */
 V_OP vi int4_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
@@ -63,7 +66,8 @@ V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
     vi sign = vi_and(v_bits(stashed), vi_set(0x80000000));
     vf a = v_mul(v_abs(stashed), inverse);
     /* All of it times 2^16, which changes no bit. */
-    vf y = v_mul(a, v_add(v_mul(a, v_sub(v_mul(a, v_set(0x1p16f * 3.7f)), v_set(0x1p16f * 10.05f))), v_set(0x1p16f * 13.4f)));
+    vf y = v_mul(a, v_add(v_mul(a, v_sub(v_mul(a, v_set(0x1p16f * 3.7f)), v_set(0x1p16f * 10.05f))),
+                          v_set(0x1p16f * 13.4f)));
     vf scaled = v_min(y, v_set(0x1p16f * 7.0f));
     return vi_sra(vi_add(v_round(v_from_bits(vi_or(v_bits(scaled), sign))), random), 16);
 }

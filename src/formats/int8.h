@@ -4,33 +4,34 @@
  *     s = BF16 up of sqrt(max |x|) / 127      a = max(0, |x| (65536 / s) (65536 / s) - r (65536 - r))
  *     code = floor((round(sqrt a) + r) / 65536), with the sign of x      decode: y = code * s, x = y |y|
  *   non-negative x: a window of 256 floats on a fixed grid of sqrt(x), 0 .. 255
- *     codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves; codes 0 .. 127 those of 4 mantissa
- *     bits below it, eight octaves. With d = (pattern of sqrt x) - (pattern of s):
+ *     codes 128 .. 255 are the floats of 5 mantissa bits from the edge s up, four octaves; codes 0 .. 127 those of 4
+ *     mantissa bits below it, eight octaves. With d = (pattern of sqrt x) - (pattern of s):
  *     code = max(0, 128 + floor(((d < 0 ? floor(d / 2) : d) + 16 floor(r / 4) + 8) / 2^18))
  *     decode: y = float of pattern s + 2^18 k, or s + 2^19 k for k = code - 128 < 0; x = y y
  *     s: pattern of sqrt(max x) - 7 - 127 * 2^18, up to a multiple of 2^19
  *
- * "BF16 up" enlarges by 2^-21 and rounds up, which keeps every code in range without a clamp. r is this element's 16 random
- * bits (so x is unbiased if signed, y if not), or 2^15 for nearest; codes are chosen against the stored scale, so its rounding
- * costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no second moment decodes below the
- * square of the smallest code, a zero one included: 2^-11 to 2^-12 of the block's largest root, which only shortens a step.
- * Here x is what is stored of a second moment: it is divided by the state's grid, which decays with it (grid.h). Up to seven
- * units in the last place beside a code are that code, with any r, and the largest code's value asks for the same s again: so
- * a pure decay, rounded in fp32 at each step, changes nothing.
+ * "BF16 up" enlarges by 2^-21 and rounds up, which keeps every code in range without a clamp. r is this element's 16
+ * random bits (so x is unbiased if signed, y if not), or 2^15 for nearest; codes are chosen against the stored scale,
+ * so its rounding costs no accuracy. A block whose maximum is below 2^-126 is all zero, with scale 0. Otherwise no
+ * second moment decodes below the square of the smallest code, a zero one included: 2^-11 to 2^-12 of the block's
+ * largest root, which only shortens a step. Here x is what is stored of a second moment: it is divided by the state's
+ * grid, which decays with it (grid.h). Up to seven units in the last place beside a code are that code, with any r, and
+ * the largest code's value asks for the same s again: so a pure decay, rounded in fp32 at each step, changes nothing.
  *
- * Why two: a second moment is written stochastically and wanders by a quarter of (step / value) in squared relative terms,
- * so its codes are floats. What makes it wander most, though, is a scale that follows the maximum: with every change of the
- * scale all 32 elements are rounded again. On a grid of floats a stored value stays representable whatever the scale says, and
- * only what the step adds is rounded; the scale tells where the window begins (docs/results.md, lab/int4_trials.c). First
- * moments are not divided by, so the largest matter most there. They are unbiased themselves: were their roots so, a tenth of a
- * gradient at a time, elements of a ten-thousandth of their block's largest would come out twice as large.
- * Worst case: signed |error of y| < 0.71 s to nearest (of x between k^2 and (k + 1)^2), < s stochastic,
- * s <= sqrt(max |x|) / 127 * (1 + 2^-7); non-negative below 2^-5 of y above the edge, 2^-4 below it. */
+ * Why two: a second moment is written stochastically and wanders by a quarter of (step / value) in squared relative
+ * terms, so its codes are floats. What makes it wander most, though, is a scale that follows the maximum: with every
+ * change of the scale all 32 elements are rounded again. On a grid of floats a stored value stays representable
+ * whatever the scale says, and only what the step adds is rounded; the scale tells where the window begins
+ * (docs/results.md, lab/int4_trials.c). First moments are not divided by, so the largest matter most there. They are
+ * unbiased themselves: were their roots so, a tenth of a gradient at a time, elements of a ten-thousandth of their
+ * block's largest would come out twice as large. Worst case: signed |error of y| < 0.71 s to nearest (of x between k^2
+ * and (k + 1)^2), < s stochastic, s <= sqrt(max |x|) / 127 * (1 + 2^-7); non-negative below 2^-5 of y above the edge,
+ * 2^-4 below it. */
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
 
-/* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16 number.
- * The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
+/* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16
+ * number. The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
 {
     if (nonneg) {
@@ -49,7 +50,8 @@ V_OP vf int8_inverse(vi scale, const int nonneg)
     return v_div0(v_set(65536.0f), v_from_bits(scale));
 }
 
-/* What is kept of a new value until its block's scale is known: of a second moment its root, which the rule has just computed. */
+/* What is kept of a new value until its block's scale is known: of a second moment its root, which the rule has just
+ * computed. */
 V_OP vf int8_stash(vf x, const int nonneg)
 {
     return nonneg ? v_sqrt(x) : x;
@@ -63,7 +65,8 @@ V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
         vi q = vi_add(vi_and(vi_shl(random, 2), vi_set(0x3fff0)), vi_set((128u << 18) + 8));
         return vi_max(vi_sra(vi_add(fine, q), 18), vi_set(0));
     }
-    /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to (k + 1)^2. */
+    /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to
+     * (k + 1)^2. */
     vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
     /* One product after the other: the square of the inverse may leave fp32. */
     vf square = v_mul(v_mul(v_abs(stashed), inverse), inverse), root = v_sqrt(v_max(v_sub(square, apart), v_set(0.0f)));

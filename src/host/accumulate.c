@@ -20,8 +20,7 @@ static void accumulate_tile(const struct hstep_accumulation *a, int64_t element,
     kernels->accumulate(x, y, a->scale, padded);
     if (hstep_formats[a->format].stochastic)
         hstep_fill_words(kernels, a->generator, &a->stream, index - (uint64_t)lead, words, padded);
-    else
-        memset(words, 0, sizeof words);
+    else memset(words, 0, sizeof words);
     kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0, 1.0f);
     memcpy(a->accumulator + element * size, sum + lead * size, (size_t)(n * size));
 }

@@ -15,7 +15,8 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
         const struct hstep_fused_row *row = &c->kernels->fused[i];
         if (!strcmp(row->rule, rule->kernel) && row->weight == t->slot[HALFSTEP_SLOT_WEIGHT].format &&
             row->gradient == t->slot[HALFSTEP_SLOT_GRADIENT].format &&
-            row->state[0] == t->slot[HALFSTEP_SLOT_STATE].format && row->state[1] == t->slot[HALFSTEP_SLOT_STATE + 1].format)
+            row->state[0] == t->slot[HALFSTEP_SLOT_STATE].format &&
+            row->state[1] == t->slot[HALFSTEP_SLOT_STATE + 1].format)
             return i;
     }
     return -1;

@@ -40,10 +40,10 @@ V_OP struct fused_slot fused_start(const struct hstep_fused *a, int slot, struct
 /* Words of an element format. Block codes take the mixer's as they are, and do not pay for factor and offset. */
 V_OP vi fused_words(struct fused_slot *s) { return lattice_of(mixer_next(&s->x, s->k1), s->factor, s->offset); }
 
-/* Format and role are constants at every call, and calls are written out instead of looped over: a loop that the compiler
- * leaves rolled would turn the switches on formats into real ones. Element i is the r-th of its tile. */
-V_OP void fused_load(const struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r,
-                     vf *e, vf *o)
+/* Format and role are constants at every call, and calls are written out instead of looped over: a loop that the
+ * compiler leaves rolled would turn the switches on formats into real ones. Element i is the r-th of its tile. */
+V_OP void fused_load(const struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i,
+                     int64_t r, vf *e, vf *o)
 {
     if (format == HSTEP_FORMAT_NONE) {
         *e = *o = v_set(0.0f);
@@ -58,8 +58,8 @@ V_OP void fused_load(const struct fused_slot *s, const int format, const int non
     }
 }
 
-V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r, vf e,
-                      vf o)
+V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r,
+                      vf e, vf o)
 {
     if (format == HSTEP_FORMAT_NONE) return;
     if (plain) {
@@ -133,7 +133,8 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
     const int early = is_block(s0) || is_block(s1);
     struct fused_room room0, room1;
     struct fused_slot w = fused_start(a, HALFSTEP_SLOT_WEIGHT, NULL), g = fused_start(a, HALFSTEP_SLOT_GRADIENT, NULL);
-    struct fused_slot p = fused_start(a, HALFSTEP_SLOT_STATE, &room0), q = fused_start(a, HALFSTEP_SLOT_STATE + 1, &room1);
+    struct fused_slot p = fused_start(a, HALFSTEP_SLOT_STATE, &room0),
+                      q = fused_start(a, HALFSTEP_SLOT_STATE + 1, &room1);
     const int64_t total = a->n;
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
@@ -176,11 +177,11 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
 /* In a fused row the first state is signed and the second, if there is one, a second moment. */
 #if VL > 1
 #define HSTEP_FORMAT_none HSTEP_FORMAT_NONE
-#define FUSED(fn, weight, gradient, s0, s1)                                                                       \
-    static void fused_##fn##_##weight##_##gradient##_##s0##_##s1(const struct hstep_fused *a)                     \
-    {                                                                                                             \
-        fused_step(a, fn##_rule, HSTEP_FORMAT_##weight, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##s0,               \
-                   HSTEP_FORMAT_##s1);                                                                            \
+#define FUSED(fn, weight, gradient, s0, s1)                                                         \
+    static void fused_##fn##_##weight##_##gradient##_##s0##_##s1(const struct hstep_fused *a)       \
+    {                                                                                               \
+        fused_step(a, fn##_rule, HSTEP_FORMAT_##weight, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##s0, \
+                   HSTEP_FORMAT_##s1);                                                              \
     }
 #include "fused.def"
 #undef FUSED
@@ -188,8 +189,11 @@ V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf,
 
 static const struct hstep_fused_row fused_rows[] = {
 #if VL > 1
-#define FUSED(fn, weight, gradient, s0, s1)                                                        \
-    {#fn, HSTEP_FORMAT_##weight, HSTEP_FORMAT_##gradient, {HSTEP_FORMAT_##s0, HSTEP_FORMAT_##s1}, \
+#define FUSED(fn, weight, gradient, s0, s1)  \
+    {#fn,                                    \
+     HSTEP_FORMAT_##weight,                  \
+     HSTEP_FORMAT_##gradient,                \
+     {HSTEP_FORMAT_##s0, HSTEP_FORMAT_##s1}, \
      fused_##fn##_##weight##_##gradient##_##s0##_##s1},
 #include "fused.def"
 #undef FUSED

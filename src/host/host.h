@@ -8,20 +8,20 @@
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
 
 /* Entries of the table, by file. */
-int hstep_host_scan(const struct hstep_call *call);                                              /* statistics.c */
-int hstep_host_sum(const struct hstep_call *call, int first, int n);                             /* norms.c */
-int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass);    /* update.c */
-size_t hstep_host_workspace(const struct hstep_tensor *t);                                       /* matrix.c */
+int hstep_host_scan(const struct hstep_call *call);                                           /* statistics.c */
+int hstep_host_sum(const struct hstep_call *call, int first, int n);                          /* norms.c */
+int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass); /* update.c */
+size_t hstep_host_workspace(const struct hstep_tensor *t);                                    /* matrix.c */
 int hstep_host_transform(const struct hstep_call *call, int tensor);
-int hstep_host_accumulate(const struct hstep_accumulation *a);                                   /* accumulate.c */
-int hstep_host_read(const struct hstep_access *a, float *out);                                   /* slots.c */
+int hstep_host_accumulate(const struct hstep_accumulation *a); /* accumulate.c */
+int hstep_host_read(const struct hstep_access *a, float *out); /* slots.c */
 int hstep_host_write(const struct hstep_access *a, const float *in);
 int hstep_host_saturated(const struct hstep_access *a, uint64_t *count);
-int hstep_host_allocate(const struct hstep_context *c, uint64_t bytes, void **memory);           /* memory.c */
+int hstep_host_allocate(const struct hstep_context *c, uint64_t bytes, void **memory); /* memory.c */
 void hstep_host_release(void *memory);
 int hstep_host_zero(const struct hstep_context *c, void *memory, uint64_t bytes);
 int hstep_host_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);
 
-extern const struct hstep_device hstep_host_device;                                              /* device.c */
+extern const struct hstep_device hstep_host_device; /* device.c */
 
 #endif

@@ -3,8 +3,8 @@
  * (the rows of fused.def), from the same functions. */
 #include "host/kernels.h"
 
-/* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of long
- * loops overlap. */
+/* Scheduling before registers are given out, which gcc leaves off for x86, gains up to 7 % where roots and quotients of
+ * long loops overlap. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("schedule-insns", "sched-pressure")
 #endif
@@ -17,18 +17,22 @@
 #define CONCATENATE_(a, b) a##b
 #define CONCATENATE(a, b) CONCATENATE_(a, b)
 
+/* Tables within a table. */
+/* clang-format off */
 const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .name = HSTEP_VEC_NAME,
     .lanes = VL,
     .format = {
 #define ELEMENT_FORMAT(id, name, fn, ...)                                                                          \
-    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_0}, .encode = {encode_##fn##_0, encode_##fn##_0}, \
+    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_0},                                           \
+                           .encode = {encode_##fn##_0, encode_##fn##_0},                                           \
                            .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn},
 #define SCALE_ROWS(fn)
 #define SCALE_FLAT(fn)
 #define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...)                         \
-    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1}, \
+    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1},                                           \
+                           .encode = {encode_##fn##_0, encode_##fn##_1},                                           \
                            SCALE_##geometry(fn)},
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT

@@ -1,8 +1,8 @@
 /* The table of kernels that kernels.c emits once per instruction set, and what its functions share with their callers.
  *
- * A tile is up to 256 elements, a whole number of groups of 32. Tile functions work on fp32 scratch whose order is private
- * to the instruction set (vec/README.md); only whole slots, statistics and single values leave it. `nonneg` says that a
- * state is never negative, `words` holds one random word per pair of elements. */
+ * A tile is up to 256 elements, a whole number of groups of 32. Tile functions work on fp32 scratch whose order is
+ * private to the instruction set (vec/README.md); only whole slots, statistics and single values leave it. `nonneg`
+ * says that a state is never negative, `words` holds one random word per pair of elements. */
 #ifndef HSTEP_KERNELS_H
 #define HSTEP_KERNELS_H
 
@@ -18,14 +18,15 @@
 
 #define HSTEP_ALIGNED __attribute__((aligned(64)))
 
-/* What a fused kernel needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of 32. */
+/* What a fused kernel needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of
+ * 32. */
 struct hstep_fused {
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     uint64_t index;
     int64_t n;
-    const float *k;             /* the rule's constants */
+    const float *k; /* the rule's constants */
     float gradient_scale;
-    float grid, onto_grid;      /* of the second state: of what is stored, and what is coded is multiplied by (grid.h) */
+    float grid, onto_grid; /* of the second state: of what is stored, and what is coded is multiplied by (grid.h) */
     const struct hstep_key *key; /* segment keys of the mixer, one per slot */
 };
 
@@ -46,8 +47,8 @@ struct hstep_format_kernels {
     /* 16 partial sums in double of the squares, of the values: n <= 256. Combined by hstep_tree_sum(). */
     void (*squares)(const char *code, int64_t n, double *sums, uint32_t *maximum);
     void (*sums)(const char *code, int64_t n, double *sums);
-    /* Of formats with one scale for a tensor, NULL for others: the values whose squares make the scale (by nonneg), which
-     * encode then finds in extra. */
+    /* Of formats with one scale for a tensor, NULL for others: the values whose squares make the scale (by nonneg),
+     * which encode then finds in extra. */
     void (*norm[2])(const float *x, float *out, int64_t n);
 };
 
@@ -76,8 +77,8 @@ struct hstep_kernels {
     /* Scratch to elements in order, and back, for reading and writing slots. */
     void (*to_plain)(const float *x, float *plain, int64_t n);
     void (*from_plain)(const float *plain, float *x, int64_t n);
-    /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the lattice; by
-     * generator row. */
+    /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the
+     * lattice; by generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
     const struct hstep_fused_row *fused;
     int fused_rows;

@@ -1,20 +1,19 @@
-/* The Newton-Schulz iteration of muon (Jordan et al. 2024): products of matrices as batches of independent tasks over the
- * kernels' one tile function.
+/* The Newton-Schulz iteration of muon (Jordan et al. 2024): products of matrices as batches of independent tasks over
+ * the kernels' one tile function.
  *
- * The right matrix of a product is copied into panels of 32 columns first, by a batch of its own, so that the result may
- * replace it. A task then takes a block of rows and of columns; it goes through the inner dimension in stretches short
- * enough for the caches, keeps unfinished sums in the result, and copies the rows of the left matrix into strips of 12 as it
- * comes to them. Edges are padded with zeros and not stored. Nothing of this shows in the bits: every element is one chain
- * of products and sums in the order of the inner index.
+ * The right matrix of a product is copied into panels of 32 columns first, by a batch of its own, so that the result
+ * may replace it. A task then takes a block of rows and of columns; it goes through the inner dimension in stretches
+ * short enough for the caches, keeps unfinished sums in the result, and copies the rows of the left matrix into strips
+ * of 12 as it comes to them. Edges are padded with zeros and not stored. Nothing of this shows in the bits: every
+ * element is one chain of products and sums in the order of the inner index.
  *
- * The Gram matrix and its square are symmetric to the bit, for products commute and the order is that of the inner index on
- * both sides of the diagonal: only the upper triangle is computed. A matrix with more rows than columns is worked on as its
- * transpose by exchanging the strides.
+ * The Gram matrix and its square are symmetric to the bit, for products commute and the order is that of the inner
+ * index on both sides of the diagonal: only the upper triangle is computed. A matrix with more rows than columns is
+ * worked on as its transpose by exchanging the strides.
  *
- * Error: every step multiplies small singular values by the coefficient a, and with them what fp32 has rounded off of them,
- * so an element of the result is within a^steps * 2^-24 of the exact one (2.9e-5 by default; measured, up to 512 columns: a
- * fifth of that, and 2e-6 of the result's norm for random matrices).
- */
+ * Error: every step multiplies small singular values by the coefficient a, and with them what fp32 has rounded off of
+ * them, so an element of the result is within a^steps * 2^-24 of the exact one (2.9e-5 by default; measured, up to 512
+ * columns: a fifth of that, and 2e-6 of the result's norm for random matrices). */
 #include "host/transform.h"
 
 #include <math.h>
@@ -80,7 +79,8 @@ static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_
 /* ---- Products ---- */
 
 /* to[k * width + i] = from[i * outer + k * inner], and 0 for i from count on. */
-static void pack(float *to, int64_t width, const float *from, int64_t outer, int64_t inner, int64_t count, int64_t length)
+static void pack(float *to, int64_t width, const float *from, int64_t outer, int64_t inner, int64_t count,
+                 int64_t length)
 {
     if (inner != 1) {
         for (int64_t k = 0; k < length; k++, to += width) {
@@ -120,7 +120,8 @@ static void store_tile(const struct batch *b, int64_t i, int64_t j, const float 
     if (b->c.column == 1)
         for (int64_t r = 0; r < rows; r++) {
             int64_t s = b->symmetric && i + r > j ? i + r - j : 0;
-            if (s < columns) memcpy(c + r * b->c.row + s, tile + r * HSTEP_PANEL + s, (size_t)(columns - s) * sizeof *c);
+            if (s < columns)
+                memcpy(c + r * b->c.row + s, tile + r * HSTEP_PANEL + s, (size_t)(columns - s) * sizeof *c);
         }
     else
         for (int64_t s = 0; s < columns; s++)
@@ -154,8 +155,8 @@ static void multiply_block(const struct batch *b, int64_t unit)
         int64_t length = least(INNER_BLOCK, b->inner - k);
         int last = k + length == b->inner;
         for (int64_t i = top; i < bottom; i += HSTEP_STRIP)
-            pack(strips + (i - top) * length, HSTEP_STRIP, b->a.x + i * b->a.row + k * b->a.column, b->a.row, b->a.column,
-                 least(HSTEP_STRIP, bottom - i), length);
+            pack(strips + (i - top) * length, HSTEP_STRIP, b->a.x + i * b->a.row + k * b->a.column, b->a.row,
+                 b->a.column, least(HSTEP_STRIP, bottom - i), length);
         for (int64_t j = left; j < right; j += HSTEP_PANEL) {
             const float *panel = b->panels + j * b->inner + k * HSTEP_PANEL;
             for (int64_t i = top; i < bottom; i += HSTEP_STRIP) {
@@ -221,10 +222,14 @@ size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
     return 2 * square_floats(m) + (gram > next ? gram : next);
 }
 
-/*   X = u / max(|u|, eps), transposed if rows > cols;  X = (a I + b G + c G G) X with G = X X^T;  u = X, transposed back
+/*   X = u / max(|u|, eps), transposed if rows > cols
+ *   X = (a I + b G + c G G) X with G = X X^T
+ *   u = X, transposed back
  *
- * |u| is the root of the sum of squares. Products and sums in fp32 in the order of the inner index, the norm from an exact sum. */
-void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, float *workspace)
+ * |u| is the root of the sum of squares. Products and sums in fp32 in the order of the inner index, the norm from an
+ * exact sum. */
+void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
+                         float *workspace)
 {
     const float *coefficients = &k[newton_schulz_a], eps = k[newton_schulz_eps];
     int steps = (int)k[newton_schulz_steps];
@@ -258,7 +263,8 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
 /* ---- The rows of transforms.def ---- */
 
 static const struct {
-    void (*apply)(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, float *workspace);
+    void (*apply)(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
+                  float *workspace);
     size_t (*workspace)(int64_t rows, int64_t cols);
 } transforms[HSTEP_TRANSFORMS] = {
 #define TRANSFORM(name, ...) [HSTEP_TRANSFORM_##name] = {hstep_##name, hstep_##name##_workspace},
@@ -269,7 +275,8 @@ static const struct {
 /* The matrix, and what its transformation works in. */
 size_t hstep_host_workspace(const struct hstep_tensor *t)
 {
-    return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) + (size_t)(t->rows * t->row_length);
+    return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) +
+           (size_t)(t->rows * t->row_length);
 }
 
 int hstep_host_transform(const struct hstep_call *call, int tensor)

@@ -1,6 +1,7 @@
-/* Sums over whole tensors that come before their update: a first pass with the rule of the update that stores nothing. The
- * sums have one value whatever the cut, as gradient norms have (statistics.c): chunks of at most 256 columns, starting at
- * multiples of 256, are summed in double and added exactly; rows shorter than 32 are added element by element. */
+/* Sums over whole tensors that come before their update: a first pass with the rule of the update that stores nothing.
+ * The sums have one value whatever the cut, as gradient norms have (statistics.c): chunks of at most 256 columns,
+ * starting at multiples of 256, are summed in double and added exactly; rows shorter than 32 are added element by
+ * element. */
 #include <math.h>
 #include <string.h>
 
@@ -23,8 +24,7 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
         kernels->matrix[rule].direction[w->u->mode & RULE_CLAMP](w->u->k, tile.gradient, tile.change, tile.state, n);
     else if (count)
         kernels->norms[rule][w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, out, tile.state, n);
-    else
-        kernels->rule[rule][w->u->mode](w->u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
+    else kernels->rule[rule][w->u->mode](w->u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         const struct hstep_slot *slot = &w->t->slot[HALFSTEP_SLOT_STATE + i];
         if (slot->format >= 0 && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
@@ -34,10 +34,12 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
 }
 
 /* `count` elements from `element` on, all in one chunk of columns. */
-static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly, int64_t *limbs)
+static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly,
+                      int64_t *limbs)
 {
     HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
-    int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit, n = (lead + count + unit - 1) / unit * unit;
+    int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit,
+            n = (lead + count + unit - 1) / unit * unit;
     struct hstep_places places;
     struct hstep_room room;
     struct hstep_part part[HSTEP_TILE / HSTEP_GROUP];

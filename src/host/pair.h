@@ -1,5 +1,5 @@
-/* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given. For kernels.c, and
- * whatever else compiles rules and formats, after its vocabulary (vec/README.md). */
+/* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given.
+ * For kernels.c, and whatever else compiles rules and formats, after its vocabulary (vec/README.md). */
 #ifndef HSTEP_PAIR_H
 #define HSTEP_PAIR_H
 
@@ -16,22 +16,21 @@
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
 /* Of formats.def; block: elements that share a scale, 0 for element formats. */
-struct columns { int bits, block, scale, stochastic, root; };
+struct columns {
+    int bits, block, scale, stochastic, root;
+};
 
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
-    case HSTEP_FORMAT_##fn:                                          \
-        return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr, 0};
+    case HSTEP_FORMAT_##fn: return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr, 0};
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
-    case HSTEP_FORMAT_##fn:                                                                     \
-        return (struct columns){bits, block, HSTEP_SCALE_##scale, sr, root};
+    case HSTEP_FORMAT_##fn: return (struct columns){bits, block, HSTEP_SCALE_##scale, sr, root};
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        return (struct columns){0, 0, 0, 0, 0};
+    default: return (struct columns){0, 0, 0, 0, 0};
     }
 }
 
@@ -46,17 +45,16 @@ V_OP void load_scaled(const int format, const int nonneg, const char *code, vf s
     vi ce, co;
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...)         \
-    case HSTEP_FORMAT_##fn:                     \
-        fn##_load(code, i, &ce, &co, nonneg);   \
-        *e = fn##_value(ce, scale, nonneg);     \
-        *o = fn##_value(co, scale, nonneg);     \
+#define BLOCK_FORMAT(id, name, fn, ...)       \
+    case HSTEP_FORMAT_##fn:                   \
+        fn##_load(code, i, &ce, &co, nonneg); \
+        *e = fn##_value(ce, scale, nonneg);   \
+        *o = fn##_value(co, scale, nonneg);   \
         break;
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        *e = *o = v_set(0.0f);
+    default: *e = *o = v_set(0.0f);
     }
 }
 
@@ -68,32 +66,26 @@ V_OP void load_any(const int format, const int nonneg, const char *code, const c
         return;
     }
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)    \
-    case HSTEP_FORMAT_##fn:                  \
-        fn##_decode(code, extra, i, e, o);   \
-        break;
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_decode(code, extra, i, e, o); break;
 #define BLOCK_FORMAT(id, name, fn, ...)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        *e = *o = v_set(0.0f);
+    default: *e = *o = v_set(0.0f);
     }
 }
 
 V_OP void store_any(const int format, char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)                      \
-    case HSTEP_FORMAT_##fn:                                    \
-        fn##_encode(code, extra, i, e, o, words, state);       \
-        break;
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_encode(code, extra, i, e, o, words, state); break;
 #define BLOCK_FORMAT(id, name, fn, ...)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        break;
+    default: break;
     }
 }
 
@@ -103,16 +95,13 @@ V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we,
     de = v_add(de, v_set(0.0f));
     d_o = v_add(d_o, v_set(0.0f));
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)                         \
-    case HSTEP_FORMAT_##fn:                                       \
-        fn##_apply(code, extra, i, we, wo, de, d_o, words);       \
-        break;
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_apply(code, extra, i, we, wo, de, d_o, words); break;
 #define BLOCK_FORMAT(id, name, fn, ...)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        break;
+    default: break;
     }
 }
 
@@ -121,18 +110,16 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
 #define BLOCK_FORMAT(id, name, fn, ...) \
-    case HSTEP_FORMAT_##fn:             \
-        return fn##_stash(x, nonneg);
+    case HSTEP_FORMAT_##fn: return fn##_stash(x, nonneg);
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        return x;
+    default: return x;
     }
 }
 
-/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up, still
- * decodes to a finite number. */
+/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up,
+ * still decodes to a finite number. */
 V_OP vf onto_grid(const int format, vf stashed, vf factor)
 {
     return v_min(v_mul(stashed, factor), v_set(columns_of(format).root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
@@ -142,24 +129,23 @@ V_OP vf onto_grid(const int format, vf stashed, vf factor)
 V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
 /* Codes of stashed elements i .. i + PAIR - 1. */
-V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code, int64_t i,
-                       vi words)
+V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,
+                       int64_t i, vi words)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                              \
-    case HSTEP_FORMAT_##fn: {                                                                          \
-        vf inverse = v_set(inverses[i / (block)]);                                                     \
-        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg);          \
-        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);                 \
-        fn##_store(code, i, ce, co);                                                                   \
-        break;                                                                                         \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                     \
+    case HSTEP_FORMAT_##fn: {                                                                 \
+        vf inverse = v_set(inverses[i / (block)]);                                            \
+        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg); \
+        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);        \
+        fn##_store(code, i, ce, co);                                                          \
+        break;                                                                                \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        break;
+    default: break;
     }
 }
 

@@ -15,8 +15,8 @@ static int64_t padded(int format, int64_t n)
 }
 
 /* Between a slot and room for one tile. */
-static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code, const struct hstep_piece *p,
-                       char *code_room, char *extra_room, int out)
+static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code,
+                       const struct hstep_piece *p, char *code_room, char *extra_room, int out)
 {
     char *mine = code + hstep_code_offset(t, s->format, p->element);
     memcpy(out ? mine : code_room, out ? code_room : mine, hstep_code_bytes(s->format, 1, p->n));
@@ -89,8 +89,8 @@ int hstep_host_write(const struct hstep_access *a, const float *in)
         for (int i = 0; i < p.n && s->nonneg; i++) plain[i] = fabsf(plain[i]);
         if (one_scale) memcpy(extra, &scale, 4);
         kernels->from_plain(plain, x, padded(s->format, p.n));
-        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would start
-         * from what is there. */
+        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
+         * start from what is there. */
         if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits)
             kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
         else

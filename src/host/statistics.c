@@ -14,14 +14,15 @@ static int plain_format(int format)
     if (!hstep_formats[format].extra_bits) return format;
     /* The first row that stores the same codes and nothing beside them. */
     for (int i = 0; i < HSTEP_FORMATS; i++)
-        if (!hstep_formats[i].extra_bits && !strcmp(hstep_formats[i].code_dtype, hstep_formats[format].code_dtype)) return i;
+        if (!hstep_formats[i].extra_bits && !strcmp(hstep_formats[i].code_dtype, hstep_formats[format].code_dtype))
+            return i;
     return format;
 }
 
 static int64_t element_bytes(const struct hstep_slot *slot) { return hstep_formats[slot->format].code_bits / 8; }
 
-/* Up to a tile of elements, padded with zeros in `room` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n with them;
- * returns where they are. */
+/* Up to a tile of elements, padded with zeros in `room` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n with
+ * them; returns where they are. */
 static const char *whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *room)
 {
     if (*n % HSTEP_GROUP == 0) return code;
@@ -87,8 +88,8 @@ static uint32_t scan_stretch(const struct hstep_kernels *kernels, const struct h
 
 static double threshold(const struct hstep_call *call, int raw)
 {
-    /* A weight that is followed may be as large as it likes. Gradients that are clipped by their own norm end below clip_norm,
-     * so only NaN and infinities can offend. */
+    /* A weight that is followed may be as large as it likes. Gradients that are clipped by their own norm end below
+     * clip_norm, so only NaN and infinities can offend. */
     double scale = call->gradient_scale;
     return raw || hstep_is_clipped_by_own_norm(call) ? INFINITY : GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
 }
@@ -110,7 +111,8 @@ static void scan_task(void *argument, int64_t i)
         int64_t offset = c->offset, length = c->length;
         if (summed) hstep_scan_bounds(t, start, &offset, &length);
         const char *code = gradient + (run * t->run_length + offset) * element_bytes(&t->slot[HALFSTEP_SLOT_GRADIENT]);
-        uint32_t m = scan_stretch(call->context->kernels, t, code, start + (uint64_t)offset, length, summed ? squares : NULL);
+        uint32_t m =
+            scan_stretch(call->context->kernels, t, code, start + (uint64_t)offset, length, summed ? squares : NULL);
         if (m > largest) largest = m;
     }
     float magnitude;

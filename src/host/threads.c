@@ -89,19 +89,19 @@ static int os_processors(void)
 
 #endif
 
-/* How long a thread looks before it sleeps: some tens of microseconds, the gap between the phases of one step. The yields
- * keep it harmless where there are more threads than processors. */
+/* How long a thread looks before it sleeps: some tens of microseconds, the gap between the phases of one step. The
+ * yields keep it harmless where there are more threads than processors. */
 enum { SPIN_ROUNDS = 64, SPIN_LOOKS = 32 };
 
-/* The gate: number of the run, whether it may still be entered, how many workers are inside. A worker that wakes late finds
- * it closed and goes back to sleep, so that a run never waits for a thread which has done nothing for it. */
+/* The gate: number of the run, whether it may still be entered, how many workers are inside. A worker that wakes late
+ * finds it closed and goes back to sleep, so that a run never waits for a thread which has done nothing for it. */
 #define GATE_INSIDE 0xFFFFu
 #define GATE_OPEN 0x10000u
 #define GATE_QUIT 0x20000u
 #define GATE_NUMBER_SHIFT 18
 
-/* What is left of one thread's share: begin in the low half, end in the high half. The owner takes from the begin, others
- * from the end. */
+/* What is left of one thread's share: begin in the low half, end in the high half. The owner takes from the begin,
+ * others from the end. */
 struct share {
     _Alignas(64) _Atomic uint64_t range;
 };
@@ -111,15 +111,15 @@ static struct {
     atomic_int busy;     /* one run (or shutdown) at a time; it alone touches what has no atomic type */
     atomic_int sleeping; /* workers in or about to enter wait_for_run */
     atomic_int caller_sleeps;
-    atomic_int threads;  /* of the present run, the caller included */
+    atomic_int threads; /* of the present run, the caller included */
     os_lock lock;
     os_condition run, done;
     int started;
-    int refused;         /* a thread could not be created: ask for no more */
+    int refused; /* a thread could not be created: ask for no more */
     int registered;
     void (*task)(void *, int64_t);
     void *arg;
-    int64_t n, unit;     /* `unit` consecutive tasks are taken at once, so that a share fits 32-bit ends */
+    int64_t n, unit; /* `unit` consecutive tasks are taken at once, so that a share fits 32-bit ends */
     os_thread thread[HSTEP_MAX_THREADS];
     struct share share[HSTEP_MAX_THREADS];
 } pool = {.lock = OS_LOCK_INITIAL, .run = OS_CONDITION_INITIAL, .done = OS_CONDITION_INITIAL};
@@ -261,10 +261,8 @@ static int start_workers(int threads)
     }
 #endif
     while (pool.started < threads - 1 && !pool.refused) {
-        if (os_start(&pool.thread[pool.started], worker_main, (void *)(intptr_t)(pool.started + 1)))
-            pool.started++;
-        else
-            pool.refused = 1;
+        if (os_start(&pool.thread[pool.started], worker_main, (void *)(intptr_t)(pool.started + 1))) pool.started++;
+        else pool.refused = 1;
     }
     return pool.started < threads - 1 ? pool.started + 1 : threads;
 }
@@ -343,8 +341,6 @@ int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
 
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n)
 {
-    if (c->run)
-        c->run(c->host, task, argument, n);
-    else
-        hstep_run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n);
+    if (c->run) c->run(c->host, task, argument, n);
+    else hstep_run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n);
 }

@@ -6,19 +6,19 @@
 
 #define HSTEP_MAX_THREADS 1024
 
-/* Calls task(arg, i) once for every i in 0 .. n - 1 on at most `threads` threads, the caller's among them, and returns when
- * all are done. Thread t begins with the t-th contiguous share, then takes from the far end of the others'. A call that
- * finds the pool busy (another handle's step, or a task that calls this itself) runs its tasks inline, one by one; so tasks
- * may not wait for each other. Threads that cannot be had are done without. Nothing is allocated once the pool has run with
- * that many threads. A task must not fork a child that then returns from it. */
+/* Calls task(arg, i) once for every i in 0 .. n - 1 on at most `threads` threads, the caller's among them, and returns
+ * when all are done. Thread t begins with the t-th contiguous share, then takes from the far end of the others'. A call
+ * that finds the pool busy (another handle's step, or a task that calls this itself) runs its tasks inline, one by one;
+ * so tasks may not wait for each other. Threads that cannot be had are done without. Nothing is allocated once the pool
+ * has run with that many threads. A task must not fork a child that then returns from it. */
 void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
 
 /* HALFSTEP_THREADS, else the first number of OMP_NUM_THREADS, else the processors this process may use; at most
  * HSTEP_MAX_THREADS. A malformed variable counts as not set. */
 int hstep_default_threads(void);
 
-/* Ends the threads; the next run starts new ones. Runs by itself when the library is unloaded or the process exits. Does
- * nothing while a run is under way. */
+/* Ends the threads; the next run starts new ones. Runs by itself when the library is unloaded or the process exits.
+ * Does nothing while a run is under way. */
 void hstep_pool_shutdown(void);
 
 #endif

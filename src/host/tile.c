@@ -1,6 +1,6 @@
-/* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are worked on in
- * place; what is left over at the ends of a run is copied, padded with zeros, into a room, which collects as many units as it
- * holds before it is worked on like any other tile. */
+/* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are
+ * worked on in place; what is left over at the ends of a run is copied, padded with zeros, into a room, which collects
+ * as many units as it holds before it is worked on like any other tile. */
 #include "host/tile.h"
 
 #include <string.h>
@@ -66,7 +66,8 @@ static void move_parts(const struct hstep_work *w, const struct hstep_part *part
     const struct hstep_format *f = &hstep_formats[w->format[s]];
     for (int i = 0; i < n; i++) {
         int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].element, count = part[i].count;
-        char *mine = code + at * f->code_bits / 8, *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
+        char *mine = code + at * f->code_bits / 8,
+             *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
         if (!w->extra[s]) continue;
         mine = extra + (f->block ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
@@ -102,8 +103,8 @@ void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, in
 
 /* ---- Tiles ---- */
 
-void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream, uint64_t index,
-                      uint32_t *words, int64_t n)
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
+                      uint64_t index, uint32_t *words, int64_t n)
 {
     /* Only the mixer's keys change at segments, but cutting there is right for every generator. */
     while (n > 0) {
@@ -122,8 +123,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
     const struct hstep_kernels *kernels = w->kernels;
     if (w->format[HALFSTEP_SLOT_WEIGHT] >= 0)
         kernels->format[w->format[0]].decode[0](tile->weight, places->code[0], places->extra[0], n);
-    else
-        memset(tile->weight, 0, (size_t)n * 4);
+    else memset(tile->weight, 0, (size_t)n * 4);
     if (w->format[HALFSTEP_SLOT_GRADIENT] >= 0) {
         kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
         kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
@@ -134,8 +134,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
         if (w->format[s] >= 0)
             kernels->format[w->format[s]].decode[w->t->slot[s].nonneg](tile->states[i], places->code[from],
                                                                        places->extra[from], n);
-        else
-            memset(tile->states[i], 0, (size_t)n * 4);
+        else memset(tile->states[i], 0, (size_t)n * 4);
         if (w->format[s] >= 0 && w->t->slot[s].root) kernels->scale(tile->states[i], w->t->slot[s].grid, n);
     }
 }

@@ -1,4 +1,5 @@
-/* What the tasks of the host share: a batch over chunks, and tiles: whole units in place, or parts of units in a room. */
+/* What the tasks of the host share: a batch over chunks, and tiles: whole units in place, or parts of units in a
+ * room. */
 #ifndef HSTEP_TILE_H
 #define HSTEP_TILE_H
 
@@ -16,7 +17,7 @@ struct hstep_work {
     enum hstep_pass pass;
     int format[HSTEP_WORK_SLOTS]; /* of the slots that this pass touches, else HSTEP_FORMAT_NONE */
     char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* of the whole part held here */
-    float mean; /* taken from the scaled gradient */
+    float mean;                                             /* taken from the scaled gradient */
 };
 
 /* Up to a tile of elements in fp32 scratch. */
@@ -66,8 +67,8 @@ void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, in
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
 /* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
-void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream, uint64_t index,
-                      uint32_t *words, int64_t n);
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
+                      uint64_t index, uint32_t *words, int64_t n);
 /* Of statistics.c: mean of a row of the raw gradient, times what the group takes of it. */
 float hstep_centralized(const struct hstep_work *w, int64_t row_start);
 

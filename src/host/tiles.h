@@ -11,24 +11,24 @@
 /* ---- Scales of blocks ---- */
 
 /* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
-#define SCALES_ROWS(fn, nonneg, block, scale)                                                                      \
-    if (block > HSTEP_GROUP)                                                                                       \
-        for (int64_t b = 0; b * block < n; b++) {                                                                  \
-            uint32_t largest = 0;                                                                                  \
-            for (int j = 0; j < block / HSTEP_GROUP; j++)                                                          \
+#define SCALES_ROWS(fn, nonneg, block, scale)                                                                         \
+    if (block > HSTEP_GROUP)                                                                                          \
+        for (int64_t b = 0; b * block < n; b++) {                                                                     \
+            uint32_t largest = 0;                                                                                     \
+            for (int j = 0; j < block / HSTEP_GROUP; j++)                                                             \
                 if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j]; \
-            maxima[b] = largest;                                                                                   \
-        }                                                                                                          \
-    for (int b = 0; b < 16; b += VL) {                                                                             \
-        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                        \
-        vi_store(scales + b, patterns);                                                                            \
-        v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                     \
-    }                                                                                                              \
+            maxima[b] = largest;                                                                                      \
+        }                                                                                                             \
+    for (int b = 0; b < 16; b += VL) {                                                                                \
+        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                           \
+        vi_store(scales + b, patterns);                                                                               \
+        v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                        \
+    }                                                                                                                 \
     for (int64_t b = 0; b * block < n; b++) hstep_scale_store(HSTEP_SCALE_##scale, extra, b, scales[b]);
 #define SCALES_FLAT SCALES_ROWS
 /* The scale is given. */
-#define SCALES_TENSOR(fn, nonneg, block, scale)                                                                    \
-    (void)maxima, (void)scales, (void)n;                                                                           \
+#define SCALES_TENSOR(fn, nonneg, block, scale) \
+    (void)maxima, (void)scales, (void)n;        \
     v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg));
 
 /* maxima and inverses have room for 16; inverses[b] belongs to block b. */
@@ -39,14 +39,13 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
 #define ELEMENT_FORMAT(id, name, fn, ...)
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
     case HSTEP_FORMAT_##fn: {                                                              \
-        SCALES_##geometry(fn, nonneg, block, scale)                                        \
+        SCALES_##geometry(fn, nonneg, block, scale);                                       \
         break;                                                                             \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default:
-        break;
+    default: break;
     }
 }
 
@@ -69,8 +68,8 @@ V_OP void decode_tile(const int format, const int nonneg, float *x, const char *
     }
 }
 
-V_OP void encode_tile(const int format, const int nonneg, const float *x, char *code, char *extra, const uint32_t *words,
-                      int64_t n, const int state, float onto)
+V_OP void encode_tile(const int format, const int nonneg, const float *x, char *code, char *extra,
+                      const uint32_t *words, int64_t n, const int state, float onto)
 {
     if (!is_block(format)) {
         for (int64_t i = 0; i < n; i += PAIR)
@@ -91,30 +90,28 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
     }
     block_maxima(rows, n / HSTEP_GROUP, maxima);
     encode_scales(format, nonneg, maxima, extra, inverses, n);
-    for (int64_t i = 0; i < n; i += PAIR) encode_codes(format, nonneg, stash, inverses, code, i, vi_load(words + i / 2));
+    for (int64_t i = 0; i < n; i += PAIR)
+        encode_codes(format, nonneg, stash, inverses, code, i, vi_load(words + i / 2));
 }
 
-#define TILE_FUNCTIONS(fn, nonneg)                                                                                 \
-    static void decode_##fn##_##nonneg(float *x, const char *code, const char *extra, int64_t n)                   \
-    {                                                                                                              \
-        decode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, n);                                                 \
-    }                                                                                                              \
-    static void encode_##fn##_##nonneg(const float *x, char *code, char *extra, const uint32_t *words, int64_t n,  \
-                                       int state, float onto)                                                      \
-    {                                                                                                              \
-        if (state)                                                                                                 \
-            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                             \
-        else                                                                                                       \
-            encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                             \
-    }
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                         \
-    TILE_FUNCTIONS(fn, 0)                                                                                         \
-    static void apply_##fn(const float *w, const float *d, char *code, char *extra, const uint32_t *words,        \
-                           int64_t n)                                                                             \
+#define TILE_FUNCTIONS(fn, nonneg)                                                                                \
+    static void decode_##fn##_##nonneg(float *x, const char *code, const char *extra, int64_t n)                  \
     {                                                                                                             \
-        for (int64_t i = 0; i < n; i += PAIR)                                                                     \
-            apply_any(HSTEP_FORMAT_##fn, code, extra, i, v_load(w + i), v_load(w + i + VL), v_load(d + i),        \
-                      v_load(d + i + VL), vi_load(words + i / 2));                                                \
+        decode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, n);                                                \
+    }                                                                                                             \
+    static void encode_##fn##_##nonneg(const float *x, char *code, char *extra, const uint32_t *words, int64_t n, \
+                                       int state, float onto)                                                     \
+    {                                                                                                             \
+        if (state) encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                     \
+        else encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                           \
+    }
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                             \
+    TILE_FUNCTIONS(fn, 0)                                                                                             \
+    static void apply_##fn(const float *w, const float *d, char *code, char *extra, const uint32_t *words, int64_t n) \
+    {                                                                                                                 \
+        for (int64_t i = 0; i < n; i += PAIR)                                                                         \
+            apply_any(HSTEP_FORMAT_##fn, code, extra, i, v_load(w + i), v_load(w + i + VL), v_load(d + i),            \
+                      v_load(d + i + VL), vi_load(words + i / 2));                                                    \
     }
 #define BLOCK_FORMAT(id, name, fn, ...) TILE_FUNCTIONS(fn, 0) TILE_FUNCTIONS(fn, 1)
 #include "formats/formats.def"
@@ -124,14 +121,14 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
 /* Formats whose scale is a sum over the tensor: the values whose squares are summed, and the scale. */
 #define NORM_ROWS(fn)
 #define NORM_FLAT(fn)
-#define NORM_TENSOR(fn)                                                                                           \
-    static void norm_##fn##_0(const float *x, float *out, int64_t n)                                              \
-    {                                                                                                             \
-        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 0));                        \
-    }                                                                                                             \
-    static void norm_##fn##_1(const float *x, float *out, int64_t n)                                              \
-    {                                                                                                             \
-        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1));                        \
+#define NORM_TENSOR(fn)                                                                    \
+    static void norm_##fn##_0(const float *x, float *out, int64_t n)                       \
+    {                                                                                      \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 0)); \
+    }                                                                                      \
+    static void norm_##fn##_1(const float *x, float *out, int64_t n)                       \
+    {                                                                                      \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1)); \
     }
 #define ELEMENT_FORMAT(id, name, fn, ...)
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
@@ -158,8 +155,9 @@ V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states,
     }
 }
 
-V_OP void norms_tile(void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int states, const int count, const int mode,
-                     const float *k, const float *w, const float *g, float *const *x, float *const *s, int64_t n)
+V_OP void norms_tile(void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int states, const int count,
+                     const int mode, const float *k, const float *w, const float *g, float *const *x, float *const *s,
+                     int64_t n)
 {
     vf kv[HSTEP_MAX_SCALARS];
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
@@ -185,33 +183,34 @@ V_OP void direction_tile(vf (*direction)(const vf *, vf, vf *, int), const int m
     }
 }
 
-V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const float *w, const float *u, float *d, int64_t n)
+V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const float *w, const float *u, float *d,
+                      int64_t n)
 {
     vf kv[HSTEP_MAX_SCALARS];
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
     for (int64_t i = 0; i < n; i += VL) v_store(d + i, change(kv, v_load(w + i), v_load(u + i)));
 }
 
-#define RULE_FUNCTION(id, fn, states, mode)                                                                         \
-    static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s,       \
-                                   int64_t n)                                                                       \
-    {                                                                                                               \
-        rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                       \
+#define RULE_FUNCTION(id, fn, states, mode)                                                                   \
+    static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
+                                   int64_t n)                                                                 \
+    {                                                                                                         \
+        rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                 \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...)                                                       \
-    RULE_FUNCTION(id, fn, states, 0) RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2)              \
-    RULE_FUNCTION(id, fn, states, 3)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    RULE_FUNCTION(id, fn, states, 0)                                 \
+    RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2) RULE_FUNCTION(id, fn, states, 3)
 #include "rules/rules.def"
 #undef RULE
 
 #define NO_NORMS(id, fn, states)
 #define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
 #define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
-#define NORMS_FUNCTION(id, fn, states, count, mode)                                                                 \
-    static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x,                \
-                                    float *const *s, int64_t n)                                                     \
-    {                                                                                                               \
-        norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                              \
+#define NORMS_FUNCTION(id, fn, states, count, mode)                                                                   \
+    static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x, float *const *s, \
+                                    int64_t n)                                                                        \
+    {                                                                                                                 \
+        norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                                \
     }
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
 #include "rules/rules.def"
@@ -223,20 +222,21 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
 #define ELEMENTWISE(id, fn)
 #define RAW_GRADIENT(id, fn)
 #define MATRIX(name) MATRIX_TILES
-#define MATRIX_TILES(id, fn)                                                                                            \
-    static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n)            \
-    {                                                                                                               \
-        direction_tile(fn##_direction, 0, k, g, u, s, n);                                                           \
-    }                                                                                                               \
-    static void direction_##id##_1(const float *k, const float *g, float *u, float *const *s, int64_t n)            \
-    {                                                                                                               \
-        direction_tile(fn##_direction, 1, k, g, u, s, n);                                                           \
-    }                                                                                                               \
-    static void change_##id(const float *k, const float *w, const float *u, float *d, int64_t n)                    \
-    {                                                                                                               \
-        change_tile(fn##_change, k, w, u, d, n);                                                                    \
+#define MATRIX_TILES(id, fn)                                                                             \
+    static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n) \
+    {                                                                                                    \
+        direction_tile(fn##_direction, 0, k, g, u, s, n);                                                \
+    }                                                                                                    \
+    static void direction_##id##_1(const float *k, const float *g, float *u, float *const *s, int64_t n) \
+    {                                                                                                    \
+        direction_tile(fn##_direction, 1, k, g, u, s, n);                                                \
+    }                                                                                                    \
+    static void change_##id(const float *k, const float *w, const float *u, float *d, int64_t n)         \
+    {                                                                                                    \
+        change_tile(fn##_change, k, w, u, d, n);                                                         \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id, fn)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+    kind(id, fn)
 #include "rules/rules.def"
 #undef RULE
 #undef ELEMENTWISE
@@ -306,19 +306,13 @@ V_OP void sums_of(const int format, const char *code, int64_t n, double *sums)
     va_store(a, sums);
 }
 
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                              \
-    static uint32_t maximum_##fn(const char *code, int64_t n)                                          \
-    {                                                                                                  \
-        return maximum_of(HSTEP_FORMAT_##fn, code, n);                                                 \
-    }                                                                                                  \
-    static void squares_##fn(const char *code, int64_t n, double *sums, uint32_t *maximum)             \
-    {                                                                                                  \
-        squares_of(HSTEP_FORMAT_##fn, code, n, sums, maximum);                                         \
-    }                                                                                                  \
-    static void sums_##fn(const char *code, int64_t n, double *sums)                                   \
-    {                                                                                                  \
-        sums_of(HSTEP_FORMAT_##fn, code, n, sums);                                                     \
-    }
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                        \
+    static uint32_t maximum_##fn(const char *code, int64_t n) { return maximum_of(HSTEP_FORMAT_##fn, code, n); } \
+    static void squares_##fn(const char *code, int64_t n, double *sums, uint32_t *maximum)                       \
+    {                                                                                                            \
+        squares_of(HSTEP_FORMAT_##fn, code, n, sums, maximum);                                                   \
+    }                                                                                                            \
+    static void sums_##fn(const char *code, int64_t n, double *sums) { sums_of(HSTEP_FORMAT_##fn, code, n, sums); }
 #define BLOCK_FORMAT(id, name, fn, ...)
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT

@@ -20,7 +20,8 @@ static void encode_state(const struct hstep_work *w, const struct hstep_places *
 {
     float scale = w->u->scale[s];
     char *extra = hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR ? (char *)&scale : places->extra[s];
-    w->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1, w->u->onto[s]);
+    w->kernels->format[w->format[s]].encode[w->t->slot[s].nonneg](x, places->code[s], extra, words, n, 1,
+                                                                  w->u->onto[s]);
 }
 
 /* n elements (whole units, at most a tile) at the given places. */
@@ -46,13 +47,15 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     }
     if (w->pass == HSTEP_PASS_DIRECTION) {
         kernels->matrix[rule].direction[u->mode & RULE_CLAMP](u->k, tile.gradient, tile.change, tile.state, n);
-        kernels->format[HSTEP_FORMAT_f32].encode[0](tile.change, places->code[HSTEP_SLOT_WORK], NULL, words[0], n, 0, 1.0f);
+        kernels->format[HSTEP_FORMAT_f32].encode[0](tile.change, places->code[HSTEP_SLOT_WORK], NULL, words[0], n, 0,
+                                                    1.0f);
     } else {
         kernels->rule[rule][u->mode](u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
             if (u->first >> s & 1 && w->format[s] >= 0) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
         if (!u->still && !u->micro)
-            kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0], n);
+            kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0],
+                                                n);
     }
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         int s = HALFSTEP_SLOT_STATE + i;
@@ -82,7 +85,8 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
         struct hstep_places places;
         hstep_place(w, element, &places);
         for (int s = 0; s < HSTEP_SLOTS; s++)
-            if (w->u->stochastic >> s & 1) hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], index, words[s], count);
+            if (w->u->stochastic >> s & 1)
+                hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], index, words[s], count);
         run_tile(w, &places, words, count);
         element += count;
         index += (uint64_t)count;
@@ -98,8 +102,13 @@ static void update_fused(const struct hstep_work *w, int64_t element, uint64_t i
         struct hstep_places places;
         int64_t count = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
         if (count > n) count = n;
-        struct hstep_fused f = {.index = index, .n = count, .k = w->u->k, .gradient_scale = w->u->gradient_scale,
-                                .grid = w->t->slot[second].grid, .onto_grid = w->u->onto[second], .key = keys};
+        struct hstep_fused f = {.index = index,
+                                .n = count,
+                                .k = w->u->k,
+                                .gradient_scale = w->u->gradient_scale,
+                                .grid = w->t->slot[second].grid,
+                                .onto_grid = w->u->onto[second],
+                                .key = keys};
         hstep_place(w, element, &places);
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
@@ -132,13 +141,15 @@ static void flush_staging(const struct hstep_work *w, struct staging *st)
     for (int s = 0; s < HSTEP_SLOTS; s++)
         if (w->u->stochastic >> s & 1)
             for (int i = 0; i < st->n; i++)
-                hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], st->part[i].index, words[s] + i * w->t->unit / 2, w->t->unit);
+                hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], st->part[i].index,
+                                 words[s] + i * w->t->unit / 2, w->t->unit);
     run_tile(w, &places, words, (int64_t)st->n * w->t->unit);
     hstep_scatter(w, st->part, st->n, &room);
     st->n = 0;
 }
 
-static void stage(const struct hstep_work *w, struct staging *st, int64_t element, uint64_t index, int64_t lead, int64_t n)
+static void stage(const struct hstep_work *w, struct staging *st, int64_t element, uint64_t index, int64_t lead,
+                  int64_t n)
 {
     st->part[st->n] = (struct hstep_part){element, index - (uint64_t)lead, (int)lead, (int)n};
     if (++st->n == HSTEP_TILE / w->t->unit) flush_staging(w, st);
@@ -156,10 +167,8 @@ static void update_stretch(const struct hstep_work *w, struct staging *st, int64
     }
     int64_t whole = n / unit * unit;
     if (whole) {
-        if (w->u->fused)
-            update_fused(w, element, index, whole);
-        else
-            update_tiles(w, element, index, whole);
+        if (w->u->fused) update_fused(w, element, index, whole);
+        else update_tiles(w, element, index, whole);
     }
     if (n > whole) stage(w, st, element + whole, index + (uint64_t)whole, 0, n - whole);
 }
@@ -194,8 +203,7 @@ static void update_task(void *argument, int64_t i)
         uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
         if (w.u->centralize != 0.0 && w.format[HALFSTEP_SLOT_GRADIENT] >= 0)
             update_rows(&w, &st, element, index, c->length);
-        else
-            update_stretch(&w, &st, element, index, c->length);
+        else update_stretch(&w, &st, element, index, c->length);
     }
     flush_staging(&w, &st);
     hstep_fp_leave(fp);

@@ -20,11 +20,11 @@
 #define HSTEP_MANIFEST_LIMIT ((uint64_t)4 << 20)
 #define HSTEP_MAX_NAME 128
 
-/* ---- Checksum: CRC-64/XZ -------------------------------------------------------------------------------------------- */
+/* ---- Checksum: CRC-64/XZ ----------------------------------------------------------------------------------------- */
 
-/* Chosen over SHA-256 because it guards against accidents, not attackers, and sixteen table look-ups for sixteen bytes run
- * nine times faster than SHA-256 in plain C (2.7 against 0.31 GB/s): the disk stays the limit. 64 bits instead of 32
- * cost nothing and leave no practical chance of a miss. */
+/* Chosen over SHA-256 because it guards against accidents, not attackers, and sixteen table look-ups for sixteen bytes
+ * run nine times faster than SHA-256 in plain C (2.7 against 0.31 GB/s): the disk stays the limit. 64 bits instead of
+ * 32 cost nothing and leave no practical chance of a miss. */
 static uint64_t crc_table[16][256];
 
 static void build_crc_table(void)
@@ -64,7 +64,7 @@ static uint64_t update_crc(uint64_t crc, const void *data, uint64_t bytes)
     return ~crc;
 }
 
-/* ---- Manifests ------------------------------------------------------------------------------------------------------ */
+/* ---- Manifests --------------------------------------------------------------------------------------------------- */
 
 typedef struct file_record {
     const char *name;
@@ -242,9 +242,10 @@ static int parse_file(hstep_json *json, manifest *m)
     if (!hstep_json_expect(json, '{')) return 0;
     do {
         if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return 0;
-        int good = !strcmp(key, "name") && !name ? hstep_json_string(json, &name) :
-                   !strcmp(key, "crc64") && !crc ? hstep_json_string(json, &crc) :
-                   !strcmp(key, "bytes") && !sized++ ? hstep_json_number(json, &record.bytes) : 0;
+        int good = !strcmp(key, "name") && !name       ? hstep_json_string(json, &name)
+                   : !strcmp(key, "crc64") && !crc     ? hstep_json_string(json, &crc)
+                   : !strcmp(key, "bytes") && !sized++ ? hstep_json_number(json, &record.bytes)
+                                                       : 0;
         if (!good) return 0;
     } while (hstep_json_take(json, ','));
     if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc || !parse_crc(crc, &record.crc))
@@ -272,7 +273,8 @@ static int parse_values(hstep_json *json, manifest *m)
     if (!hstep_json_expect(json, '{')) return 0;
     if (hstep_json_take(json, '}')) return 1;
     do {
-        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &value)) return 0;
+        if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &value))
+            return 0;
         if (!hstep_grow((void **)&m->values, m->value_count, &m->value_room, sizeof *m->values)) return -1;
         m->values[m->value_count++] = (value_record){key, value};
     } while (hstep_json_take(json, ','));
@@ -329,40 +331,42 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
         hstep_json json = {m->text, bytes, 0, NULL};
         uint64_t version;
         int result = parse_manifest(&json, m, &version);
-        if (result < 0)
-            code = hstep_fail_memory(error);
+        if (result < 0) code = hstep_fail_memory(error);
         else if (!result)
             code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: byte %zu: %s", path, json.at,
                               json.problem ? json.problem : "not what a manifest has there");
         else if (version != HSTEP_MANIFEST_VERSION)
-            code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d", path,
-                              ull(version), HSTEP_MANIFEST_VERSION);
+            code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d",
+                              path, ull(version), HSTEP_MANIFEST_VERSION);
     }
     free(path);
     if (code) free_manifest(m);
     return code;
 }
 
-/* ---- What a directory of ours may hold ------------------------------------------------------------------------------ */
+/* ---- What a directory of ours may hold --------------------------------------------------------------------------- */
 
 /* Whether a save has made the entry `name` of `directory`, which has manifest m (files sorted) if has_manifest. */
-static int is_made_by_save(const char *directory, const char *name, int has_manifest, const manifest *m, hstep_error *error)
+static int is_made_by_save(const char *directory, const char *name, int has_manifest, const manifest *m,
+                           hstep_error *error)
 {
     size_t mark = strlen(HSTEP_PART);
     file_record wanted = {.name = name};
-    int known = !strncmp(name, HSTEP_PART, mark) ? is_file_name(name + mark) || !strcmp(name + mark, HSTEP_MANIFEST) :
-                !strcmp(name, HSTEP_MANIFEST) ? has_manifest :
-                m->file_count && bsearch(&wanted, m->files, m->file_count, sizeof *m->files, compare_files);
+    int known = !strncmp(name, HSTEP_PART, mark) ? is_file_name(name + mark) || !strcmp(name + mark, HSTEP_MANIFEST)
+                : !strcmp(name, HSTEP_MANIFEST)
+                    ? has_manifest
+                    : m->file_count && bsearch(&wanted, m->files, m->file_count, sizeof *m->files, compare_files);
     char *path = known ? hstep_join_path(directory, name) : NULL;
     if (known && !path) return hstep_fail_memory(error);
     known = known && hstep_kind_of(path) == HSTEP_KIND_FILE;
     free(path);
-    return known ? HALFSTEP_OK : hstep_fail(error, HALFSTEP_ERROR_NAME, "%s stays: it holds \"%s\", which is not part of it",
-                                            directory, name);
+    return known ? HALFSTEP_OK
+                 : hstep_fail(error, HALFSTEP_ERROR_NAME, "%s stays: it holds \"%s\", which is not part of it",
+                              directory, name);
 }
 
-/* Lists what is in a directory if all of it comes from a save, and may be removed; the caller frees the names. Otherwise
- * fails with a text that says what is there: such a directory stays as it is, whole. */
+/* Lists what is in a directory if all of it comes from a save, and may be removed; the caller frees the names.
+ * Otherwise fails with a text that says what is there: such a directory stays as it is, whole. */
 static int list_own_files(const char *directory, char ***names, size_t *count, hstep_error *error)
 {
     manifest m;
@@ -374,7 +378,8 @@ static int list_own_files(const char *directory, char ***names, size_t *count, h
     int result = read_manifest(directory, &m, &ignored), has_manifest = !result && !m.current;
     if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
     if (has_manifest && m.file_count) qsort(m.files, m.file_count, sizeof *m.files, compare_files);
-    for (size_t i = 0; i < *count && !code; i++) code = is_made_by_save(directory, (*names)[i], has_manifest, &m, error);
+    for (size_t i = 0; i < *count && !code; i++)
+        code = is_made_by_save(directory, (*names)[i], has_manifest, &m, error);
     if (!result) free_manifest(&m);
     if (code) {
         hstep_free_names(*names, *count);
@@ -402,7 +407,7 @@ static int remove_own_directory(const char *directory, hstep_error *error)
     return code ? code : hstep_remove_directory(directory, error);
 }
 
-/* ---- Generations of a directory ------------------------------------------------------------------------------------- */
+/* ---- Generations of a directory ---------------------------------------------------------------------------------- */
 
 typedef struct generation {
     char *name;
@@ -434,9 +439,9 @@ static void add_note(notes *list, const char *text)
     snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? "; " : "", text);
 }
 
-/* The checkpoints inside dir whose manifest is sound, newest first. Directories of other programs that happen to be called
- * checkpoint-N are not in the list, and so are never touched. `unread`, which may be NULL, receives what the system would
- * not let us read. */
+/* The checkpoints inside dir whose manifest is sound, newest first. Directories of other programs that happen to be
+ * called checkpoint-N are not in the list, and so are never touched. `unread`, which may be NULL, receives what the
+ * system would not let us read. */
 static int list_generations(const char *dir, generation **list, size_t *count, notes *unread, hstep_error *error)
 {
     char **names;
@@ -480,7 +485,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
     return HALFSTEP_OK;
 }
 
-/* ---- Saving --------------------------------------------------------------------------------------------------------- */
+/* ---- Saving ------------------------------------------------------------------------------------------------------ */
 
 struct halfstep_checkpoint_save {
     char *dir, *temporary; /* the temporary directory inside dir, or NULL before it exists */
@@ -489,7 +494,7 @@ struct halfstep_checkpoint_save {
     halfstep_save_options options;
     manifest manifest;
     notes notes;
-    int status;            /* the first failure, which commit repeats */
+    int status; /* the first failure, which commit repeats */
     char status_text[1024];
 };
 
@@ -506,8 +511,8 @@ static void end_save(halfstep_checkpoint_save *save)
     free(save);
 }
 
-/* Holding the lock means that nobody is writing the temporaries found here: they are what killed saves left, as far as no
- * one else has put something into them. What cannot be removed stays, and stops no save. */
+/* Holding the lock means that nobody is writing the temporaries found here: they are what killed saves left, as far as
+ * no one else has put something into them. What cannot be removed stays, and stops no save. */
 static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char **names;
@@ -519,10 +524,11 @@ static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
         if (!is_temporary_name(names[i])) continue;
         char *path = hstep_join_path(save->dir, names[i]);
         hstep_kind kind = path ? hstep_kind_of(path) : HSTEP_KIND_UNKNOWN;
-        int result = !path ? hstep_fail_memory(&trouble) :
-                     kind == HSTEP_KIND_DIRECTORY ? remove_own_directory(path, &trouble) :
-                     kind == HSTEP_KIND_FILE || kind == HSTEP_KIND_LINK ? hstep_remove_file(path, &trouble) :
-                     hstep_fail(&trouble, HALFSTEP_ERROR_IO, "%s stays: it is not a file", path);
+        int result = !path                          ? hstep_fail_memory(&trouble)
+                     : kind == HSTEP_KIND_DIRECTORY ? remove_own_directory(path, &trouble)
+                     : kind == HSTEP_KIND_FILE || kind == HSTEP_KIND_LINK
+                         ? hstep_remove_file(path, &trouble)
+                         : hstep_fail(&trouble, HALFSTEP_ERROR_IO, "%s stays: it is not a file", path);
         if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
         else if (result) add_note(&save->notes, detail);
         free(path);
@@ -549,7 +555,8 @@ static int check_not_generation(const char *dir, hstep_error *error)
     if (code == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(error);
     if (code) return HALFSTEP_OK;
     if (!m.current)
-        code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s is itself a checkpoint; save into the directory above it", dir);
+        code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s is itself a checkpoint; save into the directory above it",
+                          dir);
     free_manifest(&m);
     return code;
 }
@@ -565,7 +572,8 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     halfstep_save_options ours = {0};
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
-    if (ours.step > INT64_MAX) return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(ours.step));
+    if (ours.step > INT64_MAX)
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large", ull(ours.step));
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
     if (!made) return hstep_fail_memory(&error);
     made->options = ours;
@@ -601,7 +609,8 @@ int hstep_note_failure(halfstep_checkpoint_save *save, int code, const hstep_err
 {
     if (code && !save->status) {
         save->status = code;
-        snprintf(save->status_text, sizeof save->status_text, "%s", error->size ? error->text : "an earlier call failed");
+        snprintf(save->status_text, sizeof save->status_text, "%s",
+                 error->size ? error->text : "an earlier call failed");
     }
     return code;
 }
@@ -650,7 +659,8 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
 
     char *copy = hstep_copy(name), *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
     int code = copy && path && shown && hstep_grow((void **)&m->files, m->file_count, &m->file_room, sizeof *m->files)
-                   ? HALFSTEP_OK : hstep_fail_memory(error);
+                   ? HALFSTEP_OK
+                   : hstep_fail_memory(error);
     if (!code) code = hstep_create_file(&sink.file, path, shown, error);
     if (!code)
         code = writer ? hstep_stream_safetensors(writer, shown, write_checked, &sink, fill, context, error)
@@ -678,8 +688,9 @@ int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const v
     return hstep_note_failure(save, add_file(save, name, NULL, NULL, NULL, data, bytes, &error), &error);
 }
 
-int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name, const halfstep_safetensors_writer *writer,
-                              halfstep_fill_function fill, void *context, char *text, size_t text_size)
+int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
+                              const halfstep_safetensors_writer *writer, halfstep_fill_function fill, void *context,
+                              char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !name || !writer)
@@ -710,10 +721,12 @@ static int add_value(halfstep_checkpoint_save *save, const char *key, const char
     return HALFSTEP_OK;
 }
 
-int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *text, size_t text_size)
+int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *text,
+                        size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    if (!save || !key || !value) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
+    if (!save || !key || !value)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
     return hstep_note_failure(save, add_value(save, key, value, &error), &error);
 }
 
@@ -732,7 +745,8 @@ static int write_text(const char *path, const char *shown, const hstep_buffer *t
 /* Gives one file of the temporary directory its final name. */
 static int name_file(halfstep_checkpoint_save *save, const char *name, hstep_error *error)
 {
-    char *from = part_path(save, name), *to = hstep_join_path(save->temporary, name), *shown = hstep_join_path(save->dir, name);
+    char *from = part_path(save, name), *to = hstep_join_path(save->temporary, name),
+         *shown = hstep_join_path(save->dir, name);
     int code = from && to && shown ? hstep_rename(from, to, shown, error) : hstep_fail_memory(error);
     free(from);
     free(to);
@@ -748,11 +762,14 @@ static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
     char *path = part_path(save, HSTEP_MANIFEST), *shown = hstep_join_path(save->dir, HSTEP_MANIFEST);
     int code = path && shown && !text.failed ? HALFSTEP_OK : hstep_fail_memory(error);
     if (!code && text.bytes > HSTEP_MANIFEST_LIMIT)
-        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: names and values of a checkpoint take %zu bytes, more than the "
-                          "%llu allowed", save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
+        code = hstep_fail(error, HALFSTEP_ERROR_RANGE,
+                          "%s: names and values of a checkpoint take %zu bytes, more than the "
+                          "%llu allowed",
+                          save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
     if (!code) code = write_text(path, shown, &text, !save->options.no_sync, error);
     if (!code) code = name_file(save, HSTEP_MANIFEST, error);
-    for (size_t i = 0; i < save->manifest.file_count && !code; i++) code = name_file(save, save->manifest.files[i].name, error);
+    for (size_t i = 0; i < save->manifest.file_count && !code; i++)
+        code = name_file(save, save->manifest.files[i].name, error);
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->temporary, error);
     free(text.data);
     free(shown);
@@ -770,7 +787,8 @@ static int name_generation(halfstep_checkpoint_save *save, char **name, char **p
                              : hstep_format(HSTEP_GENERATION "%llu-%u", ull(save->options.step), attempt);
         *path = *name ? hstep_join_path(save->dir, *name) : NULL;
         if (!*path) return hstep_fail_memory(error);
-        /* What cannot be looked at, such as a directory on a disk that is gone, is taken; if all are, DIR itself is gone. */
+        /* What cannot be looked at, such as a directory on a disk that is gone, is taken; if all are, DIR itself is
+         * gone. */
         hstep_kind kind = hstep_kind_of(*path);
         unknown += kind == HSTEP_KIND_UNKNOWN;
         if (kind == HSTEP_KIND_NOTHING || unknown == MAX_UNKNOWN) break;
@@ -804,9 +822,9 @@ static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int
     return code;
 }
 
-/* Takes one old generation out of sight, under a temporary name that *temporary receives: a kill in mid-removal must not
- * leave half a checkpoint under a valid name. One that is being read is left to a later save, with *temporary = NULL; one
- * that holds anything else than its own files stays, and is a failure. */
+/* Takes one old generation out of sight, under a temporary name that *temporary receives: a kill in mid-removal must
+ * not leave half a checkpoint under a valid name. One that is being read is left to a later save, with *temporary =
+ * NULL; one that holds anything else than its own files stays, and is a failure. */
 static int retire_generation(const char *dir, const char *name, char **temporary, hstep_error *error)
 {
     int busy = 0;
@@ -837,8 +855,8 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     return busy ? HALFSTEP_OK : code;
 }
 
-/* What follows a durable pointer: links, and removal of old generations. The checkpoint is safe by then, so trouble here
- * is a note, not a failure, and does not keep the rest from being tidied. */
+/* What follows a durable pointer: links, and removal of old generations. The checkpoint is safe by then, so trouble
+ * here is a note, not a failure, and does not keep the rest from being tidied. */
 static void tidy(halfstep_checkpoint_save *save, const char *name)
 {
     generation *list;
@@ -890,7 +908,8 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
 static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected, int contents,
                            hstep_error *error);
 
-/* Opens what was written, before the pointer moves and anything older is removed: all of its files are there, in their sizes. */
+/* Opens what was written, before the pointer moves and anything older is removed: all of its files are there, in their
+ * sizes. */
 static int check_generation(const halfstep_checkpoint_save *save, const char *path, hstep_error *error)
 {
     halfstep_checkpoint *made;
@@ -945,7 +964,7 @@ void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save)
     if (save) end_save(save);
 }
 
-/* ---- Opening -------------------------------------------------------------------------------------------------------- */
+/* ---- Opening ----------------------------------------------------------------------------------------------------- */
 
 struct halfstep_checkpoint {
     char *directory;
@@ -980,8 +999,9 @@ static int verify_file(const file_record *record, int contents, void *piece, siz
         offset += part;
     }
     if (!code && contents && crc != record->crc)
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: its checksum is %016llx, its manifest says %016llx",
-                          record->path, ull(crc), ull(record->crc));
+        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
+                          "%s is corrupt: its checksum is %016llx, its manifest says %016llx", record->path, ull(crc),
+                          ull(record->crc));
     hstep_close(file, &ignored);
     return code;
 }
@@ -1003,8 +1023,8 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     if (!code) code = read_manifest(directory, &made->manifest, error);
     manifest *m = made ? &made->manifest : NULL;
     if (!code && (m->current || (expected && m->sequence != expected)))
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is not the checkpoint that its parent's " HSTEP_MANIFEST " names",
-                          directory);
+        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
+                          "%s is not the checkpoint that its parent's " HSTEP_MANIFEST " names", directory);
     for (size_t i = 0; !code && i < m->file_count; i++) {
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
         code = m->files[i].path ? verify_file(&m->files[i], contents, piece, PIECE, error) : hstep_fail_memory(error);
@@ -1021,18 +1041,19 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     return HALFSTEP_OK;
 }
 
-/* What is there is wrong, or it is not there. No memory, a version that is newer or an error of the system proves nothing of the
- * kind: going back for it would lose work for no reason. */
+/* What is there is wrong, or it is not there. No memory, a version that is newer or an error of the system proves
+ * nothing of the kind: going back for it would lose work for no reason. */
 static int is_damage(int code, const hstep_error *error)
 {
     return code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_NAME ||
            (code == HALFSTEP_ERROR_IO && (error->missing || error->incomplete));
 }
 
-/* The current generation of dir failed to open, with code and text in *error, which has room: opens the newest other one that is sound if
- * fallback is set and all that are newer are damaged, and otherwise completes the text with what else there is. */
-static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback, int contents,
-                      int code, hstep_error *error)
+/* The current generation of dir failed to open, with code and text in *error, which has room: opens the newest other
+ * one that is sound if fallback is set and all that are newer are damaged, and otherwise completes the text with what
+ * else there is. */
+static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,
+                      int contents, int code, hstep_error *error)
 {
     generation *list;
     size_t count;
@@ -1052,7 +1073,8 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
         if (current && !strcmp(list[i].name, current)) continue;
         char *path = hstep_join_path(dir, list[i].name);
         trouble.missing = trouble.incomplete = 0;
-        int result = path ? open_generation(checkpoint, path, 0, contents && fallback, &trouble) : hstep_fail_memory(&trouble);
+        int result =
+            path ? open_generation(checkpoint, path, 0, contents && fallback, &trouble) : hstep_fail_memory(&trouble);
         opened = !result;
         if (opened && fallback) {
             (*checkpoint)->fell_back = 1;
@@ -1113,8 +1135,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         /* A saver that finished between the two reads may have removed what the pointer named then: read it again, as
          * long as it keeps changing. */
         int again = code && error.missing && pointer.sequence != tried;
-        if (code && !again)
-            code = open_older(checkpoint, path, pointer.current, fallback, contents, code, &error);
+        if (code && !again) code = open_older(checkpoint, path, pointer.current, fallback, contents, code, &error);
         tried = pointer.sequence;
         free_manifest(&pointer);
         if (!again) break;
@@ -1127,8 +1148,11 @@ int halfstep_get_checkpoint_info(const halfstep_checkpoint *checkpoint, halfstep
 {
     if (!checkpoint || !info) return HALFSTEP_ERROR_ARGUMENT;
     const manifest *m = &checkpoint->manifest;
-    halfstep_checkpoint_info ours = {.fell_back = (uint32_t)checkpoint->fell_back, .directory = checkpoint->directory,
-                                     .step = m->step, .sequence = m->sequence, .files = m->file_count,
+    halfstep_checkpoint_info ours = {.fell_back = (uint32_t)checkpoint->fell_back,
+                                     .directory = checkpoint->directory,
+                                     .step = m->step,
+                                     .sequence = m->sequence,
+                                     .files = m->file_count,
                                      .values = m->value_count};
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
@@ -1137,7 +1161,8 @@ int halfstep_get_checkpoint_file(const halfstep_checkpoint *checkpoint, uint64_t
 {
     if (!checkpoint || !file || index >= checkpoint->manifest.file_count) return HALFSTEP_ERROR_ARGUMENT;
     const file_record *record = &checkpoint->manifest.files[index];
-    halfstep_checkpoint_file ours = {.name = record->name, .path = record->path, .bytes = record->bytes, .crc64 = record->crc};
+    halfstep_checkpoint_file ours = {
+        .name = record->name, .path = record->path, .bytes = record->bytes, .crc64 = record->crc};
     return hstep_give_struct(file, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
@@ -1155,7 +1180,8 @@ const char *halfstep_checkpoint_value(const halfstep_checkpoint *checkpoint, con
     return NULL;
 }
 
-int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key, const char **value)
+int halfstep_get_checkpoint_value(const halfstep_checkpoint *checkpoint, uint64_t index, const char **key,
+                                  const char **value)
 {
     if (!checkpoint || !key || !value || index >= checkpoint->manifest.value_count) return HALFSTEP_ERROR_ARGUMENT;
     *key = checkpoint->manifest.values[index].key;

@@ -11,7 +11,8 @@
 
 #include "files.h"
 
-/* Linux transfers at most 0x7ffff000 bytes in a call; smaller pieces also keep the address arithmetic far from SSIZE_MAX. */
+/* Linux transfers at most 0x7ffff000 bytes in a call; smaller pieces also keep the address arithmetic far from
+ * SSIZE_MAX. */
 #define HSTEP_PIECE ((size_t)1 << 30)
 
 struct hstep_file {
@@ -28,8 +29,8 @@ static int fail_system(hstep_error *error, const char *what, const char *path)
     char text[256];
     int number = errno;
     error->missing = number == ENOENT || number == ENOTDIR;
-    return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what, path,
-                      strerror_r(number, text, sizeof text));
+    return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what,
+                      path, strerror_r(number, text, sizeof text));
 }
 
 static int open_retrying(const char *path, int flags, mode_t mode)
@@ -41,10 +42,7 @@ static int open_retrying(const char *path, int flags, mode_t mode)
 }
 
 /* Linux closes the descriptor even when it reports EINTR, and another thread may have it by then: never repeated. */
-static int close_once(int fd)
-{
-    return close(fd) && errno != EINTR ? -1 : 0;
-}
+static int close_once(int fd) { return close(fd) && errno != EINTR ? -1 : 0; }
 
 static int sync_retrying(int fd)
 {
@@ -54,7 +52,7 @@ static int sync_retrying(int fd)
     return result;
 }
 
-/* ---- Files ---------------------------------------------------------------------------------------------------------- */
+/* ---- Files ------------------------------------------------------------------------------------------------------- */
 
 static int wrap_descriptor(hstep_file **file, int fd, const char *path, hstep_error *error)
 {
@@ -109,10 +107,7 @@ int hstep_file_bytes(const hstep_file *file, uint64_t *bytes, hstep_error *error
     return HALFSTEP_OK;
 }
 
-const char *hstep_file_path(const hstep_file *file)
-{
-    return file->path;
-}
+const char *hstep_file_path(const hstep_file *file) { return file->path; }
 
 int hstep_read_at(const hstep_file *file, uint64_t offset, void *data, size_t bytes, hstep_error *error)
 {
@@ -170,10 +165,8 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
     if (length > limit)
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, more than the %llu allowed", path,
                           (unsigned long long)length, (unsigned long long)limit);
-    else if (!(*data = malloc((size_t)length + 1)))
-        code = hstep_fail_memory(error);
-    else
-        code = hstep_read_at(file, 0, *data, (size_t)length, error);
+    else if (!(*data = malloc((size_t)length + 1))) code = hstep_fail_memory(error);
+    else code = hstep_read_at(file, 0, *data, (size_t)length, error);
     hstep_close(file, &ignored);
     if (code) {
         free(*data);
@@ -185,7 +178,7 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
     return HALFSTEP_OK;
 }
 
-/* ---- Replacing a file ----------------------------------------------------------------------------------------------- */
+/* ---- Replacing a file -------------------------------------------------------------------------------------------- */
 
 int hstep_begin_replacement(hstep_replacement *replacement, const char *path, const char *prefix, hstep_error *error)
 {
@@ -213,7 +206,8 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
 
     /* Renaming onto a symbolic link would replace the link, not the file that the user has put elsewhere. */
     made.target = exists ? realpath(path, NULL) : hstep_copy(path);
-    if (!made.target) return errno == ENOMEM || !exists ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
+    if (!made.target)
+        return errno == ENOMEM || !exists ? hstep_fail_memory(error) : fail_system(error, "resolve", path);
     char *parent = hstep_parent_path(made.target);
     made.temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
     free(parent);
@@ -260,7 +254,8 @@ int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *rena
         code = hstep_rename(replacement->temporary, replacement->target, replacement->target, error);
         *renamed = !code;
         if (!code && sync && (code = hstep_sync_directory(parent, error)))
-            hstep_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
+            hstep_fail(error, code,
+                       "%s is in place, but may not survive a loss of power: its directory cannot be synced",
                        replacement->target);
     }
     if (!*renamed) unlink(replacement->temporary);
@@ -277,7 +272,7 @@ void hstep_cancel_replacement(hstep_replacement *replacement)
     free_replacement(replacement);
 }
 
-/* ---- Directories ---------------------------------------------------------------------------------------------------- */
+/* ---- Directories ------------------------------------------------------------------------------------------------- */
 
 char *hstep_join_path(const char *directory, const char *name)
 {
@@ -331,10 +326,7 @@ int hstep_sync_directory(const char *path, hstep_error *error)
     return code;
 }
 
-static int compare_names(const void *a, const void *b)
-{
-    return strcmp(*(char *const *)a, *(char *const *)b);
-}
+static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 void hstep_free_names(char **names, size_t count)
 {
@@ -396,8 +388,10 @@ hstep_kind hstep_kind_of(const char *path)
 {
     struct stat status;
     if (lstat(path, &status)) return errno == ENOENT || errno == ENOTDIR ? HSTEP_KIND_NOTHING : HSTEP_KIND_UNKNOWN;
-    return S_ISREG(status.st_mode) ? HSTEP_KIND_FILE : S_ISDIR(status.st_mode) ? HSTEP_KIND_DIRECTORY :
-           S_ISLNK(status.st_mode) ? HSTEP_KIND_LINK : HSTEP_KIND_OTHER;
+    return S_ISREG(status.st_mode)   ? HSTEP_KIND_FILE
+           : S_ISDIR(status.st_mode) ? HSTEP_KIND_DIRECTORY
+           : S_ISLNK(status.st_mode) ? HSTEP_KIND_LINK
+                                     : HSTEP_KIND_OTHER;
 }
 
 int hstep_is_protected(const char *path)
@@ -436,7 +430,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
     return code;
 }
 
-/* ---- Locks ---------------------------------------------------------------------------------------------------------- */
+/* ---- Locks ------------------------------------------------------------------------------------------------------- */
 
 int hstep_lock_directory(hstep_lock **lock, const char *path, int mode, int *busy, hstep_error *error)
 {

@@ -6,7 +6,7 @@
 
 #include "text.h"
 
-/* ---- Files ---------------------------------------------------------------------------------------------------------- */
+/* ---- Files ------------------------------------------------------------------------------------------------------- */
 
 typedef struct hstep_file hstep_file;
 
@@ -26,7 +26,7 @@ int hstep_close(hstep_file *file, hstep_error *error);
 /* Reads a whole small file into memory that the caller frees, with a zero byte behind its end. */
 int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *bytes, hstep_error *error);
 
-/* ---- Replacing a file ----------------------------------------------------------------------------------------------- */
+/* ---- Replacing a file -------------------------------------------------------------------------------------------- */
 
 /* The new contents are written to a temporary file in the same directory; until finish has renamed it, the path holds
  * what it held before. */
@@ -41,7 +41,7 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
 int hstep_finish_replacement(hstep_replacement *replacement, int sync, int *renamed, hstep_error *error);
 void hstep_cancel_replacement(hstep_replacement *replacement);
 
-/* ---- Directories ---------------------------------------------------------------------------------------------------- */
+/* ---- Directories ------------------------------------------------------------------------------------------------- */
 
 char *hstep_join_path(const char *directory, const char *name);
 /* The directory that holds path. */
@@ -64,7 +64,12 @@ int hstep_remove_directory(const char *path, hstep_error *error);
 
 /* What lies at a path, links not followed. Unknown: the system refuses to say. */
 typedef enum hstep_kind {
-    HSTEP_KIND_NOTHING, HSTEP_KIND_FILE, HSTEP_KIND_DIRECTORY, HSTEP_KIND_LINK, HSTEP_KIND_OTHER, HSTEP_KIND_UNKNOWN
+    HSTEP_KIND_NOTHING,
+    HSTEP_KIND_FILE,
+    HSTEP_KIND_DIRECTORY,
+    HSTEP_KIND_LINK,
+    HSTEP_KIND_OTHER,
+    HSTEP_KIND_UNKNOWN
 } hstep_kind;
 hstep_kind hstep_kind_of(const char *path);
 /* Whether the owner of a directory may not change it, or this process may not: somebody has protected it. */
@@ -76,7 +81,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
 /* Whether two paths name one file. */
 int hstep_same_file(const char *a, const char *b);
 
-/* ---- Locks ---------------------------------------------------------------------------------------------------------- */
+/* ---- Locks ------------------------------------------------------------------------------------------------------- */
 
 /* A lock on a directory, which ends with the process if not before. */
 typedef struct hstep_lock hstep_lock;

@@ -25,9 +25,12 @@ int hstep_json_take(hstep_json *json, char mark)
 int hstep_json_expect(hstep_json *json, char mark)
 {
     if (hstep_json_take(json, mark)) return 1;
-    return hstep_json_fail(json, mark == '{' ? "expected '{'" : mark == '}' ? "expected ',' or '}'" :
-                                 mark == '[' ? "expected '['" : mark == ']' ? "expected ',' or ']'" :
-                                 mark == ':' ? "expected ':'" : "expected ','");
+    return hstep_json_fail(json, mark == '{'   ? "expected '{'"
+                                 : mark == '}' ? "expected ',' or '}'"
+                                 : mark == '[' ? "expected '['"
+                                 : mark == ']' ? "expected ',' or ']'"
+                                 : mark == ':' ? "expected ':'"
+                                               : "expected ','");
 }
 
 int hstep_json_number(hstep_json *json, uint64_t *number)
@@ -42,7 +45,8 @@ int hstep_json_number(hstep_json *json, uint64_t *number)
         if (value > ((uint64_t)INT64_MAX - digit) / 10) return hstep_json_fail(json, "the integer is too large");
         value = value * 10 + digit;
     }
-    if (at == start || (json->text[start] == '0' && at > start + 1) || (at < json->bytes && strchr(".eE+-", json->text[at])))
+    if (at == start || (json->text[start] == '0' && at > start + 1) ||
+        (at < json->bytes && strchr(".eE+-", json->text[at])))
         return hstep_json_fail(json, "expected a plain decimal integer");
     json->at = at;
     *number = value;
@@ -56,8 +60,10 @@ static long read_hex(const hstep_json *json, size_t at)
     if (json->bytes - at < 4) return -1;
     for (int i = 0; i < 4; i++) {
         char c = json->text[at + (size_t)i];
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 :
-                    c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
         if (digit < 0) return -1;
         value = value << 4 | digit;
     }
@@ -80,7 +86,8 @@ static int read_escape(hstep_json *json, size_t *at, char **out)
     *at += 4;
     if (code >= 0xd800 && code < 0xe000) {
         long low = code < 0xdc00 && json->bytes - *at >= 6 && json->text[*at] == '\\' && json->text[*at + 1] == 'u'
-                       ? read_hex(json, *at + 2) : -1;
+                       ? read_hex(json, *at + 2)
+                       : -1;
         if (low < 0xdc00 || low > 0xdfff) return hstep_json_fail(json, "half a surrogate pair");
         *at += 6;
         code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);

@@ -1,9 +1,9 @@
 /* A strict JSON reader that builds no tree and allocates nothing: strings and non-negative integers, which is all that
- * safetensors headers and manifests hold, and the other kinds of value for the JSON files of a checkpoint, which the tools
- * read with it too.
+ * safetensors headers and manifests hold, and the other kinds of value for the JSON files of a checkpoint, which the
+ * tools read with it too.
  *
- * Not jansson, with which the tools write what they print: after a failed reallocation inside a string, 2.14 accepts the
- * text with bytes of the string missing, and its tree of a hostile header takes twenty times the header's size. */
+ * Not jansson, with which the tools write what they print: after a failed reallocation inside a string, 2.14 accepts
+ * the text with bytes of the string missing, and its tree of a hostile header takes twenty times the header's size. */
 #ifndef HALFSTEP_IO_JSON_H
 #define HALFSTEP_IO_JSON_H
 
@@ -17,7 +17,8 @@ typedef struct hstep_json {
     const char *problem; /* the first thing that was wrong, at byte `at`; NULL so far */
 } hstep_json;
 
-/* Each returns 1, or 0 and leaves the cursor. A failed hstep_json_take is a question answered; the others are errors. */
+/* Each returns 1, or 0 and leaves the cursor. A failed hstep_json_take is a question answered; the others are
+ * errors. */
 int hstep_json_take(hstep_json *json, char mark);   /* the next mark, if it is this one */
 int hstep_json_expect(hstep_json *json, char mark); /* the next mark must be this one */
 int hstep_json_string(hstep_json *json, const char **string);

@@ -65,12 +65,6 @@ int hstep_read_uint64(const char **text, uint64_t *value)
     return 1;
 }
 
-int hstep_is_double(const char *text, double *value)
-{
-    return hstep_read_double(&text, value) && !*text;
-}
+int hstep_is_double(const char *text, double *value) { return hstep_read_double(&text, value) && !*text; }
 
-int hstep_is_uint64(const char *text, uint64_t *value)
-{
-    return hstep_read_uint64(&text, value) && !*text;
-}
+int hstep_is_uint64(const char *text, uint64_t *value) { return hstep_read_uint64(&text, value) && !*text; }

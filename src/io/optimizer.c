@@ -1,6 +1,6 @@
 /* Optimizers in files. Everything that a file says is read and judged before the first change to the optimizer, and its
- * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500 lines
- * because what is saved, compared and taken must be one list. */
+ * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500
+ * lines because what is saved, compared and taken must be one list. */
 #include "checkpoint.h"
 #include "numbers.h"
 #include "streams.h"
@@ -13,7 +13,7 @@
 enum { NOW, THEN, BOTH };
 
 typedef struct setting {
-    int32_t group;              /* or HALFSTEP_ALL_GROUPS */
+    int32_t group; /* or HALFSTEP_ALL_GROUPS */
     const char *name;
     const char *choice[BOTH];   /* of a choice; NULL for hyper-parameters */
     halfstep_hyper_info limits; /* of a hyper-parameter */
@@ -23,8 +23,8 @@ typedef struct setting {
 typedef struct group_record {
     char recipe[64];
     halfstep_rule_info rule;
-    int32_t row;                /* of the rule */
-    int64_t source;             /* the group of the file that it continues, -1 while unknown */
+    int32_t row;    /* of the rule */
+    int64_t source; /* the group of the file that it continues, -1 while unknown */
     uint64_t steps[BOTH];
 } group_record;
 
@@ -40,7 +40,7 @@ typedef struct tensor_record {
     halfstep_counters counters[BOTH];
     scalar_record scalar[4 + HALFSTEP_MAX_STATES];
     int32_t scalars;
-    int fresh;                  /* the file knows it, but says that it has made no step */
+    int fresh; /* the file knows it, but says that it has made no step */
 } tensor_record;
 
 typedef struct named_tensor {
@@ -68,7 +68,7 @@ static void free_record(record *r)
     free(r->settings);
 }
 
-/* ---- What the optimizer has ----------------------------------------------------------------------------------------- */
+/* ---- What the optimizer has -------------------------------------------------------------------------------------- */
 
 static int add_setting(record *r, const setting *added, hstep_error *error)
 {
@@ -155,10 +155,11 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
     if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
     if (!whole && t->info.rows && t->info.row_length)
-        return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor \"%s\" is held only in part here, %lld x %lld of %lld x %lld: files take whole tensors",
-                          t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
-                          (long long)t->info.row_length);
+        return hstep_fail(
+            error, HALFSTEP_ERROR_UNSUPPORTED,
+            "tensor \"%s\" is held only in part here, %lld x %lld of %lld x %lld: files take whole tensors",
+            t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
+            (long long)t->info.row_length);
     r->by_name[index] = (named_tensor){t->info.name, index};
     return HALFSTEP_OK;
 }
@@ -187,12 +188,14 @@ static int describe(record *r, const halfstep_optimizer *optimizer, hstep_error 
     qsort(r->by_name, (size_t)r->tensor_count, sizeof *r->by_name, compare_names);
     for (int32_t i = 1; i < r->tensor_count; i++)
         if (!strcmp(r->by_name[i - 1].name, r->by_name[i].name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "two tensors are named \"%s\": in a file each needs its own "
-                              "name", r->by_name[i].name);
+            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
+                              "two tensors are named \"%s\": in a file each needs its own "
+                              "name",
+                              r->by_name[i].name);
     return HALFSTEP_OK;
 }
 
-/* ---- Arguments ------------------------------------------------------------------------------------------------------ */
+/* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
 /* *options becomes `ours`, which has the defaults of what the caller's header does not know. */
 static int take_options(halfstep_file_options *ours, const halfstep_file_options **options, const char *function,
@@ -235,7 +238,7 @@ static const char *model_file(const halfstep_file_options *options)
     return options && options->model_file ? options->model_file : "model.safetensors";
 }
 
-/* ---- Writing -------------------------------------------------------------------------------------------------------- */
+/* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
 /* Metadata under a key made of parts, as a sentence of the writer's if it fails. */
 typedef struct declaring {
@@ -245,8 +248,9 @@ typedef struct declaring {
 
 static int declare(const declaring *d, char *key, const char *value)
 {
-    int code = key && value ? halfstep_declare_safetensors_metadata(d->writer, key, value, d->error->text, d->error->size)
-                            : hstep_fail_memory(d->error);
+    int code = key && value
+                   ? halfstep_declare_safetensors_metadata(d->writer, key, value, d->error->text, d->error->size)
+                   : hstep_fail_memory(d->error);
     free(key);
     return code;
 }
@@ -352,14 +356,16 @@ static int declare_streams(const declaring *states, const declaring *model, cons
         int count = 0;
         code = shape_of(r, i, options, &shape, states->error);
         if (!code)
-            code = hstep_list_streams(r->optimizer, i, t, &r->groups[t->group].rule, shape, streams, &count, states->error);
+            code = hstep_list_streams(r->optimizer, i, t, &r->groups[t->group].rule, shape, streams, &count,
+                                      states->error);
         for (int k = 0; k < count && !code; k++)
             code = hstep_declare_stream(states->writer, t->name, &streams[k], states->error);
         if (code || !weights) continue;
         code = hstep_weight_stream(r->optimizer, i, t, shape, weights[i], model->writer ? "" : HSTEP_WEIGHT, &weight,
                                    states->error);
         if (!code)
-            code = hstep_declare_stream(model->writer ? model->writer : states->writer, t->name, &weight, states->error);
+            code =
+                hstep_declare_stream(model->writer ? model->writer : states->writer, t->name, &weight, states->error);
     }
     return code;
 }
@@ -379,7 +385,8 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
     if (!code && model.writer)
         code = halfstep_save_safetensors(save, model_file(options), model.writer, NULL, NULL, error->text, error->size);
     if (!code && save)
-        code = halfstep_save_safetensors(save, optimizer_file(options), states.writer, NULL, NULL, error->text, error->size);
+        code = halfstep_save_safetensors(save, optimizer_file(options), states.writer, NULL, NULL, error->text,
+                                         error->size);
     if (!code && !save) code = halfstep_write_safetensors(states.writer, path, NULL, NULL, error->text, error->size);
     halfstep_destroy_safetensors_writer(states.writer);
     halfstep_destroy_safetensors_writer(model.writer);
@@ -392,7 +399,8 @@ int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optim
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    if (!save || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
+    if (!save || !optimizer)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
     int code = take_options(&ours, &options, "halfstep_save_optimizer", &error);
     return hstep_note_failure(save, code ? code : write_files(save, NULL, optimizer, weights, options, &error), &error);
 }
@@ -402,12 +410,13 @@ int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimiz
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
+    if (!path || !optimizer)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
     int code = take_options(&ours, &options, "halfstep_write_optimizer", &error);
     return code ? code : write_files(NULL, path, optimizer, weights, options, &error);
 }
 
-/* ---- Reading: numbers ----------------------------------------------------------------------------------------------- */
+/* ---- Reading: numbers -------------------------------------------------------------------------------------------- */
 
 /* One reading of one optimizer. */
 typedef struct loading {
@@ -419,7 +428,7 @@ typedef struct loading {
     unsigned char *known;       /* per tensor of the file of states: it is one that the optimizer stores */
     uint64_t *places;           /* where the streams are in their files, as each_stream() visits them */
     size_t place_count, place_room;
-    char *key;                  /* room for any key that is looked up */
+    char *key; /* room for any key that is looked up */
     size_t key_bytes;
     hstep_error *error;
 } loading;
@@ -443,8 +452,8 @@ static int make_key(loading *l)
 
 static int fail_value(const loading *l, const char *prefix, const char *name)
 {
-    return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed", l->states.path,
-                      prefix, name);
+    return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed",
+                      l->states.path, prefix, name);
 }
 
 /* "NAME VALUE", and a space between one and the next. */
@@ -487,7 +496,7 @@ static int read_counters(const loading *l, tensor_record *t)
 static int take_other_grid(const char **text, const halfstep_rule_info *rule)
 {
     for (int32_t i = 0; i < rule->states; i++) {
-        char name[sizeof ((scalar_record *)0)->name];
+        char name[sizeof((scalar_record *)0)->name];
         snprintf(name, sizeof name, "%s.grid", rule->state_name[i]);
         if (take_word(text, name)) return 1;
     }
@@ -525,9 +534,11 @@ static int read_scalars(const loading *l, tensor_record *t)
     }
     if (!t->scalars || t->fresh) return HALFSTEP_OK;
     /* Python keeps none for a parameter without elements, or that has not been stepped. */
-    if (!text && (!needed || !t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
-    return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed ? HALFSTEP_OK
-                                                                                : fail_value(l, "scalars.", t->info.name);
+    if (!text && (!needed || !t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length))
+        return HALFSTEP_OK;
+    return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed
+               ? HALFSTEP_OK
+               : fail_value(l, "scalars.", t->info.name);
 }
 
 /* The recipe of a tensor in the file, and which group it was in. */
@@ -540,16 +551,21 @@ static int read_group_of(const loading *l, tensor_record *t)
     if (!recipe) recipe = find_value(l, "recipe", "");
     if (!recipe && !t->fresh) return fail_value(l, "recipe.", t->info.name);
     if (recipe && halfstep_recipe_full(recipe, there, sizeof there))
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: tensor \"%s\" has the recipe %s, which this library does "
-                          "not know", l->states.path, t->info.name, recipe);
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                          "%s: tensor \"%s\" has the recipe %s, which this library does "
+                          "not know",
+                          l->states.path, t->info.name, recipe);
     if (recipe && strcmp(there, g->recipe))
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "the recipe of tensor \"%s\" is %s here but %s in %s",
                           t->info.name, g->recipe, there, l->states.path);
     const char *text = find_value(l, "group_of.", t->info.name);
-    if (text && (!hstep_is_uint64(text, &number) || number > INT32_MAX)) return fail_value(l, "group_of.", t->info.name);
+    if (text && (!hstep_is_uint64(text, &number) || number > INT32_MAX))
+        return fail_value(l, "group_of.", t->info.name);
     if (g->source >= 0 && (uint64_t)g->source != number)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: tensor \"%s\" is in group %llu there, others of its group "
-                          "here are in group %lld", l->states.path, t->info.name, ull(number), (long long)g->source);
+        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                          "%s: tensor \"%s\" is in group %llu there, others of its group "
+                          "here are in group %lld",
+                          l->states.path, t->info.name, ull(number), (long long)g->source);
     g->source = (int64_t)number;
     return HALFSTEP_OK;
 }
@@ -620,10 +636,11 @@ static int read_setting(const loading *l, setting *s)
         if (value && !hstep_is_double(value, &number)) code = fail_value(l, prefix, s->name);
         s->number[THEN] = number;
         if (!code && compare && s->number[NOW] != number) code = fail_setting(l, s);
-        if (!code && value && !(number >= s->limits.minimum && (number < s->limits.maximum ||
-                                                                (number == s->limits.maximum && !s->limits.exclusive_maximum))))
-            code = hstep_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path, prefix,
-                              s->name, value, s->limits.minimum, s->limits.maximum,
+        if (!code && value &&
+            !(number >= s->limits.minimum &&
+              (number < s->limits.maximum || (number == s->limits.maximum && !s->limits.exclusive_maximum))))
+            code = hstep_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path,
+                              prefix, s->name, value, s->limits.minimum, s->limits.maximum,
                               s->limits.exclusive_maximum ? ')' : ']');
     }
     return code;
@@ -660,7 +677,8 @@ static int read_steps(const loading *l)
     if (!text || !hstep_is_uint64(text, &r->skipped[THEN]) || r->skipped[THEN] > INT64_MAX)
         return fail_value(l, "skipped_steps", "");
     text = find_value(l, "gradient_norm", "");
-    if (text && (!hstep_is_double(text, &r->norm[THEN]) || !(r->norm[THEN] >= 0.0) || r->norm[THEN] - r->norm[THEN] != 0.0))
+    if (text &&
+        (!hstep_is_double(text, &r->norm[THEN]) || !(r->norm[THEN] >= 0.0) || r->norm[THEN] - r->norm[THEN] != 0.0))
         return fail_value(l, "gradient_norm", "");
     return HALFSTEP_OK;
 }
@@ -712,8 +730,8 @@ static int check_ids(const loading *l)
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
             code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have one id, %llu",
-                              l->states.path, r->tensors[ids[i - 1].index].info.name, r->tensors[ids[i].index].info.name,
-                              ull(ids[i].id));
+                              l->states.path, r->tensors[ids[i - 1].index].info.name,
+                              r->tensors[ids[i].index].info.name, ull(ids[i].id));
     free(ids);
     return code;
 }
@@ -723,8 +741,9 @@ static int read_numbers(const loading *l)
     record *r = l->record;
     const char *format = find_value(l, "format", "");
     if (!format || strcmp(format, HSTEP_OPTIMIZER_FORMAT))
-        return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s holds no optimizer of halfstep: its format is not \""
-                          HSTEP_OPTIMIZER_FORMAT "\"", l->states.path);
+        return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT,
+                          "%s holds no optimizer of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
+                          l->states.path);
     int code = check_unknown_tensors(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_group_of(l, &r->tensors[i]);
@@ -735,7 +754,7 @@ static int read_numbers(const loading *l)
     return code ? code : check_ids(l);
 }
 
-/* ---- Reading: streams ----------------------------------------------------------------------------------------------- */
+/* ---- Reading: streams -------------------------------------------------------------------------------------------- */
 
 enum { HSTEP_CHECK_BYTES = 1 << 18 };
 
@@ -764,12 +783,10 @@ static int each_stream(loading *l, stream_visitor *visit, void *piece)
     return HALFSTEP_OK;
 }
 
-static int is_weight(const loading *l, const hstep_source *source)
-{
-    return source == &l->model;
-}
+static int is_weight(const loading *l, const hstep_source *source) { return source == &l->model; }
 
-static int check_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream, void *piece)
+static int check_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
+                        void *piece)
 {
     uint64_t index;
     if (t->fresh && !is_weight(l, source)) return HALFSTEP_OK;
@@ -782,7 +799,8 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
     return stream->positive ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES) : HALFSTEP_OK;
 }
 
-static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream, void *piece)
+static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
+                       void *piece)
 {
     (void)piece;
     if (t->fresh && !is_weight(l, source)) {
@@ -793,8 +811,8 @@ static int read_stream(loading *l, const hstep_source *source, tensor_record *t,
                                     l->error->text, l->error->size);
 }
 
-/* What the file has of the optimizer's tensors beyond what the optimizer stores: it was made with other settings, or lost the
- * counters of a tensor. */
+/* What the file has of the optimizer's tensors beyond what the optimizer stores: it was made with other settings, or
+ * lost the counters of a tensor. */
 static int check_unknown_streams(const loading *l)
 {
     uint64_t count = halfstep_safetensor_count(l->states.file);
@@ -825,7 +843,7 @@ static int check_streams(loading *l)
     return code;
 }
 
-/* ---- Taking what was read ------------------------------------------------------------------------------------------- */
+/* ---- Taking what was read ---------------------------------------------------------------------------------------- */
 
 static int fail_taking(const loading *l, int code)
 {
@@ -844,8 +862,8 @@ static uint64_t unused_id(const record *r, uint64_t from)
     return from;
 }
 
-/* Counters and ids. Tensors may have exchanged their ids, which must differ at every moment: those that change are parked
- * under others first. */
+/* Counters and ids. Tensors may have exchanged their ids, which must differ at every moment: those that change are
+ * parked under others first. */
 static int set_counters(const record *r, int which)
 {
     uint64_t parked = 0;
@@ -871,7 +889,8 @@ static int set_settings(const record *r, int which)
         if (s->choice[NOW]) {
             if (strcmp(s->choice[NOW], s->choice[THEN]))
                 code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[which]);
-        } else if (!(code = halfstep_get_hyper(r->optimizer, s->group, s->name, &number)) && number != s->number[which]) {
+        } else if (!(code = halfstep_get_hyper(r->optimizer, s->group, s->name, &number)) &&
+                   number != s->number[which]) {
             /* Only where it changes: the lr that is set first is a reference for fully decoupled decay. */
             code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[which]);
         }
@@ -931,7 +950,8 @@ static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *er
     return code;
 }
 
-static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoint, const char *name, hstep_error *error)
+static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoint, const char *name,
+                       hstep_error *error)
 {
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     source->path = halfstep_checkpoint_path(checkpoint, name);
@@ -964,7 +984,8 @@ int halfstep_read_optimizer(const char *path, halfstep_optimizer *optimizer, voi
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
     loading l = {.weights = weights};
-    if (!path || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_optimizer: NULL argument");
+    if (!path || !optimizer)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_optimizer: NULL argument");
     int code = take_options(&ours, &options, "halfstep_read_optimizer", &error);
     l.options = options;
     if (!code) code = halfstep_open_safetensors(&l.states.file, path, error.text, error.size);

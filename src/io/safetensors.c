@@ -1,13 +1,15 @@
 /* Reader and writer of safetensors files. The reader trusts nothing: a header is accepted only if it accounts for every
- * byte of the file exactly once. Over 500 lines because reader and writer share the format's limits and its dtype table. */
+ * byte of the file exactly once. Over 500 lines because reader and writer share the format's limits and its dtype
+ * table. */
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
 #include "../structs.h"
 
-/* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open file
- * takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64 dimensions are
- * what numpy can hold. A size is stored in 8 bytes but written in as few as 2, hence a limit on all of them together. */
+/* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open
+ * file takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64
+ * dimensions are what numpy can hold. A size is stored in 8 bytes but written in as few as 2, hence a limit on all of
+ * them together. */
 #define HSTEP_MAX_HEADER 100000000u
 #define HSTEP_MAX_TENSORS ((size_t)1 << 20)
 #define HSTEP_MAX_METADATA ((size_t)1 << 20)
@@ -51,7 +53,8 @@ const char *halfstep_safetensors_dtype(uint32_t position)
 }
 
 /* Elements and bytes of a shape. Returns what is wrong with it, or NULL. */
-static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t bits, uint64_t *elements, uint64_t *bytes)
+static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t bits, uint64_t *elements,
+                                 uint64_t *bytes)
 {
     uint64_t product = 1;
     for (uint64_t i = 0; i < ndim; i++) {
@@ -65,9 +68,10 @@ static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t 
     return NULL;
 }
 
-/* ---- Reader --------------------------------------------------------------------------------------------------------- */
+/* ---- Reader ------------------------------------------------------------------------------------------------------ */
 
-/* An array in pieces of equal length, which grows without copying and never has room for more than one piece too many. */
+/* An array in pieces of equal length, which grows without copying and never has room for more than one piece too
+ * many. */
 typedef struct series {
     char **pieces;
     size_t piece_count, piece_room, count;
@@ -86,7 +90,8 @@ static void *series_at(const series *list, size_t element, size_t index)
 static void *series_add(series *list, size_t element)
 {
     if (list->count / SERIES_PIECE == list->piece_count) {
-        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_room, sizeof *list->pieces)) return NULL;
+        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_room, sizeof *list->pieces))
+            return NULL;
         if (!(list->pieces[list->piece_count] = malloc(SERIES_PIECE * element))) return NULL;
         list->piece_count++;
     }
@@ -110,9 +115,9 @@ typedef struct tensor_entry {
 struct halfstep_safetensors {
     hstep_file *file;
     uint64_t file_bytes, data_start;
-    char *header;     /* its strings are decoded in place and stay there; a metadata value follows its key's zero byte */
-    series tensors;   /* tensor_entry, as they come in the header */
-    series sizes;     /* uint64_t */
+    char *header;   /* its strings are decoded in place and stay there; a metadata value follows its key's zero byte */
+    series tensors; /* tensor_entry, as they come in the header */
+    series sizes;   /* uint64_t */
     series by_offset; /* uint32_t: numbers in `tensors`, in the order of their bytes. This is the order callers see */
     series by_name;   /* uint32_t: positions in by_offset, sorted by name */
     series metadata;  /* uint32_t: where keys start in the header, sorted by key */
@@ -151,7 +156,8 @@ static const char *name_of(const halfstep_safetensors *file, const tensor_entry 
 
 typedef int (*number_order)(const halfstep_safetensors *file, uint32_t a, uint32_t b);
 
-static void sift_down(const halfstep_safetensors *file, const series *numbers, size_t root, size_t count, number_order compare)
+static void sift_down(const halfstep_safetensors *file, const series *numbers, size_t root, size_t count,
+                      number_order compare)
 {
     uint32_t moving = number_at(numbers, root);
     for (size_t child; (child = 2 * root + 1) < count; root = child) {
@@ -170,7 +176,8 @@ static void sort_numbers(const halfstep_safetensors *file, const series *numbers
     if (sorted >= count) return;
     for (size_t root = count / 2; root-- > 0;) sift_down(file, numbers, root, count, compare);
     for (size_t end = count; end-- > 1;) {
-        uint32_t *first = series_at(numbers, sizeof *first, 0), *last = series_at(numbers, sizeof *last, end), swap = *first;
+        uint32_t *first = series_at(numbers, sizeof *first, 0), *last = series_at(numbers, sizeof *last, end),
+                 swap = *first;
         *first = *last;
         *last = swap;
         sift_down(file, numbers, 0, end, compare);
@@ -211,8 +218,8 @@ typedef struct header_reader {
 /* json.problem becomes the text of the failure. */
 static int fail_json(header_reader *reader)
 {
-    return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: %s", reader->path, reader->json.at,
-                      reader->json.problem);
+    return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: %s", reader->path,
+                      reader->json.at, reader->json.problem);
 }
 
 static int read_shape(header_reader *reader, tensor_entry *entry)
@@ -231,8 +238,9 @@ static int read_shape(header_reader *reader, tensor_entry *entry)
             return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" has more than %d dimensions",
                               reader->path, name_of(file, entry), HSTEP_MAX_NDIM);
         if (reader->size_count++ == HSTEP_MAX_SIZES(file->tensors.count + 1))
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: the first %zu tensors have more than %zu dimensions",
-                              reader->path, file->tensors.count + 1, HSTEP_MAX_SIZES(file->tensors.count + 1));
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                              "%s: the first %zu tensors have more than %zu dimensions", reader->path,
+                              file->tensors.count + 1, HSTEP_MAX_SIZES(file->tensors.count + 1));
         if (!(stored = series_add(&file->sizes, sizeof *stored))) return hstep_fail_memory(reader->error);
         *stored = size;
         entry->ndim++;
@@ -253,7 +261,9 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
     if (member == 2) return read_shape(reader, entry);
     if (member == 4)
         return hstep_json_expect(json, '[') && hstep_json_number(json, &entry->begin) && hstep_json_expect(json, ',') &&
-               hstep_json_number(json, end) && hstep_json_expect(json, ']') ? HALFSTEP_OK : fail_json(reader);
+                       hstep_json_number(json, end) && hstep_json_expect(json, ']')
+                   ? HALFSTEP_OK
+                   : fail_json(reader);
     if (!hstep_json_string(json, &dtype)) return fail_json(reader);
     const dtype_row *row = find_dtype(dtype);
     if (!row)
@@ -281,10 +291,12 @@ static int read_entry(header_reader *reader, const char *name)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" lacks dtype, shape or data_offsets",
                           reader->path, name);
     if (entry.begin > end || end > data_bytes)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
-                          "%s: tensor \"%s\": data_offsets [%llu, %llu] do not lie within the file's %llu bytes of data",
-                          reader->path, name, ull(entry.begin), ull(end), ull(data_bytes));
-    const char *problem = measure_shape(sizes_of(file, &entry), entry.ndim, dtypes[entry.dtype].bits, &elements, &bytes);
+        return hstep_fail(
+            reader->error, HALFSTEP_ERROR_FORMAT,
+            "%s: tensor \"%s\": data_offsets [%llu, %llu] do not lie within the file's %llu bytes of data",
+            reader->path, name, ull(entry.begin), ull(end), ull(data_bytes));
+    const char *problem =
+        measure_shape(sizes_of(file, &entry), entry.ndim, dtypes[entry.dtype].bits, &elements, &bytes);
     if (problem)
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s", reader->path, name, problem);
     if (bytes != end - entry.begin)
@@ -292,7 +304,8 @@ static int read_entry(header_reader *reader, const char *name)
                           "%s: tensor \"%s\": shape and dtype give %llu bytes, data_offsets %llu", reader->path, name,
                           ull(bytes), ull(end - entry.begin));
     if (file->tensors.count == HSTEP_MAX_TENSORS)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu tensors", reader->path, HSTEP_MAX_TENSORS);
+        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu tensors", reader->path,
+                          HSTEP_MAX_TENSORS);
     if (!(stored = series_add(&file->tensors, sizeof entry))) return hstep_fail_memory(reader->error);
     *stored = entry;
     return HALFSTEP_OK;
@@ -310,8 +323,8 @@ static int read_metadata(header_reader *reader)
             !hstep_json_string(&reader->json, &value))
             return fail_json(reader);
         if (file->metadata.count == HSTEP_MAX_METADATA)
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA, reader->path,
-                              HSTEP_MAX_METADATA);
+            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA,
+                              reader->path, HSTEP_MAX_METADATA);
         if (!(stored = series_add(&file->metadata, sizeof *stored))) return hstep_fail_memory(reader->error);
         *stored = (uint32_t)(key - file->header);
         /* Behind the key's zero byte there is room: two quotes and a colon have stood between them. */
@@ -335,7 +348,8 @@ static int index_file(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
     size_t count = file->tensors.count;
-    if (!add_numbers(&file->by_offset, count) || !add_numbers(&file->by_name, count)) return hstep_fail_memory(reader->error);
+    if (!add_numbers(&file->by_offset, count) || !add_numbers(&file->by_name, count))
+        return hstep_fail_memory(reader->error);
     sort_numbers(file, &file->by_offset, compare_offsets);
     sort_numbers(file, &file->by_name, compare_names_at);
     sort_numbers(file, &file->metadata, compare_keys);
@@ -359,7 +373,8 @@ static int check_coverage(const header_reader *reader)
         if (entry->begin != reached)
             return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" begins at %llu, but %s %llu",
                               reader->path, name_of(file, entry), ull(entry->begin),
-                              entry->begin > reached ? "the bytes before it are unused from" : "the one before it ends at",
+                              entry->begin > reached ? "the bytes before it are unused from"
+                                                     : "the one before it ends at",
                               ull(reached));
         reached += bytes_of(file, entry);
     }
@@ -389,8 +404,10 @@ static int read_header(header_reader *reader)
     }
     while (json->at < json->bytes && json->text[json->at] == ' ') json->at++;
     if (json->at != json->bytes)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: the header must end with '}' "
-                          "and spaces", reader->path, json->at);
+        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                          "%s: byte %zu of the header: the header must end with '}' "
+                          "and spaces",
+                          reader->path, json->at);
     code = index_file(reader);
     return code ? code : check_coverage(reader);
 }
@@ -413,13 +430,16 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
     if (!code) {
         for (int i = 7; i >= 0; i--) length = length << 8 | prefix[i];
         if (length > HSTEP_MAX_HEADER)
-            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is not allowed; is this a "
-                              "safetensors file?", path, ull(length));
+            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT,
+                              "%s: a header of %llu bytes is not allowed; is this a "
+                              "safetensors file?",
+                              path, ull(length));
         else if (length > made->file_bytes - sizeof prefix)
-            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: the header's %llu bytes reach beyond the file's %llu", path,
-                              ull(length), ull(made->file_bytes));
+            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: the header's %llu bytes reach beyond the file's %llu",
+                              path, ull(length), ull(made->file_bytes));
         else if (length < 2)
-            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is too small", path, ull(length));
+            code =
+                hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is too small", path, ull(length));
     }
     if (!code && !(made->header = malloc((size_t)length))) code = hstep_fail_memory(&error);
     if (!code) code = hstep_read_at(made->file, sizeof prefix, made->header, (size_t)length, &error);
@@ -450,18 +470,19 @@ void halfstep_close_safetensors(halfstep_safetensors *file)
     free(file);
 }
 
-uint64_t halfstep_safetensor_count(const halfstep_safetensors *file)
-{
-    return file ? file->tensors.count : 0;
-}
+uint64_t halfstep_safetensor_count(const halfstep_safetensors *file) { return file ? file->tensors.count : 0; }
 
 int halfstep_get_safetensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
 {
     if (!file || !info || index >= file->tensors.count) return HALFSTEP_ERROR_ARGUMENT;
     const tensor_entry *entry = entry_at(file, (size_t)index);
     const dtype_row *dtype = &dtypes[entry->dtype];
-    halfstep_safetensor_info ours = {.dtype_bits = dtype->bits, .name = name_of(file, entry), .dtype = dtype->name,
-                                     .ndim = entry->ndim, .shape = sizes_of(file, entry), .begin = entry->begin};
+    halfstep_safetensor_info ours = {.dtype_bits = dtype->bits,
+                                     .name = name_of(file, entry),
+                                     .dtype = dtype->name,
+                                     .ndim = entry->ndim,
+                                     .shape = sizes_of(file, entry),
+                                     .begin = entry->begin};
     measure_shape(ours.shape, ours.ndim, dtype->bits, &ours.elements, &ours.bytes);
     ours.end = ours.begin + ours.bytes;
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
@@ -485,8 +506,8 @@ int halfstep_safetensor_find(const halfstep_safetensors *file, const char *name,
     return HALFSTEP_ERROR_NAME;
 }
 
-int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data, uint64_t bytes,
-                             char *text, size_t text_size)
+int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, uint64_t offset, void *data,
+                             uint64_t bytes, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
     uint64_t size_now = 0;
@@ -498,7 +519,8 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
     const tensor_entry *entry = entry_at(file, (size_t)index);
     uint64_t length = bytes_of(file, entry);
     if (offset > length || bytes > length - offset || bytes > SIZE_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "%s: tensor \"%s\" has %llu bytes; %llu from %llu were asked for",
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE,
+                          "%s: tensor \"%s\" has %llu bytes; %llu from %llu were asked for",
                           hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
     int code = hstep_file_bytes(file->file, &size_now, &error);
     if (code) return code;
@@ -536,7 +558,7 @@ const char *halfstep_safetensors_metadata_find(const halfstep_safetensors *file,
     return NULL;
 }
 
-/* ---- Writer --------------------------------------------------------------------------------------------------------- */
+/* ---- Writer ------------------------------------------------------------------------------------------------------ */
 
 typedef struct text_pair {
     char *key, *value;
@@ -592,7 +614,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     if (!(plan.dtype = find_dtype(dtype)))
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "tensor \"%s\": unknown dtype \"%s\"", name, dtype);
     if (ndim > HSTEP_MAX_NDIM)
-        return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\" has more than %d dimensions", name, HSTEP_MAX_NDIM);
+        return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\" has more than %d dimensions", name,
+                          HSTEP_MAX_NDIM);
     for (uint64_t i = 0; i < ndim; i++)
         if (shape[i] > INT64_MAX)
             return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": dimension %llu is too large", name, ull(i));
@@ -620,8 +643,8 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     return HALFSTEP_OK;
 }
 
-int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key, const char *value, char *text,
-                                          size_t text_size)
+int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key, const char *value,
+                                          char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!writer || !key || !value)
@@ -644,10 +667,12 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
     }
     if (writer->metadata_count == HSTEP_MAX_METADATA) {
         free(pair.value);
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file", HSTEP_MAX_METADATA);
+        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file",
+                          HSTEP_MAX_METADATA);
     }
     pair.key = hstep_copy(key);
-    if (!pair.key || !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_room, sizeof pair)) {
+    if (!pair.key ||
+        !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_room, sizeof pair)) {
         free(pair.key);
         free(pair.value);
         return hstep_fail_memory(&error);
@@ -657,10 +682,7 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
     return HALFSTEP_OK;
 }
 
-static uint32_t alignment(const dtype_row *dtype)
-{
-    return dtype->bits < 8 ? 1 : dtype->bits / 8;
-}
+static uint32_t alignment(const dtype_row *dtype) { return dtype->bits < 8 ? 1 : dtype->bits / 8; }
 
 static int compare_plans(const void *a, const void *b)
 {
@@ -689,8 +711,8 @@ static void append_metadata(hstep_buffer *header, const text_pair *pairs, size_t
 }
 
 /* Sorts the tensors into *order and writes length and header into *header. */
-static int plan_file(const halfstep_safetensors_writer *writer, const char *name, tensor_plan ***order, hstep_buffer *header,
-                     hstep_error *error)
+static int plan_file(const halfstep_safetensors_writer *writer, const char *name, tensor_plan ***order,
+                     hstep_buffer *header, hstep_error *error)
 {
     size_t count = writer->tensor_count;
     uint64_t offset = 0;
@@ -701,7 +723,8 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     qsort(sorted, count, sizeof *sorted, compare_plan_names);
     for (size_t i = 1; i < count; i++)
         if (!strcmp(sorted[i - 1]->name, sorted[i]->name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two tensors are named \"%s\"", name, sorted[i]->name);
+            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two tensors are named \"%s\"", name,
+                              sorted[i]->name);
     qsort(sorted, count, sizeof *sorted, compare_plans);
 
     hstep_append(header, "\0\0\0\0\0\0\0\0{", 9);
@@ -748,7 +771,8 @@ static int stream_tensor(const tensor_plan *plan, uint64_t number, const char *n
             int code = fill(fill_context, number, offset, piece, bytes);
             if (code)
                 return hstep_fail(error, code < 0 ? code : HALFSTEP_ERROR_ARGUMENT,
-                                  "%s: the contents of tensor \"%s\" could not be supplied (code %d)", name, plan->name, code);
+                                  "%s: the contents of tensor \"%s\" could not be supplied (code %d)", name, plan->name,
+                                  code);
             data = piece;
         }
         int code = sink(sink_context, data, bytes, error);
@@ -769,8 +793,9 @@ int hstep_stream_safetensors(const halfstep_safetensors_writer *writer, const ch
         if (writer->tensors[i].data || !writer->tensors[i].bytes) continue;
         needs_fill = 1;
         if (!fill)
-            code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: tensor \"%s\" has no data, and there is no fill function",
-                              name, writer->tensors[i].name);
+            code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                              "%s: tensor \"%s\" has no data, and there is no fill function", name,
+                              writer->tensors[i].name);
     }
     if (!code) code = plan_file(writer, name, &order, &header, error);
     if (!code && needs_fill && !(piece = malloc(HSTEP_FILL_BYTES))) code = hstep_fail_memory(error);
@@ -795,7 +820,8 @@ int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const 
     hstep_error error = hstep_make_error(text, text_size);
     hstep_replacement replacement;
     int renamed;
-    if (!writer || !path) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_safetensors: NULL argument");
+    if (!writer || !path)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_safetensors: NULL argument");
     int code = hstep_begin_replacement(&replacement, path, ".halfstep-write-", &error);
     if (code) return code;
     code = hstep_stream_safetensors(writer, path, write_to_file, replacement.file, fill, context, &error);

@@ -7,7 +7,8 @@
 /* Takes the next bytes of a file. */
 typedef int (*hstep_sink)(void *context, const void *data, uint64_t bytes, hstep_error *error);
 
-/* Sends a whole safetensors file to sink, in pieces of at most about 1 MiB, except for the header. name is for texts. */
+/* Sends a whole safetensors file to sink, in pieces of at most about 1 MiB, except for the header. name is for
+ * texts. */
 int hstep_stream_safetensors(const halfstep_safetensors_writer *writer, const char *name, hstep_sink sink,
                              void *sink_context, halfstep_fill_function fill, void *fill_context, hstep_error *error);
 

@@ -40,7 +40,8 @@ static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->data = slot->code;
     stream->bytes = slot->code_bytes;
     if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
-    else if (format->geometry == HALFSTEP_GEOMETRY_ROWS && elements % rows == 0) shape_as(stream, 2, rows, elements / rows);
+    else if (format->geometry == HALFSTEP_GEOMETRY_ROWS && elements % rows == 0)
+        shape_as(stream, 2, rows, elements / rows);
     else shape_as(stream, 1, elements, 0);
 }
 
@@ -53,7 +54,8 @@ static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->positive = format->block != 0;
     stream->flat = format->block && format->geometry != HALFSTEP_GEOMETRY_ROWS;
     if (!format->block) shape_as_tensor(stream, tensor, shape);
-    else if (stream->flat) shape_as(stream, 1, slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype), 0);
+    else if (stream->flat)
+        shape_as(stream, 1, slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype), 0);
     else shape_as(stream, 2, (uint64_t)tensor->rows, (uint64_t)slot->blocks_per_row);
 }
 
@@ -73,8 +75,10 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
         int has_codes = slot != HALFSTEP_SLOT_WEIGHT && info.code_bytes;
         if ((has_codes && !info.code) || (info.extra_bytes && !info.extra))
-            return hstep_fail(error, HALFSTEP_ERROR_ORDER, "tensor \"%s\": %s has no memory yet; allocate or bind the states "
-                              "first", tensor->name, info.name);
+            return hstep_fail(error, HALFSTEP_ERROR_ORDER,
+                              "tensor \"%s\": %s has no memory yet; allocate or bind the states "
+                              "first",
+                              tensor->name, info.name);
         if (has_codes) {
             hstep_stream *codes = &streams[n++];
             memset(codes, 0, sizeof *codes);
@@ -121,8 +125,8 @@ int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor
                          hstep_error *error)
 {
     char *name = name_in_file(tensor, stream);
-    int code = name ? halfstep_declare_safetensor(writer, name, stream->dtype, stream->ndim, stream->shape, stream->data,
-                                                  error->text, error->size)
+    int code = name ? halfstep_declare_safetensor(writer, name, stream->dtype, stream->ndim, stream->shape,
+                                                  stream->data, error->text, error->size)
                     : hstep_fail_memory(error);
     free(name);
     return code;
@@ -148,7 +152,8 @@ static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const
            found->elements == elements_of(tensor);
 }
 
-int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream, uint64_t *index)
+int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream,
+                      uint64_t *index)
 {
     halfstep_safetensor_info found = {.struct_size = sizeof found};
     char *name = name_in_file(tensor->name, stream), there[256], here[256];
@@ -163,15 +168,15 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
         code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s",
                           source->path, name, there, here);
     } else if (strcmp(found.dtype, stream->dtype)) {
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s", source->path,
-                          name, found.dtype, stream->dtype);
+        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s",
+                          source->path, name, found.dtype, stream->dtype);
     }
     free(name);
     return code;
 }
 
-/* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE has
- * them, so that NaN is above infinity. -0 is zero. */
+/* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE
+ * has them, so that NaN is above infinity. -0 is zero. */
 static size_t find_bad(const void *piece, size_t count, const char *dtype, int finite)
 {
     size_t i = 0;
@@ -193,13 +198,16 @@ int hstep_check_values(const hstep_source *source, uint64_t index, int finite, v
     int code = halfstep_get_safetensor_info(source->file, index, &info);
     if (code) return hstep_fail(source->error, code, "%s: %s", source->path, halfstep_strerror(code));
     for (uint64_t offset = 0; offset < info.bytes;) {
-        uint64_t left = info.bytes - offset, bytes = left < piece_bytes ? left : piece_bytes, width = info.dtype_bits / 8;
-        code = halfstep_read_safetensor(source->file, index, offset, piece, bytes, source->error->text, source->error->size);
+        uint64_t left = info.bytes - offset, bytes = left < piece_bytes ? left : piece_bytes,
+                 width = info.dtype_bits / 8;
+        code = halfstep_read_safetensor(source->file, index, offset, piece, bytes, source->error->text,
+                                        source->error->size);
         if (code) return code;
         uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, finite);
         if (bad < bytes / width)
-            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT, "%s: element %" PRIu64 " of \"%s\" is negative or %s",
-                              source->path, offset / width + bad, info.name, finite ? "not finite" : "not a number");
+            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT,
+                              "%s: element %" PRIu64 " of \"%s\" is negative or %s", source->path, offset / width + bad,
+                              info.name, finite ? "not finite" : "not a number");
         offset += bytes;
     }
     return HALFSTEP_OK;

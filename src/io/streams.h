@@ -7,15 +7,15 @@
 enum { HSTEP_MAX_STREAMS = 1 + 2 * HALFSTEP_MAX_STATES };
 
 typedef struct hstep_stream {
-    char suffix[64];       /* "exp_avg", "exp_avg.scale", "weight.extra"; empty for a weight in a file of weights */
+    char suffix[64]; /* "exp_avg", "exp_avg.scale", "weight.extra"; empty for a weight in a file of weights */
     const char *dtype;
     uint64_t ndim;
     const uint64_t *shape; /* the caller's, or own: a stream stays where it was made */
     uint64_t own[2];
-    int by_element;        /* one element for each of the tensor's */
-    int flat;              /* scales of a flattened tensor: their shape does not matter, only their number */
-    int positive;          /* neither NaN nor negative, */
-    int finite;            /* nor infinite */
+    int by_element; /* one element for each of the tensor's */
+    int flat;       /* scales of a flattened tensor: their shape does not matter, only their number */
+    int positive;   /* neither NaN nor negative, */
+    int finite;     /* nor infinite */
     void *data;
     uint64_t bytes;
 } hstep_stream;
@@ -27,19 +27,21 @@ typedef struct hstep_source {
     hstep_error *error;
 } hstep_source;
 
-/* The streams of a tensor beside its weight's own codes, those without a byte left out; shape: its sizes, or NULL for what the
- * optimizer knows. Fails where one has no memory yet. */
+/* The streams of a tensor beside its weight's own codes, those without a byte left out; shape: its sizes, or NULL for
+ * what the optimizer knows. Fails where one has no memory yet. */
 int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
                        const halfstep_rule_info *rule, const uint64_t *shape, hstep_stream streams[HSTEP_MAX_STREAMS],
                        int *count, hstep_error *error);
 /* The weight's codes. data may be NULL if there are none. */
 int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
-                        const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream, hstep_error *error);
+                        const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream,
+                        hstep_error *error);
 
 int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor, const hstep_stream *stream,
                          hstep_error *error);
 /* Finds the stream in a file and judges dtype and shape. */
-int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream, uint64_t *index);
+int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream,
+                      uint64_t *index);
 /* Reads values that have to be positive through a buffer of piece_bytes, and judges them. */
 int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes);
 

@@ -11,13 +11,10 @@
 #include "halfstep_io.h"
 
 /* For %llu and %llx, which uint64_t does not fit on every system. */
-static inline unsigned long long ull(uint64_t value)
-{
-    return value;
-}
+static inline unsigned long long ull(uint64_t value) { return value; }
 
-/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals, `incomplete` that it
- * was a file which a manifest promises. */
+/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals, `incomplete`
+ * that it was a file which a manifest promises. */
 typedef struct hstep_error {
     char *text;
     size_t size;
@@ -31,10 +28,10 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
     return error;
 }
 
-/* Returns code, so that a failure is one statement. Names come from files: control characters would break the promise of
- * one line, and could drive a terminal. */
-__attribute__((format(printf, 3, 4)))
-static inline int hstep_fail(hstep_error *error, int code, const char *format, ...)
+/* Returns code, so that a failure is one statement. Names come from files: control characters would break the promise
+ * of one line, and could drive a terminal. */
+__attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
+                                                                   ...)
 {
     if (error->size) {
         va_list arguments;
@@ -52,8 +49,7 @@ static inline int hstep_fail_memory(hstep_error *error)
     return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory");
 }
 
-__attribute__((format(printf, 1, 2)))
-static inline char *hstep_format(const char *format, ...)
+__attribute__((format(printf, 1, 2))) static inline char *hstep_format(const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);

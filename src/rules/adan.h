@@ -4,11 +4,11 @@
  *   m = b1 m + (1 - b1) g      a = b2 a + (1 - b2) e      n = b3 n + (1 - b3) y^2      previous = g
  *   d = lr * (m / (1 - b1^t) + b2 a / (1 - b2^t)) / (sqrt(n) / sqrt(1 - b3^t) + eps) + decay * w
  *
- * The paper's (w - lr u) / (1 + lr wd) is the decay mode "proximal", whose two factors arrive as lr and decay. The fourth
- * state is the gradient itself; optimi keeps its negative.
+ * The paper's (w - lr u) / (1 + lr wd) is the decay mode "proximal", whose two factors arrive as lr and decay. The
+ * fourth state is the gradient itself; optimi keeps its negative.
  *
- * Bounds for quantized moments. With r = b2 / (1 + b2), g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1, so averages of g are
- * averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, where a delay costs b3^(-i/2), gives
+ * Bounds for quantized moments. With r = b2 / (1 + b2), g_j = (1 - r) sum of r^i y_(j-i) + r^j y_1, so averages of g
+ * are averages of y at all delays i, and n holds the squares of y. Cauchy-Schwarz, where a delay costs b3^(-i/2), gives
  *   |average of g by b| <= A(b, t) sqrt(n) = (C(b, t) (1 - r) / (1 - q) + E(b, t)) sqrt(n)        q = r / sqrt(b3) < 1
  * with C Adam's bound for b and b3, and E what y_1 stands for the time before it:
  *   E(b, t) = r (1 - b) sqrt(b3) / sqrt(1 - b3) * ((b^2 / b3)^(t/2) - q^t) / (b - r)

@@ -4,9 +4,9 @@
  *   d = lr sqrt(1 - b2^t) * m / (sqrt(v) + eps) + c * w
  *
  * (the package takes the lump from the rounded weight after the step; here it is part of the one change) with Adam's
- * moments, the first not debiased: the first steps are shorter by 1 - b1^t. a is kept per tensor, in double,
- * and starts at threshold * U, so that tensors do not all decay in the same step; U in [0, 1) is a hash of the tensor's id
- * (the finalizer of splitmix64, its top 53 bits), which makes runs repeatable and ranks agree. */
+ * moments, the first not debiased: the first steps are shorter by 1 - b1^t. a is kept per tensor, in double, and starts
+ * at threshold * U, so that tensors do not all decay in the same step; U in [0, 1) is a hash of the tensor's id (the
+ * finalizer of splitmix64, its top 53 bits), which makes runs repeatable and ranks agree. */
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 
@@ -36,6 +36,9 @@ HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)lump;
 }
 
-V_OP vf delayed_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
+V_OP vf delayed_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    return adamw_rule(k, w, g, s, mode & RULE_CLAMP);
+}
 
 #endif

@@ -4,10 +4,10 @@
  *   ratio = (min(|w|, max_weight_norm) / |u|)^trust_scale     1 where a norm is 0, and with adam = 1
  *   d = lr * ratio * u
  *
- * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr, so that all
- * decay modes but l2 enter the ratio as weight decay does in the paper. max_weight_norm 10 and debias = 0 are what the
- * widespread implementation of the LAMB16 package has; trust_scale is its exponent. The scalars are what entered the ratio.
- * lr times a ratio that leaves fp32 counts as 1e30. */
+ * |.| is the Euclidean norm of the whole tensor. lambda is the coefficient of the weight in the change over lr, so that
+ * all decay modes but l2 enter the ratio as weight decay does in the paper. max_weight_norm 10 and debias = 0 are what
+ * the widespread implementation of the LAMB16 package has; trust_scale is its exponent. The scalars are what entered
+ * the ratio. lr times a ratio that leaves fp32 counts as 1e30. */
 #ifndef HSTEP_LAMB_H
 #define HSTEP_LAMB_H
 

@@ -6,9 +6,9 @@
  *   ratio = clamp((W / U * 1e-3 / lr)^trust_scale, 0, 2)
  *   d = lr * ratio * u
  *
- * so d grows with lr^(1 - trust_scale). The sums are over the whole tensor, n its elements; the scalars are W, U and the
- * ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a norm can be 0: the ratio is 1
- * then. At lr = 0 it is 2, as in the package, and nothing moves.
+ * so d grows with lr^(1 - trust_scale). The sums are over the whole tensor, n its elements; the scalars are W, U and
+ * the ratio. Values are clamped before they are squared, between sqrt(eps) and 1. With eps = 0 a norm can be 0: the
+ * ratio is 1 then. At lr = 0 it is 2, as in the package, and nothing moves.
  *
  * How states are scaled for 8 bits is the matter of their format; as in every rule, states of blocks, but not those of
  * fp8-lamb16, are clamped to the bound of adamw.h before they are used. */

@@ -2,13 +2,14 @@
  *
  *   b = mu b + (1 - mu) g
  *   u = (1 - mu) g + mu b (Nesterov), b
- *   d = lr * adjust * O + decay * w           O: u by Newton-Schulz steps, nearly its orthogonal factor (transforms.def)
+ *   d = lr * adjust * O + decay * w           O: u by Newton-Schulz steps, nearly its orthogonal factor
+ *                                             (transforms.def)
  *   adjust = sqrt(max(1, rows / columns)), or with match_rms 0.2 sqrt(max(rows, columns))
  *
  * as torch.optim.Muon has it, in whose buffer gradients weigh 1 - mu (O does not depend on that), with adjust_lr_fn
- * "original" and "match_rms_adamw" (Liu et al. 2025). torch runs the steps in BF16; here they are fp32. A matrix is a tensor
- * of at least two dimensions with more than one row and column; any other is stepped by AdamW with beta1, beta2 and eps, its
- * first moment in the place of the momentum. */
+ * "original" and "match_rms_adamw" (Liu et al. 2025). torch runs the steps in BF16; here they are fp32. A matrix is a
+ * tensor of at least two dimensions with more than one row and column; any other is stepped by AdamW with beta1, beta2
+ * and eps, its first moment in the place of the momentum. */
 #ifndef HSTEP_MUON_H
 #define HSTEP_MUON_H
 
@@ -17,8 +18,10 @@
 
 /* Of a matrix; any other tensor has those of adamw. */
 enum {
-    MUON_OLD = newton_schulz_constants, MUON_NEW, MUON_GRADIENT, MUON_BUFFER, MUON_SCALE, MUON_DECAY, muon_matrix_constants,
-    muon_constants = (int)muon_matrix_constants > (int)adamw_constants ? (int)muon_matrix_constants : (int)adamw_constants
+    MUON_OLD = newton_schulz_constants, MUON_NEW, MUON_GRADIENT, MUON_BUFFER, MUON_SCALE, MUON_DECAY,
+    muon_matrix_constants,
+    muon_constants =
+        (int)muon_matrix_constants > (int)adamw_constants ? (int)muon_matrix_constants : (int)adamw_constants
 };
 
 HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)

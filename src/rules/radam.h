@@ -2,7 +2,8 @@
  *
  *   rho = 2 / (1 - b2) - 1                       of all time
  *   rho_t = rho - 2 t b2^t / (1 - b2^t)          of t gradients
- *   rho_t > 5:  d = lr r m^ / (sqrt(v^) + eps) + decay * w,   r^2 = (rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)
+ *   rho_t > 5:  d = lr r m^ / (sqrt(v^) + eps) + decay * w,
+ *               r^2 = (rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)
  *   else:       d = lr m^ + decay * w
  *
  * with Adam's moments, debiased: eps is added to the corrected root (torch.optim.RAdam adds it to the raw one). Up to
@@ -17,7 +18,8 @@ enum { radam_constants = adamw_constants };
 HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
 {
     double beta1 = p->hyper[0], beta2 = p->hyper[1], t = (double)p->t;
-    double power = hstep_powi(beta2, p->t), all = 2.0 / (1.0 - beta2) - 1.0, now = all - 2.0 * t * power / (1.0 - power);
+    double power = hstep_powi(beta2, p->t), all = 2.0 / (1.0 - beta2) - 1.0;
+    double now = all - 2.0 * t * power / (1.0 - power);
     adamw_prepare(k, p);
     if (now > 5.0) {
         double rate = sqrt((now - 4.0) * (now - 2.0) * all / ((all - 4.0) * (all - 2.0) * now));

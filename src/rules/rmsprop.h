@@ -6,15 +6,16 @@
  *   d = lr * b + decay * w
  *
  * A centered z obeys z_t = a z_(t-1) + a (1 - a) (g - c_(t-1))^2, so it is never below the last term. Where v - c^2 has
- * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2 in
- * v bounds the quotient whatever quantization has done. States that hyper-parameters make needless come in as 0. */
+ * cancelled, or a quantized state made it too small or negative, that bound takes its place. In the plain form the g^2
+ * in v bounds the quotient whatever quantization has done. States that hyper-parameters make needless come in as 0. */
 #ifndef HSTEP_RMSPROP_H
 #define HSTEP_RMSPROP_H
 
 #include "rules/rule.h"
 
 enum {
-    RMSPROP_ALPHA, RMSPROP_NEW, RMSPROP_CENTERED, RMSPROP_LEAST, RMSPROP_ROOT, RMSPROP_EPS, RMSPROP_MOMENTUM, RMSPROP_LR,
+    RMSPROP_ALPHA, RMSPROP_NEW, RMSPROP_CENTERED, RMSPROP_LEAST, RMSPROP_ROOT, RMSPROP_EPS, RMSPROP_MOMENTUM,
+    RMSPROP_LR,
     RMSPROP_DECAY,
     rmsprop_constants
 };

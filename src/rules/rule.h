@@ -2,15 +2,15 @@
  *
  *   enum { NAME_..., NAME_constants }, the places in k[] and, in lower case like the functions, how many there are;
  *   HSTEP_INLINE void NAME_prepare(float *k, struct hstep_prepare *p)
- *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to fp32
- *       once, with + - * / sqrt and detmath.h only;
+ *       on the host, once per update: hyper-parameters in double to the constants k[] of the kernel, each rounded to
+ *       fp32 once, with + - * / sqrt and detmath.h only;
  *   V_OP vf NAME_rule(const vf *k, vf w, vf g, vf *s, const int mode)
  *       the arithmetic: from the weight, the effective gradient and the states (replaced in place) to the change d; the
- *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give all-zero
- *       states: padding relies on it;
+ *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give
+ *       all-zero states: padding relies on it;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
- *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor. Their
- *       roots reach a second prepare() as p->norm; then the rule starts again from the stored states. */
+ *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
+ *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
@@ -47,8 +47,8 @@ struct hstep_prepare {
     int *looked;
 };
 
-/* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of the group
- * takes them over. */
+/* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of
+ * the group takes them over. */
 HSTEP_INLINE const struct hstep_own *hstep_own(const struct hstep_prepare *p)
 {
     *p->looked = 1;

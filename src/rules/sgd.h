@@ -1,4 +1,5 @@
-/* Stochastic gradient descent, as torch.optim.SGD defines its momentum (Sutskever et al. 2013, without lr in the buffer):
+/* Stochastic gradient descent, as torch.optim.SGD defines its momentum (Sutskever et al. 2013, without lr in the
+ * buffer):
  *
  *   b = mu b + (1 - dampening) g     (first update: b = g)
  *   u = g + mu b (Nesterov), b (momentum), g (none)

@@ -1,10 +1,9 @@
 /* The vocabulary for AVX2, 8 lanes.
  *
- * Needs: AVX2 and F16C.
- * Slow: division and square root (one per 5 to 10 cycles), vi_mul on Intel (two multiplier passes), selects (two or three
- * micro-operations, for there are no mask registers), v*_f32 and v*_f16 pairs (shuffles across the two 128-bit halves),
- * v_gather (one load per lane, more where its microcode guards against Downfall).
- * Not used: fused multiply-add (another rounding), rcpps and rsqrtps (estimates). */
+ * Needs: AVX2 and F16C. Slow: division and square root (one per 5 to 10 cycles), vi_mul on Intel (two multiplier
+ * passes), selects (two or three micro-operations, for there are no mask registers), v*_f32 and v*_f16 pairs (shuffles
+ * across the two 128-bit halves), v_gather (one load per lane, more where its microcode guards against Downfall). Not
+ * used: fused multiply-add (another rounding), rcpps and rsqrtps (estimates). */
 #ifndef HSTEP_VEC_AVX2_H
 #define HSTEP_VEC_AVX2_H
 

@@ -1,11 +1,11 @@
 /* The vocabulary for AVX-512, 16 lanes.
  *
- * Needs: F, BW, DQ, VL, and F16C by name (its conversions at this width belong to F).
- * Slow: division and square root (one per 10 to 24 cycles), vi_mul on Intel (two multiplier passes), v*_f32 and v*_f16
- * pairs (a cross-lane permutation per vector; 16-bit pairs take a shift or a mask), v_gather (one load per lane).
- * Not used: AVX512-BF16 (its conversion flushes subnormals), vrcp14 and vrsqrt14 (estimates), fused multiply-add (another
- * rounding), embedded rounding (the step sets MXCSR once), VBMI and VBMI2 (they would save at most one shift in byte loads
- * and shut out the first processors). */
+ * Needs: F, BW, DQ, VL, and F16C by name (its conversions at this width belong to F). Slow: division and square root
+ * (one per 10 to 24 cycles), vi_mul on Intel (two multiplier passes), v*_f32 and v*_f16 pairs (a cross-lane permutation
+ * per vector; 16-bit pairs take a shift or a mask), v_gather (one load per lane). Not used: AVX512-BF16 (its conversion
+ * flushes subnormals), vrcp14 and vrsqrt14 (estimates), fused multiply-add (another rounding), embedded rounding (the
+ * step sets MXCSR once), VBMI and VBMI2 (they would save at most one shift in byte loads and shut out the first
+ * processors). */
 #ifndef HSTEP_VEC_AVX512_H
 #define HSTEP_VEC_AVX512_H
 

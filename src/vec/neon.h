@@ -1,12 +1,11 @@
 /* The vocabulary for AArch64 Advanced SIMD, 4 lanes, little-endian.
  *
- * Needs: the base instruction set of ARMv8-A.
- * Slow: division and square root (one per 10 to 20 cycles on many cores), vm_any and vi_hmax (across lanes, then to a
- * general register), sums (the 16 accumulators take 8 registers of 2), v_gather (every index goes through a general
- * register).
- * Not used: fmin and fmax (they return the number where one operand is NaN, and order zeros), fused multiply-add (another
- * rounding), frecpe and frsqrte (estimates), half-precision arithmetic, BFCVT (its NaNs are its own). Shifts are the
- * compilers' vector operators, because the intrinsics refuse a shift right by 0. */
+ * Needs: the base instruction set of ARMv8-A. Slow: division and square root (one per 10 to 20 cycles on many cores),
+ * vm_any and vi_hmax (across lanes, then to a general register), sums (the 16 accumulators take 8 registers of 2),
+ * v_gather (every index goes through a general register). Not used: fmin and fmax (they return the number where one
+ * operand is NaN, and order zeros), fused multiply-add (another rounding), frecpe and frsqrte (estimates),
+ * half-precision arithmetic, BFCVT (its NaNs are its own). Shifts are the compilers' vector operators, because the
+ * intrinsics refuse a shift right by 0. */
 #ifndef HSTEP_VEC_NEON_H
 #define HSTEP_VEC_NEON_H
 

@@ -1,14 +1,16 @@
 /* Calls into the C library that fail on purpose: calls.def lists them. Compiled in two ways.
  *
- * HSTEP_FAULTS_PRELOAD: a library for LD_PRELOAD, which stands before the C library and tells by the return address (through
- * the C library, by the stack) who is calling. The environment says what to do:
+ * HSTEP_FAULTS_PRELOAD: a library for LD_PRELOAD, which stands before the C library and tells by the return address
+ * (through the C library, by the stack) who is calling. The environment says what to do:
  *   HSTEP_FAULT=NAME:ERROR:K[+][:WHO]   as inject_arm()
- *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor, result,
- *                                       paths. "struck" is in it in place of the result where the call was made to fail
- *   HSTEP_FAULT_UNTIL_EXIT=1            nothing is seen any more once exit() is called: gcov's counters are written then
- * Otherwise: linked into a program with the linker's --wrap of every name in calls.def, and free. Only what is linked with it
- * is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. The program says what
- * to do, or with HSTEP_FAULTS_ENVIRONMENT the environment as above.
+ *   HSTEP_FAULT_LOG=FILE                one line per call: number, name, caller's module, chain of callers, descriptor,
+ *                                       result, paths. "struck" is in it in place of the result where the call was made
+ *                                       to fail
+ *   HSTEP_FAULT_UNTIL_EXIT=1            nothing is seen any more once exit() is called: gcov's counters are written
+ *                                       then
+ * Otherwise: linked into a program with the linker's --wrap of every name in calls.def, and free. Only what is linked
+ * with it is seen, all of which counts as "ours"; that is fast, works with sanitizers, and counts the live blocks. The
+ * program says what to do, or with HSTEP_FAULTS_ENVIRONMENT the environment as above.
  *
  * Over 500 lines because each call is written once for both ways. */
 #ifndef _GNU_SOURCE
@@ -102,7 +104,7 @@ static int recording_who;
 static int log_fd = -1;
 static _Atomic uint64_t counts[INJECT_CALLS];
 
-/* ---- Who calls ------------------------------------------------------------------------------------------------------- */
+/* ---- Who calls --------------------------------------------------------------------------------------------------- */
 
 #ifdef HSTEP_FAULTS_PRELOAD
 #define HSTEP_FAULTS_ENVIRONMENT 1
@@ -114,9 +116,10 @@ static enum who classify(const char *file)
     static const struct {
         const char *part;
         enum who who;
-    } table[] = {{"libhalfstep", WHO_ours},  {"libjansson", WHO_jansson}, {"libdnnl", WHO_onednn}, {"libz.", WHO_zlib},
-                 {"libgomp", WHO_openmp},    {"python", WHO_python},      {"libc.", WHO_libc},     {"libstdc++", WHO_onednn},
-                 {"ld-linux", WHO_libc},     {"libm.", WHO_libc},         {"libgcc_s", WHO_libc},  {"halfstep", WHO_ours}};
+    } table[] = {{"libhalfstep", WHO_ours}, {"libjansson", WHO_jansson}, {"libdnnl", WHO_onednn},
+                 {"libz.", WHO_zlib},       {"libgomp", WHO_openmp},     {"python", WHO_python},
+                 {"libc.", WHO_libc},       {"libstdc++", WHO_onednn},   {"ld-linux", WHO_libc},
+                 {"libm.", WHO_libc},       {"libgcc_s", WHO_libc},      {"halfstep", WHO_ours}};
     const char *slash = strrchr(file, '/');
     file = slash ? slash + 1 : file;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
@@ -192,7 +195,7 @@ static void step_outside(void)
 }
 #endif
 
-/* ---- Judging a call -------------------------------------------------------------------------------------------------- */
+/* ---- Judging a call ---------------------------------------------------------------------------------------------- */
 
 enum { MAX_PLACES = 4096 };
 static struct {
@@ -275,9 +278,10 @@ static void said(const struct call *call, const char *path, const char *second, 
     char line[1400], outcome[24];
     int before = errno;
     snprintf(outcome, sizeof outcome, call->error ? "struck" : "%ld", result);
-    int bytes = snprintf(line, sizeof line, "%llu\t%s\t%s\t%016llx\t%d\t%s\t%s\t%s\n",
-                         (unsigned long long)atomic_fetch_add(&log_number, 1), inject_names[call->call], who_names[call->who],
-                         (unsigned long long)call->chain, fd, outcome, path ? path : "", second ? second : "");
+    int bytes =
+        snprintf(line, sizeof line, "%llu\t%s\t%s\t%016llx\t%d\t%s\t%s\t%s\n",
+                 (unsigned long long)atomic_fetch_add(&log_number, 1), inject_names[call->call], who_names[call->who],
+                 (unsigned long long)call->chain, fd, outcome, path ? path : "", second ? second : "");
     if (bytes > 0 && (size_t)bytes < sizeof line) syscall(SYS_write, log_fd, line, (size_t)bytes);
     errno = before;
     step_outside();
@@ -343,7 +347,7 @@ size_t inject_places(enum inject_call call, uint64_t *numbers, size_t room)
     return place_counts[call];
 }
 
-/* ---- The calls ------------------------------------------------------------------------------------------------------- */
+/* ---- The calls --------------------------------------------------------------------------------------------------- */
 
 #ifdef HSTEP_FAULTS_PRELOAD
 #define DEFINED(name) name
@@ -355,10 +359,10 @@ extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_real
 #define real_calloc __libc_calloc
 #define real_realloc __libc_realloc
 #define real_aligned_alloc __libc_memalign
-#define DECLARE_REAL(result, name, parameters) static result (*pointer_##name) parameters;
-#define FIND_REAL(name)                                                                                                      \
-    do {                                                                                                                     \
-        if (!pointer_##name) *(void **)&pointer_##name = dlsym(RTLD_NEXT, #name);                                            \
+#define DECLARE_REAL(result, name, parameters) static result(*pointer_##name) parameters;
+#define FIND_REAL(name)                                                           \
+    do {                                                                          \
+        if (!pointer_##name) *(void **)&pointer_##name = dlsym(RTLD_NEXT, #name); \
     } while (0)
 #define CALL_REAL(name, arguments) (pointer_##name) arguments
 #define live_add(memory) ((void)(memory))
@@ -505,21 +509,21 @@ char *DEFINED(strdup)(const char *text)
     return copy ? memcpy(copy, text, bytes) : NULL;
 }
 
-#define CALL(kind, name, result, parameters, arguments, said_of_it, failed, errors)                                          \
-    DECLARE_REAL(result, name, parameters)                                                                                   \
-    result DEFINED(name) parameters;                                                                                         \
-    result DEFINED(name) parameters                                                                                          \
-    {                                                                                                                        \
-        FIND_REAL(name);                                                                                                     \
-        struct call call = strike(INJECT_##name, CALLER);                                                                    \
-        int error = call.error;                                                                                              \
-        if (error) {                                                                                                         \
-            SAY(said_of_it, 0);                                                                                              \
-            return failed;                                                                                                   \
-        }                                                                                                                    \
-        result got = CALL_REAL(name, arguments);                                                                             \
-        SAY(said_of_it, (long)got);                                                                                          \
-        return got;                                                                                                          \
+#define CALL(kind, name, result, parameters, arguments, said_of_it, failed, errors) \
+    DECLARE_REAL(result, name, parameters)                                          \
+    result DEFINED(name) parameters;                                                \
+    result DEFINED(name) parameters                                                 \
+    {                                                                               \
+        FIND_REAL(name);                                                            \
+        struct call call = strike(INJECT_##name, CALLER);                           \
+        int error = call.error;                                                     \
+        if (error) {                                                                \
+            SAY(said_of_it, 0);                                                     \
+            return failed;                                                          \
+        }                                                                           \
+        result got = CALL_REAL(name, arguments);                                    \
+        SAY(said_of_it, (long)got);                                                 \
+        return got;                                                                 \
     }
 #define SAY(said_of_it, got) SAY_MORE(UNPACK said_of_it, got)
 #define UNPACK(...) __VA_ARGS__
@@ -565,7 +569,8 @@ ssize_t DEFINED(pread)(int fd, void *data, size_t bytes, off_t offset)
 {
     FIND_REAL(pread);
     struct call call = strike(INJECT_pread, CALLER);
-    ssize_t got = call.error && call.error != SHORT ? -1 : CALL_REAL(pread, (fd, data, shortened(&call, bytes), offset));
+    ssize_t got =
+        call.error && call.error != SHORT ? -1 : CALL_REAL(pread, (fd, data, shortened(&call, bytes), offset));
     said(&call, NULL, NULL, fd, got);
     return got;
 }
@@ -614,7 +619,7 @@ size_t DEFINED(fwrite)(const void *data, size_t size, size_t count, FILE *file)
     return stream_fails(INJECT_fwrite, file, CALLER) ? 0 : CALL_REAL(fwrite, (data, size, count, file));
 }
 
-DECLARE_REAL(int, vfprintf, (FILE *file, const char *format, va_list arguments))
+DECLARE_REAL(int, vfprintf, (FILE * file, const char *format, va_list arguments))
 int DEFINED(vfprintf)(FILE *file, const char *format, va_list arguments);
 int DEFINED(vfprintf)(FILE *file, const char *format, va_list arguments)
 {
@@ -646,13 +651,13 @@ int DEFINED(printf)(const char *format, ...)
     return result;
 }
 
-#define WRITES(name, parameters, arguments, file)                                                                            \
-    DECLARE_REAL(int, name, parameters)                                                                                      \
-    int DEFINED(name) parameters;                                                                                            \
-    int DEFINED(name) parameters                                                                                             \
-    {                                                                                                                        \
-        FIND_REAL(name);                                                                                                     \
-        return stream_fails(INJECT_##name, file, CALLER) ? EOF : CALL_REAL(name, arguments);                                 \
+#define WRITES(name, parameters, arguments, file)                                            \
+    DECLARE_REAL(int, name, parameters)                                                      \
+    int DEFINED(name) parameters;                                                            \
+    int DEFINED(name) parameters                                                             \
+    {                                                                                        \
+        FIND_REAL(name);                                                                     \
+        return stream_fails(INJECT_##name, file, CALLER) ? EOF : CALL_REAL(name, arguments); \
     }
 #undef putc
 #undef putchar
@@ -661,9 +666,9 @@ WRITES(puts, (const char *text), (text), stdout)
 WRITES(fputc, (int c, FILE *file), (c, file), file)
 WRITES(putc, (int c, FILE *file), (c, file), file)
 WRITES(putchar, (int c), (c), stdout)
-WRITES(fflush, (FILE *file), (file), file)
+WRITES(fflush, (FILE * file), (file), file)
 
-DECLARE_REAL(int, fclose, (FILE *file))
+DECLARE_REAL(int, fclose, (FILE * file))
 int DEFINED(fclose)(FILE *file);
 int DEFINED(fclose)(FILE *file)
 {

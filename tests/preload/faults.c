@@ -1,9 +1,12 @@
-/* A library to preload into the program, for the shell tests: one call of an allocator fails, or one line cannot be read.
+/* A library to preload into the program, for the shell tests: one call of an allocator fails, or one line cannot be
+ * read.
  *
- *   FAULT_IN=jansson FAULT_AT=7   the 7th allocation that the library with this word in its name asks for fails; an empty word
- *                                 means the program itself. 0: none fails. The number of calls goes to the file FAULT_COUNT.
+ *   FAULT_IN=jansson FAULT_AT=7   the 7th allocation that the library with this word in its name asks for fails; an
+ *                                 empty word means the program itself. 0: none fails. The number of calls goes to the
+ *                                 file FAULT_COUNT.
  *   FAULT_LINE=3                  the 3rd fgets fails as with a bad disk
- *   HSTEP_FAULT_UNTIL_EXIT=1      no allocation is seen any more once exit() is called: gcov's counters are written then
+ *   HSTEP_FAULT_UNTIL_EXIT=1      no allocation is seen any more once exit() is called: gcov's counters are written
+ *                                 then
  *
  * Built by tests/nothing_lost_test.sh: cc -shared -fPIC -o faults.so faults.c */
 #define _GNU_SOURCE

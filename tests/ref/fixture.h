@@ -1,5 +1,5 @@
-/* One optimizer with one tensor and its buffers, and values for it: what most tests of the arithmetic need. Failures of the
- * library itself end the program, for nothing that follows would mean anything. */
+/* One optimizer with one tensor and its buffers, and values for it: what most tests of the arithmetic need. Failures of
+ * the library itself end the program, for nothing that follows would mean anything. */
 #ifndef HALFSTEP_TEST_FIXTURE_H
 #define HALFSTEP_TEST_FIXTURE_H
 
@@ -24,16 +24,16 @@ static inline void must(int result, const char *call, const char *file, int line
 #define EXPECT(call, code) expect((call), (code), #call, __LINE__)
 static inline void expect(int result, int code, const char *call, int line)
 {
-    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result), code,
-          halfstep_strerror(code));
+    CHECK(result == code, "line %d: %s is %d (%s), expected %d (%s)", line, call, result, halfstep_strerror(result),
+          code, halfstep_strerror(code));
 }
 
 /* Also that the sentence names the thing. */
-#define EXPECT_NAMED(o, call, code, word)                                                                        \
-    do {                                                                                                         \
-        EXPECT(call, code);                                                                                      \
-        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o),  \
-              (word));                                                                                           \
+#define EXPECT_NAMED(o, call, code, word)                                                                       \
+    do {                                                                                                        \
+        EXPECT(call, code);                                                                                     \
+        CHECK(strstr(halfstep_error_detail(o), (word)), "the detail '%s' lacks '%s'", halfstep_error_detail(o), \
+              (word));                                                                                          \
     } while (0)
 
 static inline void *zeroed(size_t bytes)
@@ -43,7 +43,7 @@ static inline void *zeroed(size_t bytes)
     return memory;
 }
 
-/* ---- Random values ---------------------------------------------------------------------------------------------------- */
+/* ---- Random values ----------------------------------------------------------------------------------------------- */
 
 struct source {
     uint64_t state;
@@ -86,7 +86,7 @@ static inline float bf16_nearest(float x)
     return from_bits((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000u);
 }
 
-/* ---- One tensor ------------------------------------------------------------------------------------------------------- */
+/* ---- One tensor -------------------------------------------------------------------------------------------------- */
 
 struct one {
     halfstep_optimizer *o;
@@ -118,8 +118,13 @@ static inline void one_start(struct one *t)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
     int32_t index;
-    halfstep_tensor d = {.struct_size = sizeof d, .group = 0, .name = "w", .ndim = t->ndim, .rows = t->rows,
-                         .row_length = t->row_length, .gradient = t->gradient_format};
+    halfstep_tensor d = {.struct_size = sizeof d,
+                         .group = 0,
+                         .name = "w",
+                         .ndim = t->ndim,
+                         .rows = t->rows,
+                         .row_length = t->row_length,
+                         .gradient = t->gradient_format};
     MUST(halfstep_add_tensor(t->o, &d, &index));
     MUST(halfstep_allocate_states(t->o));
     MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT, &info));
@@ -139,7 +144,10 @@ static inline void one_close(struct one *t)
     free(t->room);
 }
 
-static inline void one_hyper(struct one *t, const char *name, double value) { MUST(halfstep_set_hyper(t->o, 0, name, value)); }
+static inline void one_hyper(struct one *t, const char *name, double value)
+{
+    MUST(halfstep_set_hyper(t->o, 0, name, value));
+}
 
 static inline void one_write(struct one *t, int slot, const float *values)
 {
@@ -189,7 +197,7 @@ static inline double one_mean(struct one *t, int slot)
     return sum / (double)t->n;
 }
 
-/* ---- Names from the tables --------------------------------------------------------------------------------------------- */
+/* ---- Names from the tables --------------------------------------------------------------------------------------- */
 
 /* The format in a row if it may serve all of `roles`, else NULL. */
 static inline const char *format_for(int32_t row, int32_t roles)

@@ -1,4 +1,5 @@
-/* LPFAdamW, as torchastic describes it: published = 1 is what its code does, 0 debiases the low pass and decays by lr. */
+/* LPFAdamW, as torchastic describes it: published = 1 is what its code does, 0 debiases the low pass and decays by
+ * lr. */
 #ifndef HALFSTEP_REF_LPFADAMW_H
 #define HALFSTEP_REF_LPFADAMW_H
 
@@ -6,7 +7,8 @@
 
 static inline void ref_lpfadamw(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t), correction3 = 1 - pow(h->beta3, r->t);
+    double correction1 = 1 - pow(h->beta1, r->t), correction2 = 1 - pow(h->beta2, r->t),
+           correction3 = 1 - pow(h->beta3, r->t);
     struct ref_hyper now = *h;
     if (h->published != 0) now.weight_decay = h->weight_decay / correction2;
     for (int i = 0; i < r->n; i++) {

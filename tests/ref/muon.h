@@ -1,5 +1,5 @@
-/* torch.optim.Muon in double: momentum by lerp, Nesterov by lerp, division by the norm, the quintic iteration on the smaller
- * Gram matrix, both adjustments of lr. Tensors that are no matrices take AdamW's step. */
+/* torch.optim.Muon in double: momentum by lerp, Nesterov by lerp, division by the norm, the quintic iteration on the
+ * smaller Gram matrix, both adjustments of lr. Tensors that are no matrices take AdamW's step. */
 #ifndef HALFSTEP_REF_MUON_H
 #define HALFSTEP_REF_MUON_H
 
@@ -19,7 +19,8 @@ static inline void ref_product(double *c, const double *a, const double *b, int 
 }
 
 /* u, rows x columns, after the iteration. */
-static inline void ref_newton_schulz(double *u, int rows, int columns, double a, double b, double c, int steps, double eps)
+static inline void ref_newton_schulz(double *u, int rows, int columns, double a, double b, double c, int steps,
+                                     double eps)
 {
     int tall = rows > columns, m = tall ? columns : rows, n = tall ? rows : columns;
     double *room = malloc(sizeof *room * (size_t)(2 * m * n + 2 * m * m)), norm = 0;

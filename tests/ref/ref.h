@@ -5,8 +5,8 @@
  * that gets the whole tensor, so that norms over it can be formed, and from w, g, s[] of every element fills w_new and
  * s_new[] (states it does not have may be left alone: they are 0), and replaces the rule's named per-tensor scalars
  * r->scalar[], which start at 0 and come in the order of the rule's row. States are in the order of the row too; one of
- * role WEIGHT is a value, not a change. Only the published equations, in double: no rounding but F(), no error terms. How
- * exact a result can be is found by the test, which steps the reference again with each input changed a little. */
+ * role WEIGHT is a value, not a change. Only the published equations, in double: no rounding but F(), no error terms.
+ * How exact a result can be is found by the test, which steps the reference again with each input changed a little. */
 #ifndef HALFSTEP_REF_H
 #define HALFSTEP_REF_H
 
@@ -23,10 +23,12 @@
 enum ref_decay { REF_L2, REF_DECOUPLED, REF_FULLY_DECOUPLED, REF_PROXIMAL };
 
 /* The rules' own hyper-parameters, by the names that they have in rules.def. A new name is added here. */
+/* clang-format off */
 #define REF_HYPERS(X) \
-    X(beta1) X(beta2) X(beta3) X(eps) X(momentum) X(dampening) X(nesterov) X(amsgrad) X(k) X(alpha) X(centered) X(debias) \
-    X(amplify) X(published) X(max_weight_norm) X(trust_scale) X(adam) X(threshold) X(weight_lr_power) X(beta) X(ns_steps) \
-    X(ns_a) X(ns_b) X(ns_c) X(ns_eps) X(match_rms)
+    X(beta1) X(beta2) X(beta3) X(eps) X(momentum) X(dampening) X(nesterov) X(amsgrad) X(k) X(alpha) X(centered)   \
+    X(debias) X(amplify) X(published) X(max_weight_norm) X(trust_scale) X(adam) X(threshold) X(weight_lr_power)     \
+    X(beta) X(ns_steps) X(ns_a) X(ns_b) X(ns_c) X(ns_eps) X(match_rms)
+/* clang-format on */
 
 struct ref_hyper {
     double lr, weight_decay, reference_lr;
@@ -54,7 +56,7 @@ struct ref_tensor {
 /* What multiplies the old weight in the change. */
 static inline double ref_decay_factor(const struct ref_hyper *h)
 {
-    return h->decay == REF_DECOUPLED ? h->lr * h->weight_decay
+    return h->decay == REF_DECOUPLED         ? h->lr * h->weight_decay
            : h->decay == REF_FULLY_DECOUPLED ? h->lr / h->reference_lr * h->weight_decay
                                              : 0;
 }

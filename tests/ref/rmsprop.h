@@ -1,5 +1,5 @@
-/* Tieleman & Hinton 2012; centered (Graves 2013) and with momentum as torch.optim.RMSprop documents them; debias divides the
- * second moment by 1 - alpha^t, as torchastic does. */
+/* Tieleman & Hinton 2012; centered (Graves 2013) and with momentum as torch.optim.RMSprop documents them; debias
+ * divides the second moment by 1 - alpha^t, as torchastic does. */
 #ifndef HALFSTEP_REF_RMSPROP_H
 #define HALFSTEP_REF_RMSPROP_H
 

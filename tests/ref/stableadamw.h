@@ -1,5 +1,5 @@
-/* Wortsman et al. 2023, algorithm 2, with AdamW's moments debiased at their use (the same as its debiased decay rates) and
- * eps as a floor of the root where the root mean square is taken. */
+/* Wortsman et al. 2023, algorithm 2, with AdamW's moments debiased at their use (the same as its debiased decay rates)
+ * and eps as a floor of the root where the root mean square is taken. */
 #ifndef HALFSTEP_REF_STABLEADAMW_H
 #define HALFSTEP_REF_STABLEADAMW_H
 

@@ -1,5 +1,5 @@
-/* Which reference belongs to which rule, and how hyper-parameters reach both sides. A rule of the library without a row here
- * fails the tests that use this table; so does a hyper-parameter of its own that REF_HYPERS lacks. */
+/* Which reference belongs to which rule, and how hyper-parameters reach both sides. A rule of the library without a row
+ * here fails the tests that use this table; so does a hyper-parameter of its own that REF_HYPERS lacks. */
 #ifndef HALFSTEP_REF_TABLE_H
 #define HALFSTEP_REF_TABLE_H
 
@@ -11,8 +11,8 @@
 struct reference {
     const char *rule;
     void (*step)(const struct ref_hyper *h, struct ref_tensor *r);
-    /* For long runs, of which a rule may have several: a learning rate that moves weights by about 1e-3 a step where gradients
-     * are about 1e-2, options as "name=value ...", and whether block formats are followed too. */
+    /* For long runs, of which a rule may have several: a learning rate that moves weights by about 1e-3 a step where
+     * gradients are about 1e-2, options as "name=value ...", and whether block formats are followed too. */
     double lr;
     const char *options;
     int blocks;
@@ -55,7 +55,7 @@ static inline const struct reference *reference_of(const char *rule)
     return NULL;
 }
 
-/* ---- Rules of the library ------------------------------------------------------------------------------------------------ */
+/* ---- Rules of the library ---------------------------------------------------------------------------------------- */
 
 static inline halfstep_rule_info rule_info(int32_t row)
 {
@@ -130,7 +130,8 @@ static inline void ref_options(struct ref_hyper *h, const char *options)
     char name[32];
     double value;
     int length;
-    for (; sscanf(options, " %31[^=]=%lf%n", name, &value, &length) == 2; options += length) *ref_hyper_at(h, name) = value;
+    for (; sscanf(options, " %31[^=]=%lf%n", name, &value, &length) == 2; options += length)
+        *ref_hyper_at(h, name) = value;
 }
 
 /* From the reference's hyper-parameters to the library's. */

@@ -1,6 +1,6 @@
-/* For tests/new_rows_test.sh: the formats named on the command line, in the library it is linked with. For each, what is written
- * is read back within the bound of linear codes, and steps on every instruction set leave the same bytes, with every scale in one
- * byte. Prints a line for each; 0 if all hold. */
+/* For tests/new_rows_test.sh: the formats named on the command line, in the library it is linked with. For each, what
+ * is written is read back within the bound of linear codes, and steps on every instruction set leave the same bytes,
+ * with every scale in one byte. Prints a line for each; 0 if all hold. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,14 +10,20 @@
 
 enum { ROWS = 3, COLUMNS = 515, N = ROWS * COLUMNS, STEPS = 20, BYTES = 1 << 16 };
 
-static float value_of(uint32_t i) { return (float)((double)(i * 2654435761u) / 0x1p32 - 0.5) * (i % 7 ? 2.0f : 2000.0f); }
+static float value_of(uint32_t i)
+{
+    return (float)((double)(i * 2654435761u) / 0x1p32 - 0.5) * (i % 7 ? 2.0f : 2000.0f);
+}
 
 static int must(int result, const char *what)
 {
     if (result != HALFSTEP_OK) printf("%s: %s\n", what, halfstep_strerror(result));
     return result == HALFSTEP_OK;
 }
-#define MUST(call) do { if (!must(call, #call)) return 0; } while (0)
+#define MUST(call)                        \
+    do {                                  \
+        if (!must(call, #call)) return 0; \
+    } while (0)
 
 static int run(const char *format, const char *isa, unsigned char *bytes, size_t *n)
 {
@@ -25,7 +31,8 @@ static int run(const char *format, const char *isa, unsigned char *bytes, size_t
     int32_t group, tensor;
     char recipe[64];
     static float weight[N], gradient[N], state[N];
-    halfstep_tensor d = {.struct_size = sizeof d, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS, .gradient = "f32"};
+    halfstep_tensor d = {
+        .struct_size = sizeof d, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS, .gradient = "f32"};
     snprintf(recipe, sizeof recipe, "adamw/f32/%s", format);
     MUST(halfstep_set_isa(isa));
     MUST(halfstep_create(NULL, &o));
@@ -50,7 +57,8 @@ static int run(const char *format, const char *isa, unsigned char *bytes, size_t
                 return 0;
             }
         if (info.fell_back || info.extra_bytes != (uint64_t)info.blocks_per_row * ROWS) {
-            printf("%s: %d bytes of scales for %d blocks\n", format, (int)info.extra_bytes, (int)info.blocks_per_row * ROWS);
+            printf("%s: %d bytes of scales for %d blocks\n", format, (int)info.extra_bytes,
+                   (int)info.blocks_per_row * ROWS);
             return 0;
         }
     }

@@ -1,6 +1,6 @@
-/* For tests/new_rows_test.sh: what a library with more rows makes of the promised cases. golden LIST NAME...: every line of LIST is
- * still a case, one in 61 of them still has its hash, and each NAME, a new rule or format, has cases of its own. 0 if all
- * hold. */
+/* For tests/new_rows_test.sh: what a library with more rows makes of the promised cases. golden LIST NAME...: every
+ * line of LIST is still a case, one in 61 of them still has its hash, and each NAME, a new rule or format, has cases of
+ * its own. 0 if all hold. */
 #include <tools/halfstep/golden.c>
 
 /* The case of a line, or NULL. */
@@ -27,8 +27,7 @@ int main(int argc, char **argv)
         uint64_t hash = 0, expected = 0;
         char error[300] = "is no case any more";
         int right = c && golden_expected(line, c, &expected);
-        if (right && lines % 61 == 0)
-            right = !golden_run(c, &layout, &hash, error, sizeof error) && hash == expected;
+        if (right && lines % 61 == 0) right = !golden_run(c, &layout, &hash, error, sizeof error) && hash == expected;
         if (!right) printf("FAIL %.*s: %s\n", (int)strcspn(line, "\n"), line, c ? "another hash" : error);
         failed |= !right;
         lines++;

@@ -1,5 +1,5 @@
-/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 32 whose scale is a power of two in one byte (F8_E8M0), as in
- * the Microscaling formats. Error below the scale, which is below 2 max |x| / 127. */
+/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 32 whose scale is a power of two in one byte
+ * (F8_E8M0), as in the Microscaling formats. Error below the scale, which is below 2 max |x| / 127. */
 #ifndef HSTEP_MX8_FORMAT_H
 #define HSTEP_MX8_FORMAT_H
 
@@ -38,10 +38,8 @@ V_OP vf mx8_value(vi code, vf scale, const int nonneg)
 
 V_OP void mx8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 {
-    if (nonneg)
-        vp_load_u8(code + i, e, o);
-    else
-        vp_load_s8(code + i, e, o);
+    if (nonneg) vp_load_u8(code + i, e, o);
+    else vp_load_s8(code + i, e, o);
 }
 
 V_OP void mx8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }

@@ -1,5 +1,6 @@
-/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 64 whose scale has 3 bits after the leading one in one byte
- * (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. Error below the scale, which is below 1.2 max |x| / 127. */
+/* A format for tests/new_rows_test.sh: linear 8-bit codes in blocks of 64 whose scale has 3 bits after the leading one
+ * in one byte (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. Error below the scale, which is below 1.2 max
+ * |x| / 127. */
 #ifndef HSTEP_NV8_FORMAT_H
 #define HSTEP_NV8_FORMAT_H
 
@@ -38,10 +39,8 @@ V_OP vf nv8_value(vi code, vf scale, const int nonneg)
 
 V_OP void nv8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 {
-    if (nonneg)
-        vp_load_u8(code + i, e, o);
-    else
-        vp_load_s8(code + i, e, o);
+    if (nonneg) vp_load_u8(code + i, e, o);
+    else vp_load_s8(code + i, e, o);
 }
 
 V_OP void nv8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }

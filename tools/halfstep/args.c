@@ -8,7 +8,7 @@
 
 #include "recipes.h"
 
-/* ---- Reading values --------------------------------------------------------------------------------------------------- */
+/* ---- Reading values ---------------------------------------------------------------------------------------------- */
 
 static void *variable(const struct option_group *group, const struct option *option)
 {
@@ -43,8 +43,8 @@ static int check_bounds(const struct option *option, const char *text, double v,
         return 2;
     }
     if (v > option->maximum || (exclusive && v == option->maximum)) {
-        snprintf(error, error_bytes, "--%s is %s; it must be %s %.15g", option->name, text, exclusive ? "below" : "at most",
-                 option->maximum);
+        snprintf(error, error_bytes, "--%s is %s; it must be %s %.15g", option->name, text,
+                 exclusive ? "below" : "at most", option->maximum);
         return 2;
     }
     return 0;
@@ -111,8 +111,8 @@ static int set_choice(const struct option *option, void *target, const char *tex
     return 2;
 }
 
-static int list_add(struct args *args, struct string_list *list, const struct option *option, const char *text, char *error,
-                    size_t error_bytes)
+static int list_add(struct args *args, struct string_list *list, const struct option *option, const char *text,
+                    char *error, size_t error_bytes)
 {
     if (list->n == STRING_LIST_MAX) {
         snprintf(error, error_bytes, "--%s: more than %d values", option->name, STRING_LIST_MAX);
@@ -167,8 +167,8 @@ static int set_recipes(struct args *args, const struct option *option, void *tar
 }
 
 /* The last value for a name counts. */
-static int keep_hyper(struct args *args, const struct option *option, struct string_list *list, const char *word, char *error,
-                      size_t error_bytes)
+static int keep_hyper(struct args *args, const struct option *option, struct string_list *list, const char *word,
+                      char *error, size_t error_bytes)
 {
     size_t name = strcspn(word, "=") + 1;
     for (int i = 0; i < list->n; i++)
@@ -210,37 +210,28 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
     return status;
 }
 
-int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text, char *error,
-             size_t error_bytes)
+int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,
+             char *error, size_t error_bytes)
 {
     void *target = variable(group, option);
     const char *copy;
     switch (option->kind) {
-    case OPTION_FLAG:
-        *(int *)target = strcmp(text, "0") != 0;
-        return 0;
+    case OPTION_FLAG: *(int *)target = strcmp(text, "0") != 0; return 0;
     case OPTION_INTEGER:
     case OPTION_NUMBER:
-    case OPTION_BYTES:
-        return set_number(option, target, text, error, error_bytes);
-    case OPTION_SEED:
-        return set_seed(option, target, text, error, error_bytes);
+    case OPTION_BYTES: return set_number(option, target, text, error, error_bytes);
+    case OPTION_SEED: return set_seed(option, target, text, error, error_bytes);
     case OPTION_STRING:
         copy = args_keep(args, text);
         if (!copy) return no_memory(error, error_bytes);
         *(const char **)target = copy;
         return 0;
-    case OPTION_CHOICE:
-        return set_choice(option, target, text, error, error_bytes);
-    case OPTION_RECIPE:
-        return set_recipe(args, option, target, text, error, error_bytes);
-    case OPTION_RECIPES:
-        return set_recipes(args, option, target, text, error, error_bytes);
+    case OPTION_CHOICE: return set_choice(option, target, text, error, error_bytes);
+    case OPTION_RECIPE: return set_recipe(args, option, target, text, error, error_bytes);
+    case OPTION_RECIPES: return set_recipes(args, option, target, text, error, error_bytes);
     case OPTION_HYPER:
-    case OPTION_HYPER_AS:
-        return set_hyper(args, option, target, text, error, error_bytes);
-    case OPTION_HEADING:
-        break;
+    case OPTION_HYPER_AS: return set_hyper(args, option, target, text, error, error_bytes);
+    case OPTION_HEADING: break;
     }
     return 2;
 }
@@ -249,16 +240,10 @@ void args_text(const struct option_group *group, const struct option *option, st
 {
     const void *target = variable(group, option);
     switch (option->kind) {
-    case OPTION_FLAG:
-        text_add(out, "%d", *(const int *)target != 0);
-        return;
-    case OPTION_INTEGER:
-        text_add(out, "%lld", (long long)*(const int64_t *)target);
-        return;
+    case OPTION_FLAG: text_add(out, "%d", *(const int *)target != 0); return;
+    case OPTION_INTEGER: text_add(out, "%lld", (long long)*(const int64_t *)target); return;
     case OPTION_SEED:
-    case OPTION_BYTES:
-        text_add(out, "%llu", (unsigned long long)*(const uint64_t *)target);
-        return;
+    case OPTION_BYTES: text_add(out, "%llu", (unsigned long long)*(const uint64_t *)target); return;
     case OPTION_NUMBER: {
         double v = *(const double *)target;
         char number[32];
@@ -284,12 +269,11 @@ void args_text(const struct option_group *group, const struct option *option, st
         return;
     }
     case OPTION_HYPER_AS:
-    case OPTION_HEADING:
-        return;
+    case OPTION_HEADING: return;
     }
 }
 
-/* ---- The command line -------------------------------------------------------------------------------------------------- */
+/* ---- The command line -------------------------------------------------------------------------------------------- */
 
 static const struct option *find(const struct option_group *groups, int n_groups, const char *name, size_t n,
                                  const struct option_group **group, int *number)
@@ -373,7 +357,8 @@ static int read_option(struct args *args, int argc, char **argv, int *at)
     const struct option_group *group;
     int number;
     const struct option *option = find(args->groups, args->n_groups, name, n, &group, &number);
-    if (!option && n == 4 && strncmp(name, "help", n) == 0) return usage_error(args->command->name, "--help takes no value");
+    if (!option && n == 4 && strncmp(name, "help", n) == 0)
+        return usage_error(args->command->name, "--help takes no value");
     if (!option) return unknown_option(args, word, (int)n);
     args->given[number] = 1;
     if (option->kind == OPTION_FLAG) {
@@ -403,7 +388,8 @@ static int check_required(const struct args *args)
         for (int i = 0; i < args->groups[g].n; i++, number++) {
             const struct option *option = &args->groups[g].rows[i];
             if ((option->flags & OPTION_REQUIRED) && !args->given[number])
-                return usage_error(args->command->name, "--%s %s is missing", option->name, option->value ? option->value : "");
+                return usage_error(args->command->name, "--%s %s is missing", option->name,
+                                   option->value ? option->value : "");
         }
     return ARGS_RUN;
 }
@@ -434,8 +420,8 @@ static int read_words(struct args *args, int argc, char **argv)
     return ARGS_RUN;
 }
 
-int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups, int argc,
-               char **argv)
+int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
+               int argc, char **argv)
 {
     for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {

@@ -1,10 +1,12 @@
-/* Command lines from tables. One row of struct option gives an option its name, type, bounds, default and help text; the
- * same row parses it, prints it in --help, writes it into a checkpoint and compares it on resume.
+/* Command lines from tables. One row of struct option gives an option its name, type, bounds, default and help text;
+ * the same row parses it, prints it in --help, writes it into a checkpoint and compares it on resume.
  *
  *   struct plan { double params; uint64_t memory; int json; };
  *   static const struct option rows[] = {
- *       {"params", OPTION_NUMBER, offsetof(struct plan, params), "N", NULL, 1, 1e15, OPTION_REQUIRED, NULL, "parameters"},
- *       {"memory", OPTION_BYTES, offsetof(struct plan, memory), "BYTES", "24G", 0, 1e18, 0, NULL, "memory to fit into"},
+ *       {"params", OPTION_NUMBER, offsetof(struct plan, params), "N", NULL, 1, 1e15, OPTION_REQUIRED,
+ *        NULL, "parameters"},
+ *       {"memory", OPTION_BYTES, offsetof(struct plan, memory), "BYTES", "24G", 0, 1e18, 0,
+ *        NULL, "memory to fit into"},
  *       OPTION_JSON(struct plan),
  *   };
  *   static const struct command command = {"plan", "", "memory forecast ...", NULL, 0, 0};
@@ -17,8 +19,8 @@
  *   args_free(&args);
  *
  * Every option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
- * suffixes k, M, G, T, B (powers of 1000; B is 10^9), bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (of 1000).
- * --help is there without a row. After a repeated option the last one counts, except for lists. */
+ * suffixes k, M, G, T, B (powers of 1000; B is 10^9), bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (of
+ * 1000). --help is there without a row. After a repeated option the last one counts, except for lists. */
 #ifndef HALFSTEP_ARGS_H
 #define HALFSTEP_ARGS_H
 
@@ -44,9 +46,9 @@ enum option_kind {
 
 #define OPTION_REQUIRED 1
 #define OPTION_EXCLUSIVE_MAXIMUM 2
-#define OPTION_IDENTITY 4    /* must be the same when a run is resumed */
-#define OPTION_SAVED 8       /* kept in a checkpoint as the value to resume with, but may be changed */
-#define OPTION_HIDDEN 16     /* not in --help */
+#define OPTION_IDENTITY 4 /* must be the same when a run is resumed */
+#define OPTION_SAVED 8    /* kept in a checkpoint as the value to resume with, but may be changed */
+#define OPTION_HIDDEN 16  /* not in --help */
 
 #define STRING_LIST_MAX 64
 struct string_list {
@@ -55,15 +57,15 @@ struct string_list {
 };
 
 struct option {
-    const char *name;                      /* without dashes */
+    const char *name; /* without dashes */
     enum option_kind kind;
-    size_t offset;                         /* of its variable in the group's target */
-    const char *value;                     /* what --help calls its value */
-    const char *initial;                   /* the default, as it could be typed; NULL: zero, NULL or an empty list */
-    double minimum, maximum;               /* of numbers; both 0: no bounds */
+    size_t offset;           /* of its variable in the group's target */
+    const char *value;       /* what --help calls its value */
+    const char *initial;     /* the default, as it could be typed; NULL: zero, NULL or an empty list */
+    double minimum, maximum; /* of numbers; both 0: no bounds */
     unsigned flags;
-    const char *(*choice)(int32_t index);  /* of OPTION_CHOICE; NULL past the last */
-    const char *help;                      /* says the unit */
+    const char *(*choice)(int32_t index); /* of OPTION_CHOICE; NULL past the last */
+    const char *help;                     /* says the unit */
 };
 
 #define OPTION_COUNT(rows) ((int)(sizeof(rows) / sizeof((rows)[0])))
@@ -71,18 +73,18 @@ struct option {
     {"json", OPTION_FLAG, offsetof(type, json), NULL, NULL, 0, 0, 0, NULL, "print the results as one JSON object"}
 
 struct option_group {
-    const char *title;          /* heading in --help, unless the first row is one */
+    const char *title; /* heading in --help, unless the first row is one */
     const struct option *rows;
     int n;
-    void *target;               /* the struct the offsets count from */
+    void *target; /* the struct the offsets count from */
 };
 
 struct command {
-    const char *name;           /* "train lm" */
-    const char *usage;          /* after the name in the usage line: "--data FILE [options]" */
-    const char *summary;        /* first paragraph of --help */
-    const char *notes;          /* last paragraphs, printed as they are; NULL: none */
-    int min_words, max_words;   /* arguments that are not options */
+    const char *name;         /* "train lm" */
+    const char *usage;        /* after the name in the usage line: "--data FILE [options]" */
+    const char *summary;      /* first paragraph of --help */
+    const char *notes;        /* last paragraphs, printed as they are; NULL: none */
+    int min_words, max_words; /* arguments that are not options */
 };
 
 #define ARGS_MAX_WORDS 16
@@ -95,7 +97,7 @@ struct args {
     const char *word[ARGS_MAX_WORDS];
     int n_words;
     unsigned char given[ARGS_MAX_OPTIONS];
-    char **owned;               /* strings made while parsing */
+    char **owned; /* strings made while parsing */
     int n_owned;
 };
 
@@ -103,8 +105,8 @@ struct args {
 
 /* Sets all defaults, then reads argv[1] .. argv[argc - 1]. ARGS_RUN, or the exit status after --help was printed (0) or
  * one line of error (2; 1 without memory); then nothing needs freeing. `groups` must outlive args. */
-int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups, int argc,
-               char **argv);
+int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
+               int argc, char **argv);
 /* Only sets the defaults: for structs that no command line fills. */
 int args_defaults(struct args *args, const struct command *command, const struct option_group *groups, int n_groups);
 void args_free(struct args *args);
@@ -113,15 +115,15 @@ void args_free(struct args *args);
 int args_given(const struct args *args, const char *name);
 /* A copy of text that lives as long as args; NULL when memory is out. */
 const char *args_keep(struct args *args, const char *text);
-/* Reads text into one option's variable, as the command line would. 0, or the exit status and a line: 2 and the option where
- * text is wrong, 1 without memory. */
-int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text, char *error,
-             size_t error_bytes);
+/* Reads text into one option's variable, as the command line would. 0, or the exit status and a line: 2 and the option
+ * where text is wrong, 1 without memory. */
+int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,
+             char *error, size_t error_bytes);
 /* Appends the value as text that args_set() reads back exactly; nothing for what is not set. */
 void args_text(const struct option_group *group, const struct option *option, struct text *out);
 
-/* The candidate closest to a mistyped word, or NULL if none is close. next(context, i) gives the candidates, NULL past the
- * last. */
+/* The candidate closest to a mistyped word, or NULL if none is close. next(context, i) gives the candidates, NULL past
+ * the last. */
 const char *args_suggest(const char *word, const char *(*next)(void *context, int index), void *context);
 
 /* One line "halfstep: NAME: ..." on stderr; the first returns 2 and points to --help, the second returns 1. */

@@ -56,7 +56,8 @@ static void print_option(const struct option *option)
 {
     char left[120], right[1600], choices[512];
     int at;
-    snprintf(left, sizeof left, "  --%s%s%s", option->name, option->value ? " " : "", option->value ? option->value : "");
+    snprintf(left, sizeof left, "  --%s%s%s", option->name, option->value ? " " : "",
+             option->value ? option->value : "");
     at = printf("%s", left);
     snprintf(right, sizeof right, "%s", option->help);
     if (option->kind == OPTION_CHOICE) {
@@ -72,8 +73,9 @@ static void print_option(const struct option *option)
     int above = option->minimum != 0, below = option->maximum != 0 && option->maximum < 1e9;
     if (option->kind != OPTION_FLAG && (above || below)) {
         append(right, sizeof right, "%s", separator);
-        if (below) append(right, sizeof right, "%.15g to %s%.15g", option->minimum,
-                          option->flags & OPTION_EXCLUSIVE_MAXIMUM ? "below " : "", option->maximum);
+        if (below)
+            append(right, sizeof right, "%.15g to %s%.15g", option->minimum,
+                   option->flags & OPTION_EXCLUSIVE_MAXIMUM ? "below " : "", option->maximum);
         else append(right, sizeof right, "at least %.15g", option->minimum);
         separator = "; ";
     }

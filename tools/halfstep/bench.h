@@ -21,8 +21,8 @@ struct block {
 int block_open(struct block *b, size_t bytes, int index);
 void block_close(struct block *b);
 
-/* `arrays` equal arrays that are read and written, one that is only read, taken in turns of so many parameters or (turn 0)
- * word by word. */
+/* `arrays` equal arrays that are read and written, one that is only read, taken in turns of so many parameters or (turn
+ * 0) word by word. */
 struct variant {
     int arrays, turn;
 };
@@ -38,7 +38,8 @@ struct stream {
     atomic_uint_least64_t sink;
 };
 
-/* 0, or -1 without memory or threads; to be closed in any case. The best variant is the ceiling: a slow one would flatter. */
+/* 0, or -1 without memory or threads; to be closed in any case. The best variant is the ceiling: a slow one would
+ * flatter. */
 int stream_open(struct stream *s, int64_t params, double written, double read_only, int threads);
 void stream_close(struct stream *s);
 /* Seconds of one pass, or a negative number. The calling thread takes the first share. */
@@ -58,11 +59,11 @@ struct bench {
 struct result {
     const char *recipe, *gradients;
     int64_t params, tensors;
-    double bytes, scan_bytes;      /* per parameter */
-    double ns, scan_ns;            /* per parameter */
+    double bytes, scan_bytes; /* per parameter */
+    double ns, scan_ns;       /* per parameter */
     double fraction, scan_fraction, stream_gbs;
-    double cache_ns, over_one;     /* 0: not measured */
-    double flops;                  /* of a step's matrix products, per parameter; 0: none */
+    double cache_ns, over_one; /* 0: not measured */
+    double flops;              /* of a step's matrix products, per parameter; 0: none */
 };
 
 /* Which gradients a recipe is timed with. */

@@ -1,4 +1,5 @@
-/* One case of `halfstep bench`: a recipe on tensors of its own, timed between two runs of the stream of the same bytes. */
+/* One case of `halfstep bench`: a recipe on tensors of its own, timed between two runs of the stream of the same
+ * bytes. */
 #include "bench.h"
 
 #include <math.h>
@@ -36,7 +37,7 @@ static double median(double *x, int n)
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-/* ---- What a recipe asks for -------------------------------------------------------------------------------------------- */
+/* ---- What a recipe asks for -------------------------------------------------------------------------------------- */
 
 static halfstep_rule_info rule_of(const char *recipe)
 {
@@ -68,7 +69,8 @@ static double initial_hyper(const char *recipe, const char *name)
     return -1;
 }
 
-/* A square matrix of a power of two rows: up to 1024, and small enough that a step takes no longer than other rules' do. */
+/* A square matrix of a power of two rows: up to 1024, and small enough that a step takes no longer than other rules'
+ * do. */
 static int64_t matrix_side(int64_t params)
 {
     int64_t side = 64;
@@ -76,7 +78,7 @@ static int64_t matrix_side(int64_t params)
     return side;
 }
 
-/* ---- Tensors ------------------------------------------------------------------------------------------------------------ */
+/* ---- Tensors ----------------------------------------------------------------------------------------------------- */
 
 struct subject {
     halfstep_optimizer *o;
@@ -109,11 +111,10 @@ static void fill(char *out, uint64_t bytes, int element, int half)
         state ^= state << 17;
         uint32_t sign = (uint32_t)(state >> 32 & 0x80000000u), fraction = (uint32_t)(state >> 20 & 0x7fffff);
         uint32_t bits = sign | (117 + (uint32_t)(state & 7)) << 23 | fraction;
-        uint16_t code = half ? (uint16_t)(sign >> 16 | (5 + (uint32_t)(state & 7)) << 10 | fraction >> 13) : (uint16_t)(bits >> 16);
-        if (element == 4)
-            memcpy(piece + i, &bits, 4);
-        else
-            memcpy(piece + i, &code, 2);
+        uint16_t code =
+            half ? (uint16_t)(sign >> 16 | (5 + (uint32_t)(state & 7)) << 10 | fraction >> 13) : (uint16_t)(bits >> 16);
+        if (element == 4) memcpy(piece + i, &bits, 4);
+        else memcpy(piece + i, &code, 2);
     }
     for (uint64_t i = 0; i < bytes; i += PIECE) memcpy(out + i, piece, bytes - i < PIECE ? bytes - i : PIECE);
 }
@@ -161,8 +162,8 @@ static int subject_fill(struct subject *s, const char *recipe)
 }
 
 /* As many parameters as come close to `params` in `tensors` equal matrices whose rows are whole blocks. */
-static int subject_open(const struct bench *b, struct subject *s, const char *recipe, const char *gradients, int64_t params,
-                        int64_t tensors, int threads)
+static int subject_open(const struct bench *b, struct subject *s, const char *recipe, const char *gradients,
+                        int64_t params, int64_t tensors, int threads)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 1};
     halfstep_rule_info rule = rule_of(recipe);
@@ -189,7 +190,12 @@ static int subject_open(const struct bench *b, struct subject *s, const char *re
     for (int64_t t = 0; t < tensors && !error; t++) {
         char name[32];
         snprintf(name, sizeof name, "tensor.%lld", (long long)t);
-        halfstep_tensor d = {.struct_size = sizeof d, .group = group, .name = name, .ndim = 2, .rows = count, .row_length = length,
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .group = group,
+                             .name = name,
+                             .ndim = 2,
+                             .rows = count,
+                             .row_length = length,
                              .gradient = gradients};
         error = halfstep_add_tensor(s->o, &d, &index);
     }
@@ -197,7 +203,7 @@ static int subject_open(const struct bench *b, struct subject *s, const char *re
     return error ? subject_fail(s, recipe, error) : subject_fill(s, recipe);
 }
 
-/* ---- Timing ------------------------------------------------------------------------------------------------------------- */
+/* ---- Timing ------------------------------------------------------------------------------------------------------ */
 
 /* Seconds of one step, or a negative number after a line of error. */
 static double subject_step(struct subject *s, const char *recipe)
@@ -211,8 +217,8 @@ static double subject_step(struct subject *s, const char *recipe)
 }
 
 /* Stream, step, stream, step, ..., stream: each step between its two neighbours. */
-static int measure(const struct bench *b, struct subject *subject, struct stream *stream, const char *recipe, double bytes,
-                   double *ns, double *fraction, double *stream_gbs)
+static int measure(const struct bench *b, struct subject *subject, struct stream *stream, const char *recipe,
+                   double bytes, double *ns, double *fraction, double *stream_gbs)
 {
     double *times = calloc(3 * (size_t)b->rounds, sizeof *times);
     if (!times) return failure("bench", "out of memory");
@@ -269,16 +275,17 @@ static int is_two_pass(const struct subject *s, const char *recipe)
     return two;
 }
 
-/* What has to be moved: weights with their residuals and all states, copies of the weight included, read and written once,
- * gradients read once. All of it is read twice in two passes, but for tensors that a cache keeps between them: of up to 32 MB,
- * a fixed size, for what systems tell about caches is not what one process has of them. */
+/* What has to be moved: weights with their residuals and all states, copies of the weight included, read and written
+ * once, gradients read once. All of it is read twice in two passes, but for tensors that a cache keeps between them: of
+ * up to 32 MB, a fixed size, for what systems tell about caches is not what one process has of them. */
 static void count_bytes(const struct subject *s, const char *recipe, double *written, double *read_only)
 {
     double n = (double)s->params, cache = 32 << 20;
     *read_only = slot_bytes(s, HALFSTEP_SLOT_GRADIENT) / n;
     *written = slot_bytes(s, HALFSTEP_SLOT_WEIGHT) / n;
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) *written += slot_bytes(s, HALFSTEP_SLOT_STATE + i) / n;
-    if (is_two_pass(s, recipe) && (*written + *read_only) * n / (double)s->tensors > cache) *read_only += *written + *read_only;
+    if (is_two_pass(s, recipe) && (*written + *read_only) * n / (double)s->tensors > cache)
+        *read_only += *written + *read_only;
 }
 
 /* Of the matrix products of a step on a square matrix, per parameter: X X', its square and the product with X. */
@@ -316,7 +323,8 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
     }
     stream_close(&stream);
     subject_close(&subject);
-    if (!status && in_cache && !bench_is_matrix(recipe)) status = measure_in_cache(b, recipe, r->gradients, &r->cache_ns);
+    if (!status && in_cache && !bench_is_matrix(recipe))
+        status = measure_in_cache(b, recipe, r->gradients, &r->cache_ns);
     return status;
 }
 

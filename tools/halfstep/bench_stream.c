@@ -1,4 +1,5 @@
-/* What memory allows: plain loops that read and write as many bytes as a recipe has to move, laid out as well as possible. */
+/* What memory allows: plain loops that read and write as many bytes as a recipe has to move, laid out as well as
+ * possible. */
 #include "bench.h"
 
 #include <math.h>
@@ -14,7 +15,7 @@ double bench_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- Memory ------------------------------------------------------------------------------------------------------------ */
+/* ---- Memory ------------------------------------------------------------------------------------------------------ */
 
 /* Slots at equal offsets modulo large powers of two fight for the same cache sets. */
 #define STAGGER ((size_t)4096 + 64)
@@ -42,7 +43,7 @@ void block_close(struct block *b)
     b->mapped = NULL;
 }
 
-/* ---- The stream -------------------------------------------------------------------------------------------------------- */
+/* ---- The stream -------------------------------------------------------------------------------------------------- */
 
 enum { MAX_ARRAYS = 4, MAX_THREADS = 1024 };
 
@@ -63,7 +64,8 @@ static void change_words(uint64_t *restrict a, size_t n, uint64_t x)
     for (size_t i = 0; i < n; i++) a[i] += x;
 }
 
-static void change_woven(uint64_t *restrict a, uint64_t *restrict b, uint64_t *restrict c, const uint64_t *restrict g, size_t n)
+static void change_woven(uint64_t *restrict a, uint64_t *restrict b, uint64_t *restrict c, const uint64_t *restrict g,
+                         size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         uint64_t x = g[i];
@@ -172,7 +174,8 @@ int stream_open(struct stream *s, int64_t params, double written, double read_on
     s->threads = threads;
     s->changed_bytes = (size_t)((double)params * written);
     s->gradient_bytes = (size_t)((double)params * read_only);
-    if (block_open(&s->changed, s->changed_bytes + MAX_ARRAYS * (STAGGER + 64), 1) || block_open(&s->gradient, s->gradient_bytes, 2))
+    if (block_open(&s->changed, s->changed_bytes + MAX_ARRAYS * (STAGGER + 64), 1) ||
+        block_open(&s->gradient, s->gradient_bytes, 2))
         return -1;
     memset(s->gradient.memory, 1, s->gradient_bytes);
     memset(s->changed.memory, 1, s->changed_bytes + MAX_ARRAYS * (STAGGER + 64));
@@ -195,4 +198,3 @@ void stream_close(struct stream *s)
     block_close(&s->changed);
     block_close(&s->gradient);
 }
-

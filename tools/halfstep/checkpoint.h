@@ -1,8 +1,8 @@
 /* What a training checkpoint holds, and how it maps to an optimizer and a model:
  *
  *   model.safetensors      the weights as stored (F32, BF16 or F16) under the usual Llama names, with config.json
- *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, the rule's numbers for each
- *                          tensor, seed, generator, recipe and hyper-parameters as metadata
+ *   optimizer.safetensors  NAME/STATE, NAME/STATE.scale or .extra, NAME/weight.extra; counters, the rule's numbers for
+ *                          each tensor, seed, generator, recipe and hyper-parameters as metadata
  *   history.safetensors    losses so far
  *   trainer.json           the options of the run, its step, the identity of its data
  *
@@ -24,7 +24,7 @@ struct holding {
     halfstep_optimizer *optimizer;
     void **weights;
     int32_t tensors, groups;
-    int32_t rule;           /* row of the rule of all groups */
+    int32_t rule; /* row of the rule of all groups */
 };
 
 /* The LM_* type of a weight stored in this format's main stream, or -1. */
@@ -39,8 +39,9 @@ const char *gradient_format_of(const char *dtype);
 uint64_t holding_hash(const struct holding *holding);
 
 /* trainer is the text of trainer.json. After success error is empty, or a line that begins with "note: ". */
-int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding, const char *recipe,
-                    const char *trainer, const struct run_history *history, char *error, size_t error_bytes);
+int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding,
+                    const char *recipe, const char *trainer, const struct run_history *history, char *error,
+                    size_t error_bytes);
 /* The files of a checkpoint, by number; NULL past the last. A save replaces what has these names in the directory. */
 const char *checkpoint_file_name(int index);
 
@@ -50,8 +51,8 @@ int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding 
                     char *error, size_t error_bytes);
 
 /* Only the weights, from a checkpoint directory or a safetensors file, into whatever format holding has. With a
- * checkpoint's error codes or residuals they are read in full precision; where its rule averages (schedulefree), what is
- * read are the weights that it evaluates. */
+ * checkpoint's error codes or residuals they are read in full precision; where its rule averages (schedulefree), what
+ * is read are the weights that it evaluates. */
 int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes);
 
 /* Weights of one tensor as fp32, from the same places: for comparing with the start. */

@@ -1,6 +1,6 @@
-/* Times halfstep_step against what memory allows: a plain read-modify-write loop over as many bytes, laid out as well as
- * possible, timed before and after each step. A ratio of neighbours survives a machine whose bandwidth changes by the
- * second; a time alone does not. */
+/* Times halfstep_step against what memory allows: a plain read-modify-write loop over as many bytes, laid out as well
+ * as possible, timed before and after each step. A ratio of neighbours survives a machine whose bandwidth changes by
+ * the second; a time alone does not. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,24 +47,49 @@ static const struct option rows[] = {
 };
 
 static const struct command command = {
-    "bench", "[options]",
+    "bench",
+    "[options]",
     "Times one optimizer step of each recipe, interleaved with a read-modify-write stream of the same bytes.",
-    "  ns/param, GB/s   of the bytes that the recipe has to move: weights and states read and written, gradients read, once;\n"
+    "  ns/param, GB/s   of the bytes that the recipe has to move: weights and states read and written, gradients read, "
+    "once;\n"
     "                   all read twice by rules that need sums over a tensor of more than 32 MB\n"
-    "  of stream        those bytes over the step's time, by the stream's bytes over its time; gradients known to be finite\n"
+    "  of stream        those bytes over the step's time, by the stream's bytes over its time; gradients known to be "
+    "finite\n"
     "  scan             the same with the gradients scanned first, their second reading counted\n"
     "  in cache         ns/param of one thread on 16384 parameters: what the arithmetic costs when memory does not\n"
     "  GFLOP/s          of the matrix products of rules that have any, on one square matrix of up to 1024 rows\n",
-    0, 0};
+    0,
+    0};
 
-/* ---- Which recipes ------------------------------------------------------------------------------------------------------ */
+/* ---- Which recipes ----------------------------------------------------------------------------------------------- */
 
 static const char *const usual[] = {
-    "adamw/f32/f32", "adamw/bf16/bf16", "adamw/bf16-sr/bf16-sr", "adamw/bf16-kahan/bf16-sr", "adamw/bf16-ecc8/bf16-sr",
-    "adamw/bf16-ecc16/f32", "adamw/f16-sr/bf16-sr", "adamw/f16-kahan/bf16-sr", "adamw/bf16-sr/int8", "adamw/bf16-sr/int8+int4",
-    "adamw/bf16-sr/int4", "adamw/bf16-ecc8/int8", "adamw/bf16-ecc8/int4", "adamw/bf16-sr/fp8", "lion/bf16-sr/bf16-sr",
-    "lion/bf16-sr/int8", "sgd/bf16-sr/bf16-sr", "radam/bf16-sr", "adan/bf16-sr", "ranger/bf16-sr", "schedulefree/bf16-sr",
-    "stableadamw/bf16-sr", "lamb/bf16-sr", "lamb16/bf16-sr", "ema/bf16-kahan", "muon/bf16-sr",
+    "adamw/f32/f32",
+    "adamw/bf16/bf16",
+    "adamw/bf16-sr/bf16-sr",
+    "adamw/bf16-kahan/bf16-sr",
+    "adamw/bf16-ecc8/bf16-sr",
+    "adamw/bf16-ecc16/f32",
+    "adamw/f16-sr/bf16-sr",
+    "adamw/f16-kahan/bf16-sr",
+    "adamw/bf16-sr/int8",
+    "adamw/bf16-sr/int8+int4",
+    "adamw/bf16-sr/int4",
+    "adamw/bf16-ecc8/int8",
+    "adamw/bf16-ecc8/int4",
+    "adamw/bf16-sr/fp8",
+    "lion/bf16-sr/bf16-sr",
+    "lion/bf16-sr/int8",
+    "sgd/bf16-sr/bf16-sr",
+    "radam/bf16-sr",
+    "adan/bf16-sr",
+    "ranger/bf16-sr",
+    "schedulefree/bf16-sr",
+    "stableadamw/bf16-sr",
+    "lamb/bf16-sr",
+    "lamb16/bf16-sr",
+    "ema/bf16-kahan",
+    "muon/bf16-sr",
 };
 
 /* Adds a recipe's full form, if there is such a recipe and it is new. */
@@ -117,7 +142,7 @@ static int choose(struct args *args, struct choice *c)
     return status;
 }
 
-/* ---- Output ------------------------------------------------------------------------------------------------------------- */
+/* ---- Output ------------------------------------------------------------------------------------------------------ */
 
 static const struct result *find_case(const struct result *results, int n, const char *recipe, int64_t tensors)
 {
@@ -129,7 +154,8 @@ static const struct result *find_case(const struct result *results, int n, const
 /* Time of stochastic over nearest rounding, where both were timed; else 0. */
 static double sr_over_nearest(const struct result *results, int n)
 {
-    const struct result *sr = find_case(results, n, "adamw/bf16-sr/bf16-sr", 1), *nearest = find_case(results, n, "adamw/bf16/bf16", 1);
+    const struct result *sr = find_case(results, n, "adamw/bf16-sr/bf16-sr", 1),
+                        *nearest = find_case(results, n, "adamw/bf16/bf16", 1);
     return sr && nearest ? sr->ns / nearest->ns : 0;
 }
 
@@ -168,15 +194,15 @@ static int print_object(const struct result *results, int n, int threads)
 
 static void print_heading(void)
 {
-    printf("%-31s %-5s %7s  %9s %7s %7s %10s %7s %9s %9s\n", "recipe", "grads", "tensors", "ns/param", "B/param", "GB/s",
-           "of stream", "scan", "in cache", "over one");
+    printf("%-31s %-5s %7s  %9s %7s %7s %10s %7s %9s %9s\n", "recipe", "grads", "tensors", "ns/param", "B/param",
+           "GB/s", "of stream", "scan", "in cache", "over one");
 }
 
 static void print_row(const struct result *r)
 {
     if (r->flops > 0) return;
-    printf("%-31s %-5s %7lld  %9.3f %7.3f %7.1f %10.3f %7.3f", r->recipe, r->gradients, (long long)r->tensors, r->ns, r->bytes,
-           r->bytes / r->ns, r->fraction, r->scan_fraction);
+    printf("%-31s %-5s %7lld  %9.3f %7.3f %7.1f %10.3f %7.3f", r->recipe, r->gradients, (long long)r->tensors, r->ns,
+           r->bytes, r->bytes / r->ns, r->fraction, r->scan_fraction);
     if (r->cache_ns > 0) printf(" %9.3f", r->cache_ns);
     if (r->over_one > 0) printf(" %9s %9.3f", "", r->over_one);
     printf("\n");
@@ -189,7 +215,8 @@ static void print_matrices(const struct result *results, int n)
         const struct result *r = &results[i];
         if (r->flops <= 0) continue;
         if (first) printf("\n%-31s %-5s %7s  %9s %7s\n", "recipe", "grads", "params", "ns/param", "GFLOP/s");
-        printf("%-31s %-5s %7lld  %9.2f %7.1f\n", r->recipe, r->gradients, (long long)r->params, r->ns, r->flops / r->ns);
+        printf("%-31s %-5s %7lld  %9.2f %7.1f\n", r->recipe, r->gradients, (long long)r->params, r->ns,
+               r->flops / r->ns);
         first = 0;
     }
 }
@@ -199,12 +226,13 @@ static int write_csv(FILE *f, const char *path, const struct result *results, in
     /* A pipe or a device has nothing to be cut off. */
     int bad = ftruncate(fileno(f), 0) != 0 && errno != EINVAL;
     fprintf(f, "recipe,gradients,params,tensors,ns_per_param,bytes_per_param,gb_per_s,stream_fraction,stream_gb_per_s,"
-               "scan_ns_per_param,scan_bytes_per_param,scan_stream_fraction,cache_ns_per_param,time_over_one_tensor,gflop_per_s\n");
+               "scan_ns_per_param,scan_bytes_per_param,scan_stream_fraction,cache_ns_per_param,time_over_one_tensor,"
+               "gflop_per_s\n");
     for (int i = 0; i < n; i++) {
         const struct result *r = &results[i];
-        fprintf(f, "%s,%s,%lld,%lld,%.5g,%.6g,%.5g,%.4f,%.5g,%.5g,%.6g,%.4f,", r->recipe, r->gradients, (long long)r->params,
-                (long long)r->tensors, r->ns, r->bytes, r->bytes / r->ns, r->fraction, r->stream_gbs, r->scan_ns, r->scan_bytes,
-                r->scan_fraction);
+        fprintf(f, "%s,%s,%lld,%lld,%.5g,%.6g,%.5g,%.4f,%.5g,%.5g,%.6g,%.4f,", r->recipe, r->gradients,
+                (long long)r->params, (long long)r->tensors, r->ns, r->bytes, r->bytes / r->ns, r->fraction,
+                r->stream_gbs, r->scan_ns, r->scan_bytes, r->scan_fraction);
         if (r->cache_ns > 0) fprintf(f, "%.5g", r->cache_ns);
         fprintf(f, ",");
         if (r->over_one > 0) fprintf(f, "%.4f", r->over_one);
@@ -224,7 +252,8 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
     if ((double)params < b->params)
         fprintf(stderr, "halfstep: bench: memory allows %lld of the %.0f parameters\n", (long long)params, b->params);
     if (!c->json) {
-        printf("%s kernels, %d thread%s, %.4g M parameters\n\n", halfstep_isa(), threads, threads == 1 ? "" : "s", (double)params * 1e-6);
+        printf("%s kernels, %d thread%s, %.4g M parameters\n\n", halfstep_isa(), threads, threads == 1 ? "" : "s",
+               (double)params * 1e-6);
         print_heading();
     }
     for (int i = 0; i < b->recipes; i++)

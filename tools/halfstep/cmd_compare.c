@@ -14,7 +14,8 @@ int cmd_compare(int argc, char **argv)
                "  mnist   a network that reads digits; see halfstep compare mnist --help\n");
         return 0;
     }
-    if (argc < 2) return usage_error("compare", "what to train is missing: halfstep compare lm, or halfstep compare mnist");
+    if (argc < 2)
+        return usage_error("compare", "what to train is missing: halfstep compare lm, or halfstep compare mnist");
     struct comparison lm = {"compare lm", "halfstep compare lm", argc, argv};
     struct comparison mnist = {"compare mnist", "halfstep compare mnist", argc, argv};
     if (strcmp(argv[1], "lm") == 0) return compare_lm(&lm, argc - 1, argv + 1);

@@ -22,7 +22,8 @@ struct demo_options {
 static const struct option rows[] = {
     {"data", OPTION_STRING, offsetof(struct demo_options, data), "FILE", NULL, 0, 0, 0, NULL,
      "any file to learn from (default: three plays by Shakespeare that come with the program)"},
-    {"out", OPTION_STRING, offsetof(struct demo_options, out), "DIR", "halfstep-demo", 0, 0, 0, NULL, "folder for the report"},
+    {"out", OPTION_STRING, offsetof(struct demo_options, out), "DIR", "halfstep-demo", 0, 0, 0, NULL,
+     "folder for the report"},
     {"threads", OPTION_INTEGER, offsetof(struct demo_options, threads), "N", "0", 0, 1024, 0, NULL,
      "0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
     {"seed", OPTION_SEED, offsetof(struct demo_options, seed), "N", "1", 0, 0, 0, NULL,
@@ -31,17 +32,27 @@ static const struct option rows[] = {
     OPTION_JSON(struct demo_options),
 };
 
-static const char notes[] =
-    "At a learning rate of 1e-5 most updates are smaller than half the distance between two BF16 numbers, so weights that are\n"
-    "rounded to nearest hardly move. The same 16 bits with stochastic rounding, or with a residual beside them, follow fp32.\n"
-    "The demo ends with status 1 if nearest is not at least 0.3 nat behind fp32, or another recipe not within 0.03 nat of it.\n";
+static const char notes[] = "At a learning rate of 1e-5 most updates are smaller than half the distance between two "
+                            "BF16 numbers, so weights that are\n"
+                            "rounded to nearest hardly move. The same 16 bits with stochastic rounding, or with a "
+                            "residual beside them, follow fp32.\n"
+                            "The demo ends with status 1 if nearest is not at least 0.3 nat behind fp32, or another "
+                            "recipe not within 0.03 nat of it.\n";
 
 /* Wide and shallow: at a fixed rate, width is what makes the loss fall fast, and depth only costs time. */
 static const char *const fixed_words[] = {
-    "--recipes", "adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-sr/int8",
-    "--expect", "adamw/bf16>0.3,adamw/bf16-sr~0.03,adamw/bf16-kahan~0.03,adamw/bf16-sr/int8~0.03",
-    "--lr", "1e-5", "--weight-decay", "0.01", "--width", "512", "--depth", "2", "--heads", "8", "--context", "64",
-    "--batch", "4", "--steps", "200", "--val-every", "25", "--eval-batches", "16",
+    "--recipes",      "adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-sr/int8",
+    "--expect",       "adamw/bf16>0.3,adamw/bf16-sr~0.03,adamw/bf16-kahan~0.03,adamw/bf16-sr/int8~0.03",
+    "--lr",           "1e-5",
+    "--weight-decay", "0.01",
+    "--width",        "512",
+    "--depth",        "2",
+    "--heads",        "8",
+    "--context",      "64",
+    "--batch",        "4",
+    "--steps",        "200",
+    "--val-every",    "25",
+    "--eval-batches", "16",
 };
 
 /* BF16 products where the processor has instructions for them; elsewhere they are emulated, at a third of the speed of
@@ -78,10 +89,14 @@ static int find_text(char *path, size_t path_bytes)
 
 int cmd_demo(int argc, char **argv)
 {
-    static const struct command command = {"demo", "[options]",
-                                           "Trains a small language model five times, with fp32 and with BF16 weights rounded "
-                                           "in four ways, and reports who keeps up.",
-                                           notes, 0, 0};
+    static const struct command command = {
+        "demo",
+        "[options]",
+        "Trains a small language model five times, with fp32 and with BF16 weights rounded "
+        "in four ways, and reports who keeps up.",
+        notes,
+        0,
+        0};
     struct demo_options options;
     struct args args;
     const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &options}};
@@ -95,8 +110,10 @@ int cmd_demo(int argc, char **argv)
     }
     snprintf(threads, sizeof threads, "%lld", (long long)options.threads);
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)options.seed);
-    const char *words[MAX_WORDS] = {"demo", "--data", options.data ? options.data : path, "--out", options.out,
-                                    "--threads", threads, "--seed", seed, "--compute", compute_type()};
+    const char *words[MAX_WORDS] = {"demo",      "--data",      options.data ? options.data : path,
+                                    "--out",     options.out,   "--threads",
+                                    threads,     "--seed",      seed,
+                                    "--compute", compute_type()};
     int n = 11;
     for (size_t i = 0; i < sizeof fixed_words / sizeof fixed_words[0]; i++) words[n++] = fixed_words[i];
     if (options.json) words[n++] = "--json";

@@ -21,7 +21,8 @@ struct generate {
 #define AT(member) offsetof(struct generate, member)
 
 static const struct option rows[] = {
-    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, OPTION_REQUIRED, NULL, "what train lm --checkpoint saved"},
+    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, OPTION_REQUIRED, NULL,
+     "what train lm --checkpoint saved"},
     {"prompt", OPTION_STRING, AT(prompt), "TEXT", "", 0, 0, 0, NULL, "text to continue"},
     {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "how many bytes to write"},
     {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL, "0 always takes the likeliest byte"},
@@ -31,9 +32,12 @@ static const struct option rows[] = {
 };
 
 static const struct command command = {
-    "generate", "--checkpoint DIR [options]",
+    "generate",
+    "--checkpoint DIR [options]",
     "Continues a text with a trained model. Computes in fp32 from the stored weights: the same bytes on every machine.",
-    NULL, 0, 0};
+    NULL,
+    0,
+    0};
 
 static int averages(const halfstep_checkpoint *checkpoint)
 {
@@ -63,8 +67,8 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
 }
 
 /* In the type they are stored in. */
-static int load_weights(halfstep_safetensors *file, const struct lm_config *shape, const char *path, struct lm_weight *weights,
-                        char *error, size_t error_bytes)
+static int load_weights(halfstep_safetensors *file, const struct lm_config *shape, const char *path,
+                        struct lm_weight *weights, char *error, size_t error_bytes)
 {
     static const struct {
         const char *name;
@@ -114,16 +118,16 @@ static int print_text(const struct generate *g, const uint8_t *text, size_t n)
     return 0;
 }
 
-static int write_text(const struct generate *g, const struct lm_config *shape, const struct lm_weight *weights, char *error,
-                      size_t error_bytes)
+static int write_text(const struct generate *g, const struct lm_config *shape, const struct lm_weight *weights,
+                      char *error, size_t error_bytes)
 {
     struct lm_options options = {.compute = LM_F32, .gradients = LM_F32, .threads = (int)g->threads};
     uint8_t *text = malloc((size_t)g->bytes + 1);
     struct lm *model = text ? lm_create(shape, &options, error, error_bytes) : NULL;
     int status = model ? 0 : 1;
     if (!text) snprintf(error, error_bytes, "out of memory");
-    if (model && lm_generate(model, weights, (const uint8_t *)g->prompt, strlen(g->prompt), g->temperature, g->seed, text,
-                             (size_t)g->bytes) != 0) {
+    if (model && lm_generate(model, weights, (const uint8_t *)g->prompt, strlen(g->prompt), g->temperature, g->seed,
+                             text, (size_t)g->bytes) != 0) {
         snprintf(error, error_bytes, "%s", lm_error(model));
         status = 1;
     }

@@ -14,8 +14,12 @@ struct info {
 
 static const struct option rows[] = {OPTION_JSON(struct info)};
 static const struct command command = {
-    "info", "[--json]", "Tells what this processor offers, which kernels and how many threads are in use, and every rule and format.",
-    "HALFSTEP_ISA and HALFSTEP_THREADS in the environment override the choice of kernels and threads.\n", 0, 0};
+    "info",
+    "[--json]",
+    "Tells what this processor offers, which kernels and how many threads are in use, and every rule and format.",
+    "HALFSTEP_ISA and HALFSTEP_THREADS in the environment override the choice of kernels and threads.\n",
+    0,
+    0};
 
 static void put_names(struct document *d, json_t *in, const char *key, const char *(*name)(int32_t index))
 {
@@ -80,13 +84,15 @@ static void print_formats(void)
     static const struct {
         int32_t roles;
         const char *name;
-    } uses[] = {{HALFSTEP_ROLE_WEIGHT, "weights"}, {HALFSTEP_ROLE_GRADIENT, "gradients"},
+    } uses[] = {{HALFSTEP_ROLE_WEIGHT, "weights"},
+                {HALFSTEP_ROLE_GRADIENT, "gradients"},
                 {HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, "states"}};
     printf("\nFormats        bytes\n");
     for (int32_t i = 0; i < halfstep_format_count(); i++) {
         halfstep_format_info info = {.struct_size = sizeof info};
         if (halfstep_get_format_info(i, &info) != HALFSTEP_OK) continue;
-        double bytes = (info.code_bits + info.extra_bits) / 8.0 + (info.block ? (double)info.scale_bytes / info.block : 0);
+        double bytes =
+            (info.code_bits + info.extra_bits) / 8.0 + (info.block ? (double)info.scale_bytes / info.block : 0);
         printf("  %-12s %6.4g  %-46s", info.name, bytes, info.title);
         const char *separator = "";
         for (size_t u = 0; u < sizeof uses / sizeof uses[0]; u++) {

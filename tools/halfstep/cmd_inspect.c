@@ -24,12 +24,16 @@ static const struct option rows[] = {
 };
 
 static const struct command command = {
-    "inspect", "FILE|DIR [options]",
-    "Lists what a safetensors file or a checkpoint directory holds: tensors, types, shapes, sizes, metadata, and the position "
+    "inspect",
+    "FILE|DIR [options]",
+    "Lists what a safetensors file or a checkpoint directory holds: tensors, types, shapes, sizes, metadata, and the "
+    "position "
     "and settings of the run. A checkpoint's files are checked against their checksums.",
-    NULL, 1, 1};
+    NULL,
+    1,
+    1};
 
-/* ---- One safetensors file ----------------------------------------------------------------------------------------------- */
+/* ---- One safetensors file ---------------------------------------------------------------------------------------- */
 
 static int tensor_info(const halfstep_safetensors *file, uint64_t index, halfstep_safetensor_info *info)
 {
@@ -104,7 +108,7 @@ static int inspect_file(const char *path, const halfstep_safetensors *file, cons
     return 0;
 }
 
-/* ---- A checkpoint directory ---------------------------------------------------------------------------------------------- */
+/* ---- A checkpoint directory -------------------------------------------------------------------------------------- */
 
 static int has_suffix(const char *name, const char *suffix)
 {
@@ -115,14 +119,14 @@ static int has_suffix(const char *name, const char *suffix)
 /* One file of a checkpoint, opened before anything is printed. */
 struct part {
     halfstep_checkpoint_file info;
-    halfstep_safetensors *file;     /* of a safetensors file */
+    halfstep_safetensors *file; /* of a safetensors file */
 };
 
 struct checkpoint {
     const halfstep_checkpoint *opened;
     halfstep_checkpoint_info info;
     struct part *part;
-    const char *recipe, *seed;      /* NULL: not told */
+    const char *recipe, *seed; /* NULL: not told */
     struct trainer_file trainer;
     uint64_t bytes;
 };
@@ -177,7 +181,8 @@ static int put_checkpoint(struct document *d, const struct checkpoint *c, char *
     if (c->recipe) put_text(d, object, "recipe", c->recipe);
     if (c->seed) put_text(d, object, "seed", c->seed);
     json_t *options = c->trainer.options ? put_object(d, object, "options") : NULL;
-    for (size_t i = 0; i < c->trainer.options; i++) put_text(d, options, c->trainer.option[i].name, c->trainer.option[i].value);
+    for (size_t i = 0; i < c->trainer.options; i++)
+        put_text(d, options, c->trainer.option[i].name, c->trainer.option[i].value);
     put_integer(d, object, "bytes", (int64_t)c->bytes);
     json_t *files = put_object(d, object, "files");
     for (uint64_t i = 0; i < c->info.files; i++) {
@@ -208,12 +213,14 @@ static void print_options(const struct trainer_file *trainer)
 
 static int print_checkpoint(const struct checkpoint *c)
 {
-    printf("%s\nstep %llu, recipe %s, seed %s, %llu bytes in all\n", c->info.directory, (unsigned long long)c->info.step,
-           c->recipe ? c->recipe : "not told", c->seed ? c->seed : "not told", (unsigned long long)c->bytes);
+    printf("%s\nstep %llu, recipe %s, seed %s, %llu bytes in all\n", c->info.directory,
+           (unsigned long long)c->info.step, c->recipe ? c->recipe : "not told", c->seed ? c->seed : "not told",
+           (unsigned long long)c->bytes);
     print_options(&c->trainer);
     for (uint64_t i = 0; i < c->info.files; i++) {
         const struct part *part = &c->part[i];
-        printf("\n%s, %llu bytes, CRC-64 %016" PRIx64 "\n", part->info.name, (unsigned long long)part->info.bytes, part->info.crc64);
+        printf("\n%s, %llu bytes, CRC-64 %016" PRIx64 "\n", part->info.name, (unsigned long long)part->info.bytes,
+               part->info.crc64);
         if (part->file) print_file(part->file);
     }
     return 0;
@@ -224,7 +231,9 @@ static int inspect_checkpoint(const halfstep_checkpoint *checkpoint, const struc
     struct checkpoint c = {.opened = checkpoint, .info = {.struct_size = sizeof c.info}};
     struct document document = {0};
     char error[1024] = "";
-    int bad = halfstep_get_checkpoint_info(checkpoint, &c.info) != HALFSTEP_OK || open_parts(&c, error, sizeof error) != 0, status;
+    int bad = halfstep_get_checkpoint_info(checkpoint, &c.info) != HALFSTEP_OK ||
+              open_parts(&c, error, sizeof error) != 0,
+        status;
     if (!bad && inspect->json) bad = put_checkpoint(&document, &c, error, sizeof error) != 0;
     if (bad) status = failure(command.name, "%s", error);
     else if (inspect->json) status = document_print(&document);

@@ -34,19 +34,24 @@ static const struct option option_rows[] = {
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL, "gradients live one layer at a time"},
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
      "with --release and --params: equal parts that gradients are released in"},
-    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL, "take the shape of this model instead of --params"},
-    {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL, "or the shape that train lm makes of these four"},
+    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
+     "take the shape of this model instead of --params"},
+    {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL,
+     "or the shape that train lm makes of these four"},
     {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, 0, NULL, "layers"},
     {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, 0, NULL, "attention heads"},
     {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, 0, NULL, "bytes that the model sees at once"},
     OPTION_JSON(struct plan),
 };
 
-static const struct command command = {
-    "plan", "--params N [--memory BYTES] [options]",
-    "Forecasts the memory that training takes under each recipe: weights, gradients and optimizer states. Activations come on "
-    "top; they depend on batch and context, not on the recipe.",
-    "  halfstep plan --params 7e9 --memory 24G --release\n", 0, 0};
+static const struct command command = {"plan",
+                                       "--params N [--memory BYTES] [options]",
+                                       "Forecasts the memory that training takes under each recipe: weights, gradients "
+                                       "and optimizer states. Activations come on "
+                                       "top; they depend on batch and context, not on the recipe.",
+                                       "  halfstep plan --params 7e9 --memory 24G --release\n",
+                                       0,
+                                       0};
 
 struct forecast {
     char recipe[RECIPE_BYTES];
@@ -54,7 +59,7 @@ struct forecast {
     double weights, extras, states, gradient_bytes, total; /* bytes */
 };
 
-/* ---- Sizes ------------------------------------------------------------------------------------------------------------ */
+/* ---- Sizes ------------------------------------------------------------------------------------------------------- */
 
 static double gradient_bytes_of(const char *name)
 {
@@ -70,7 +75,8 @@ static int add_shape(const struct lm_config *shape, struct forecast *f, double g
         struct lm_tensor t;
         uint64_t weight, extra, states;
         lm_tensor_info(shape, i, &t);
-        if (halfstep_recipe_bytes(f->recipe, t.ndim, t.rows, t.row_length, &weight, &extra, &states) != HALFSTEP_OK) return -1;
+        if (halfstep_recipe_bytes(f->recipe, t.ndim, t.rows, t.row_length, &weight, &extra, &states) != HALFSTEP_OK)
+            return -1;
         double gradient = (double)(t.rows * t.row_length) * gradient_bytes;
         f->weights += (double)weight;
         f->extras += (double)extra;
@@ -111,7 +117,7 @@ static int make_forecast(const struct plan *plan, const struct lm_config *shape,
     return bad;
 }
 
-/* ---- Which recipes ------------------------------------------------------------------------------------------------------ */
+/* ---- Which recipes ----------------------------------------------------------------------------------------------- */
 
 /* A 16-bit weight rounded to nearest loses small updates: nobody's first choice. IEEE halves take the bytes of BF16. */
 static int worth_a_look(const char *weight)
@@ -139,8 +145,8 @@ static void add_recipe(struct listing *l, const char *weight, const char *states
     if (make_forecast(l->plan, l->shape, full, &l->list[l->n]) == 0) l->n++;
 }
 
-/* The rule's recipes: with --all every weight format with every state format; otherwise the weight formats that keep small
- * updates, with their default states, with 8-bit and with 4-bit ones. */
+/* The rule's recipes: with --all every weight format with every state format; otherwise the weight formats that keep
+ * small updates, with their default states, with 8-bit and with 4-bit ones. */
 static void list_recipes(struct listing *l)
 {
     static const char *const compact[] = {"int8", "int4"};
@@ -162,7 +168,7 @@ static int by_size(const void *a, const void *b)
     return strcmp(x->recipe, y->recipe);
 }
 
-/* ---- Output -------------------------------------------------------------------------------------------------------------- */
+/* ---- Output ------------------------------------------------------------------------------------------------------ */
 
 static int fits(const struct plan *plan, const struct forecast *f)
 {
@@ -210,7 +216,8 @@ static int print_table(const struct plan *plan, double params, const struct fore
     for (int i = 0; i < n; i++)
         if ((int)strlen(list[i].recipe) > wide) wide = (int)strlen(list[i].recipe);
     printf("%.0f parameters%s. Bytes per parameter:\n\n", params, plan->release ? ", gradients released" : "");
-    printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", wide, "recipe", "in all", plan->memory ? "  fits" : "");
+    printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", wide, "recipe", "in all",
+           plan->memory ? "  fits" : "");
     for (int i = 0; i < n; i++) {
         const struct forecast *f = &list[i];
         printf("%-*s  %7.3f %7.3f  %4.3f %-4s %8.3f %8.3f  ", wide, f->recipe, f->weights / params, f->extras / params,
@@ -240,10 +247,11 @@ static int plan_all(struct plan *plan, const struct args *args)
 {
     enum { ROOM = 1024 };
     char error[600];
-    struct lm_config shape = {.width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads,
-                              .context = (int)plan->context};
+    struct lm_config shape = {
+        .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
-    if (sources != 1) return usage_error(command.name, "say the size of the model with one of --params, --checkpoint, --width");
+    if (sources != 1)
+        return usage_error(command.name, "say the size of the model with one of --params, --checkpoint, --width");
     if (plan->checkpoint && checkpoint_read_shape(plan->checkpoint, &shape, error, sizeof error) != 0)
         return failure(command.name, "%s", error);
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);

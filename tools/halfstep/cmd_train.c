@@ -17,18 +17,22 @@ static const char notes[] =
     "The results go to stdout, progress and notes to stderr. Without --json the results end with a sample of what\n"
     "the model writes. train_loss is the mean over the last 20 steps, val_loss the one of the last validation.\n"
     "\n"
-    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does the same,\n"
+    "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does "
+    "the same,\n"
     "and so do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under nohup.\n"
     "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n";
 
-static const struct command command = {
-    "train lm", "--data FILE [options]",
-    "Trains a byte-level language model of the Llama type. Weights, gradients and optimizer states are stored as --recipe "
-    "and --gradients say; the update is computed in fp32.",
-    notes, 0, 0};
+static const struct command command = {"train lm",
+                                       "--data FILE [options]",
+                                       "Trains a byte-level language model of the Llama type. Weights, gradients and "
+                                       "optimizer states are stored as --recipe "
+                                       "and --gradients say; the update is computed in fp32.",
+                                       notes,
+                                       0,
+                                       0};
 
 static void print_bytes_line(const char *what, uint64_t bytes, double params)
 {
@@ -54,7 +58,8 @@ void print_held(const struct run_result *r)
     print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
     if (r->fell_back)
         printf("  (%d tensors are too small for the block format asked for and keep plain states)\n", r->fell_back);
-    printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed, (unsigned long long)r->state_hash);
+    printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed,
+           (unsigned long long)r->state_hash);
 }
 
 void complain(const char *name, int status, const char *error)
@@ -69,7 +74,8 @@ static void print_result(const struct run_result *r)
     if (r->accumulator[0])
         printf("steps of %lld micro-steps, gradients added up in %s%s\n", (long long)r->micro_steps,
                strcmp(r->accumulator, "states") == 0 ? "the " : "", r->accumulator);
-    printf("%lld steps, training loss %.4f, validation loss %.4f nats per byte\n", (long long)r->steps, r->train_loss, r->val_loss);
+    printf("%lld steps, training loss %.4f, validation loss %.4f nats per byte\n", (long long)r->steps, r->train_loss,
+           r->val_loss);
     if (r->steps > r->first_step)
         printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
                100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
@@ -114,7 +120,7 @@ static int train_lm(int argc, char **argv)
     struct output output;
     struct args args;
     char error[1024];
-    memset(&config, 0, sizeof config);  /* what no option sets */
+    memset(&config, 0, sizeof config); /* what no option sets */
     run_options_init(&table);
     const struct option_group groups[] = {
         {"Recipe", &run_recipe_option, 1, &config},
@@ -141,6 +147,7 @@ int cmd_train(int argc, char **argv)
                "  mnist   a network that reads digits; see halfstep train mnist --help\n");
         return 0;
     }
-    if (argc > 1 && argv[1][0] != '-') return usage_error("train", "there is no model %s; there are: lm, mnist", argv[1]);
+    if (argc > 1 && argv[1][0] != '-')
+        return usage_error("train", "there is no model %s; there are: lm, mnist", argv[1]);
     return usage_error("train", "say which model to train: halfstep train lm --data FILE, or halfstep train mnist");
 }

@@ -32,25 +32,32 @@ static const char *available_isa(int32_t index)
 static const struct option rows[] = {
     {"isa", OPTION_CHOICE, offsetof(struct verify, isa), "NAME", NULL, 0, 0, 0, available_isa,
      "kernels to check (default: those in use)"},
-    {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL, "0: as many as a step would use"},
-    {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL, "print every case and the hash found"},
+    {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL,
+     "0: as many as a step would use"},
+    {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL,
+     "print every case and the hash found"},
     {"write", OPTION_STRING, offsetof(struct verify, write), "FILE", NULL, 0, 0, 0, NULL,
      "write the hashes found to FILE instead of judging them"},
     OPTION_JSON(struct verify),
 };
 
 static const struct command command = {
-    "verify", "[options]",
-    "Steps a fixed problem under every rule, weight format, state format and gradient format, and compares the bits of all "
+    "verify",
+    "[options]",
+    "Steps a fixed problem under every rule, weight format, state format and gradient format, and compares the bits of "
+    "all "
     "weights and states with the ones that every machine has to find.",
-    "Exit status 1 if any differs. In the JSON a recipe's hash is that of all its cases.\n", 0, 0};
+    "Exit status 1 if any differs. In the JSON a recipe's hash is that of all its cases.\n",
+    0,
+    0};
 
 struct outcome {
     uint64_t hash;
     int known, right;
 };
 
-/* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a while. */
+/* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a
+ * while. */
 struct list {
     char *partial;
     FILE *file;
@@ -65,7 +72,8 @@ static int open_list(struct list *list, const char *path)
     return list->file ? 0 : failure("verify", "cannot write %s: %s", path, strerror(errno));
 }
 
-static int write_list(struct list *list, const char *path, const struct golden_case *cases, const struct outcome *outcomes, int n)
+static int write_list(struct list *list, const char *path, const struct golden_case *cases,
+                      const struct outcome *outcomes, int n)
 {
     int bad = 0;
     for (int i = 0; i < n && !bad; i++)
@@ -142,8 +150,8 @@ static int report(const struct verify *v, const struct golden_case *cases, const
     }
     if (v->json && print_object(cases, outcomes, n, threads, passed)) return 1;
     if (!v->json)
-        printf("%s: %d of %d cases give the promised bits (%s kernels, %d thread%s)\n", passed == n ? "ok" : "FAILED", passed,
-               n, halfstep_isa(), threads, threads == 1 ? "" : "s");
+        printf("%s: %d of %d cases give the promised bits (%s kernels, %d thread%s)\n", passed == n ? "ok" : "FAILED",
+               passed, n, halfstep_isa(), threads, threads == 1 ? "" : "s");
     return passed != n;
 }
 
@@ -157,12 +165,10 @@ int cmd_verify(int argc, char **argv)
     struct golden_case *cases = golden_cases(&n);
     struct outcome *outcomes = cases ? calloc((size_t)n, sizeof *outcomes) : NULL;
     struct list list = {NULL, NULL};
-    if (!outcomes)
-        status = failure("verify", "out of memory");
+    if (!outcomes) status = failure("verify", "out of memory");
     else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
         status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
-    else if (v.write && open_list(&list, v.write) != 0)
-        status = 1;
+    else if (v.write && open_list(&list, v.write) != 0) status = 1;
     else if ((status = compute(&v, cases, outcomes, n)) == 0)
         status = v.write ? write_list(&list, v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
     close_list(&list);

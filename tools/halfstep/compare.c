@@ -15,7 +15,8 @@ enum { RATE_BYTES = 320 };
 
 static const struct option compare_rows[] = {
     {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
-     "what to compare; the first is the reference. R@LR has a learning rate of its own; other options of one recipe follow it: "
+     "what to compare; the first is the reference. R@LR has a learning rate of its own; other options of one recipe "
+     "follow it: "
      "adamw/bf16-sr:lr=2e-4:clip=1"},
     {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, REPORT_MAX_SEEDS, 0, NULL,
      "runs of each recipe, with seeds from --seed upwards"},
@@ -27,13 +28,13 @@ static const struct option compare_rows[] = {
      "images per step; several sizes get a table and curves each"},
 };
 
-/* What may differ between the recipes of one comparison, beside the hyper-parameters of the rule. The rest (shape, data,
- * order, length, type of matrix products) is what makes them comparable. */
-static const char *const per_recipe[] = {"lr",     "schedule",  "warmup",  "final-lr",   "weight-decay", "decay",
-                                         "clip",   "gradients", "release", "loss-scale", "generator",    "hyper",
-                                         "accumulator", "scan"};
+/* What may differ between the recipes of one comparison, beside the hyper-parameters of the rule. The rest (shape,
+ * data, order, length, type of matrix products) is what makes them comparable. */
+static const char *const per_recipe[] = {"lr",        "schedule", "warmup",      "final-lr", "weight-decay",
+                                         "decay",     "clip",     "gradients",   "release",  "loss-scale",
+                                         "generator", "hyper",    "accumulator", "scan"};
 
-/* ---- What is to be compared -------------------------------------------------------------------------------------------- */
+/* ---- What is to be compared -------------------------------------------------------------------------------------- */
 
 static const struct option *find_row(const struct run_options *table, const char *name)
 {
@@ -57,7 +58,8 @@ static int no_memory(char *error, size_t error_bytes)
 }
 
 /* One "name=value" or flag after a recipe. As the functions below: 0, or the exit status and one line. */
-static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error, size_t error_bytes)
+static int set_one(struct compare *compare, struct run_config *config, const char *word, char *error,
+                   size_t error_bytes)
 {
     char name[128];
     const char *equals = strchr(word, '=');
@@ -66,7 +68,8 @@ static int set_one(struct compare *compare, struct run_config *config, const cha
         if (*c == '_') *c = '-';
     const struct option *option = find_row(&compare->table, name);
     if (!option || !may_differ(option)) {
-        snprintf(error, error_bytes, "\"%s\" is %s", name, option ? "the same for all recipes of a comparison" : "not an option");
+        snprintf(error, error_bytes, "\"%s\" is %s", name,
+                 option ? "the same for all recipes of a comparison" : "not an option");
         return 2;
     }
     if ((option->kind == OPTION_FLAG) != !equals) {
@@ -78,8 +81,8 @@ static int set_one(struct compare *compare, struct run_config *config, const cha
 }
 
 /* R@LR, or R@LR/LR/LR with one for each batch size: the one for this group. */
-static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group, char text[RATE_BYTES],
-                    char *error, size_t error_bytes)
+static int set_rate(struct compare *compare, struct run_config *config, const char *rates, int group,
+                    char text[RATE_BYTES], char *error, size_t error_bytes)
 {
     int n = 1;
     for (const char *c = rates; *c; c++) n += *c == '/';
@@ -129,7 +132,7 @@ static int add_entry(struct compare *compare, const char *typed, int group, char
     if (!config->recipe) return no_memory(error, error_bytes);
     if (compare->kind->batches) config->batch = compare->batch[group];
     int status = rates ? set_rate(compare, config, rates, group, rate, why, sizeof why) : 0;
-    for (char *word = special; word && !status; ) {
+    for (char *word = special; word && !status;) {
         char *next = strchr(word, ':');
         if (next) *next++ = 0;
         status = set_one(compare, config, word, why, sizeof why);
@@ -223,7 +226,7 @@ static int add_batches(struct compare *compare, char *error, size_t error_bytes)
     return compare->batches ? 0 : 2;
 }
 
-/* ---- Runs --------------------------------------------------------------------------------------------------------------- */
+/* ---- Runs -------------------------------------------------------------------------------------------------------- */
 
 int compare_keep(struct report_run *run, const struct run_result *result)
 {
@@ -240,7 +243,8 @@ int compare_keep(struct report_run *run, const struct run_result *result)
     return run->done ? 0 : -1;
 }
 
-/* Whether this run has saved anything to go on from. What lies there without a manifest.json is for train_run() to refuse. */
+/* Whether this run has saved anything to go on from. What lies there without a manifest.json is for train_run() to
+ * refuse. */
 static int has_saved(const char *checkpoint)
 {
     char why[512];
@@ -252,8 +256,8 @@ static int has_saved(const char *checkpoint)
 }
 
 /* The run's own files, and the folder above its checkpoint. */
-static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config, struct run_paths *paths,
-                     char *error, size_t error_bytes)
+static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config,
+                     struct run_paths *paths, char *error, size_t error_bytes)
 {
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
     if (config->log) config->log = paths->log.data;
@@ -352,8 +356,8 @@ static int prepare(struct compare *compare)
     }
     if ((status = add_batches(compare, error, sizeof error)) != 0) return refuse(compare, "--batch", status, error);
     if ((status = add_entries(compare, error, sizeof error)) != 0) return refuse(compare, "--recipes", status, error);
-    if (compare->options.expect && report_parse_checks(&compare->report, compare->options.expect, compare->check, MAX_CHECKS,
-                                                       &compare->checks, error, sizeof error) != 0)
+    if (compare->options.expect && report_parse_checks(&compare->report, compare->options.expect, compare->check,
+                                                       MAX_CHECKS, &compare->checks, error, sizeof error) != 0)
         return usage_error(command, "--expect: %s", error);
     if (plan_runs(compare) != 0) return failure(command, "out of memory");
     if ((status = compare_check_paths(compare, error, sizeof error)) != 0) {
@@ -366,7 +370,7 @@ static int prepare(struct compare *compare)
     return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 
-/* ---- The end ------------------------------------------------------------------------------------------------------------ */
+/* ---- The end ----------------------------------------------------------------------------------------------------- */
 
 /* 0, or -1 when memory is out. */
 static int print_outcome(const struct compare *compare, FILE *out)

@@ -3,9 +3,9 @@
 #define HALFSTEP_COMPARE_H
 
 struct comparison {
-    const char *command;   /* what messages call it: "compare lm" */
-    const char *title;     /* of the report */
-    int argc;              /* the words as they were typed, to tell how to repeat it */
+    const char *command; /* what messages call it: "compare lm" */
+    const char *title;   /* of the report */
+    int argc;            /* the words as they were typed, to tell how to repeat it */
     char **argv;
 };
 

@@ -1,5 +1,5 @@
-/* What the files of the comparison share: compare.c is the comparison, compare_report.c writes what it found, and compare_lm.c
- * and compare_mnist.c say what is trained. */
+/* What the files of the comparison share: compare.c is the comparison, compare_report.c writes what it found, and
+ * compare_lm.c and compare_mnist.c say what is trained. */
 #ifndef HALFSTEP_COMPARE_INTERNAL_H
 #define HALFSTEP_COMPARE_INTERNAL_H
 
@@ -25,10 +25,10 @@ struct compare;
 
 /* One kind of model. Functions return 0, or the exit status and one line in error. */
 struct compare_kind {
-    const char *usage, *summary, *notes;    /* of --help */
-    const char *recipes;                    /* default of --recipes */
-    const char *expect;                     /* help of --expect */
-    const char *batches;                    /* default of a --batch that takes several sizes, NULL: it takes one */
+    const char *usage, *summary, *notes; /* of --help */
+    const char *recipes;                 /* default of --recipes */
+    const char *expect;                  /* help of --expect */
+    const char *batches;                 /* default of a --batch that takes several sizes, NULL: it takes one */
     const struct report_words *words;
     int accuracies;
     void (*options_init)(struct run_options *options);
@@ -36,8 +36,8 @@ struct compare_kind {
     int (*complete)(struct compare *compare, char *error, size_t error_bytes);
     int (*load)(struct compare *compare, char *error, size_t error_bytes);
     void (*unload)(struct compare *compare);
-    int (*train)(struct compare *compare, const struct run_config *config, struct progress *progress, struct report_run *run,
-                 char *error, size_t error_bytes);
+    int (*train)(struct compare *compare, const struct run_config *config, struct progress *progress,
+                 struct report_run *run, char *error, size_t error_bytes);
     /* What was trained, for the report's second line, and where the data came from (compare_fact). */
     void (*describe)(struct compare *compare, struct text *subtitle);
 };
@@ -53,7 +53,7 @@ struct compare {
     struct option_group groups[2];
     int64_t batch[MAX_GROUPS];
     const char *batch_name[MAX_GROUPS];
-    int batches;                            /* 1 where --batch takes one */
+    int batches; /* 1 where --batch takes one */
     union {
         struct run_data lm;
         struct mnist_data mnist;
@@ -76,7 +76,7 @@ int compare_describe(struct compare *compare);
 void compare_fact(struct compare *compare, const char *name, const struct text *value);
 /* Files that belong to one run of many: DIR/NAME, and FILE.csv as FILE-NAME.csv. */
 struct run_paths {
-    struct text log, checkpoint;            /* empty where there is none */
+    struct text log, checkpoint; /* empty where there is none */
 };
 
 /* 0, or -1 when memory is out. After either compare_free_paths(). */

@@ -4,9 +4,11 @@
 #include "compare_internal.h"
 
 static const char notes[] =
-    "Every recipe gets the same first weights, data, order and type of matrix products, so that only the storage differs.\n"
+    "Every recipe gets the same first weights, data, order and type of matrix products, so that only the storage "
+    "differs.\n"
     "Runs follow one another, all recipes under one seed before the next seed; the report is renewed after each. With\n"
-    "--checkpoint DIR every run saves into a folder of its own in DIR, and --resume goes on where each of them stopped.\n";
+    "--checkpoint DIR every run saves into a folder of its own in DIR, and --resume goes on where each of them "
+    "stopped.\n";
 
 static int complete(struct compare *compare, char *error, size_t error_bytes)
 {
@@ -21,25 +23,24 @@ static int load(struct compare *compare, char *error, size_t error_bytes)
     return run_data_load(&compare->base, &compare->data.lm, error, error_bytes) != 0;
 }
 
-static void unload(struct compare *compare)
-{
-    run_data_free(&compare->data.lm);
-}
+static void unload(struct compare *compare) { run_data_free(&compare->data.lm); }
 
 static int keep(struct report_run *run, const struct run_result *result)
 {
     run->tokens_per_s = result->tokens_per_s;
     for (size_t i = 0; i < result->history.n_points; i++)
-        if (report_curve_add(&run->train, result->history.point[i].step, result->history.point[i].train_loss) != 0) return -1;
+        if (report_curve_add(&run->train, result->history.point[i].step, result->history.point[i].train_loss) != 0)
+            return -1;
     for (size_t i = 0; i < result->history.n_validations; i++)
-        if (report_curve_add(&run->validation, result->history.validation[i].step, result->history.validation[i].loss) != 0)
+        if (report_curve_add(&run->validation, result->history.validation[i].step,
+                             result->history.validation[i].loss) != 0)
             return -1;
     run_result_document(&run->json, result);
     return compare_keep(run, result);
 }
 
-static int train(struct compare *compare, const struct run_config *config, struct progress *progress, struct report_run *run,
-                 char *error, size_t error_bytes)
+static int train(struct compare *compare, const struct run_config *config, struct progress *progress,
+                 struct report_run *run, char *error, size_t error_bytes)
 {
     struct run_result result;
     int status = train_run(config, &compare->data.lm, progress, &result, error, error_bytes);
@@ -83,11 +84,13 @@ int compare_lm(const struct comparison *comparison, int argc, char **argv)
 {
     static const struct compare_kind kind = {
         .usage = "--data FILE --recipes R,R,... [options]",
-        .summary = "Trains the same model under several recipes and reports what the storage does to it: a table, one sentence, "
+        .summary = "Trains the same model under several recipes and reports what the storage does to it: a table, one "
+                   "sentence, "
                    "and a page with curves.",
         .notes = notes,
         .recipes = "adamw/f32,adamw/bf16,adamw/bf16-sr,adamw/bf16-kahan,adamw/bf16-sr/int8",
-        .expect = "end with status 1 unless these recipes end more than X nat above the reference, less than X above, within X "
+        .expect = "end with status 1 unless these recipes end more than X nat above the reference, less than X above, "
+                  "within X "
                   "of it",
         .options_init = run_options_init,
         .complete = complete,

@@ -5,12 +5,15 @@
 #include "compare_internal.h"
 #include "models/cnn.h"
 
-static const char notes[] =
-    "Every recipe gets the same first weights, images and order. Learning rates suit recipes, not comparisons: R@LR gives a\n"
-    "recipe its own, R@LR/LR/LR one for each size of --batch, and what has none takes --lr. Runs follow one another, all\n"
-    "recipes under one seed before the next seed; the report is renewed after each. A run that diverges is reported as such.\n"
-    "\n"
-    "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 --batch 128,1024 --seeds 3\n";
+static const char notes[] = "Every recipe gets the same first weights, images and order. Learning rates suit recipes, "
+                            "not comparisons: R@LR gives a\n"
+                            "recipe its own, R@LR/LR/LR one for each size of --batch, and what has none takes --lr. "
+                            "Runs follow one another, all\n"
+                            "recipes under one seed before the next seed; the report is renewed after each. A run that "
+                            "diverges is reported as such.\n"
+                            "\n"
+                            "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 "
+                            "--batch 128,1024 --seeds 3\n";
 
 static int complete(struct compare *compare, char *error, size_t error_bytes)
 {
@@ -22,10 +25,7 @@ static int load(struct compare *compare, char *error, size_t error_bytes)
     return mnist_data_load(&compare->base, &compare->data.mnist, error, error_bytes) != 0;
 }
 
-static void unload(struct compare *compare)
-{
-    mnist_data_free(&compare->data.mnist);
-}
+static void unload(struct compare *compare) { mnist_data_free(&compare->data.mnist); }
 
 /* Curves count epochs, so that batch sizes can be set side by side. */
 static int keep(struct report_run *run, const struct mnist_result *result)
@@ -43,8 +43,8 @@ static int keep(struct report_run *run, const struct mnist_result *result)
     return compare_keep(run, &result->run);
 }
 
-static int train(struct compare *compare, const struct run_config *config, struct progress *progress, struct report_run *run,
-                 char *error, size_t error_bytes)
+static int train(struct compare *compare, const struct run_config *config, struct progress *progress,
+                 struct report_run *run, char *error, size_t error_bytes)
 {
     struct mnist_result result;
     int status = mnist_run(config, &compare->data.mnist, progress, &result, error, error_bytes);
@@ -74,7 +74,8 @@ static void describe(struct compare *compare, struct text *subtitle)
     }
     text_add(subtitle, "%lld epochs of ", (long long)base->epochs);
     text_add_count(subtitle, (double)data->train.n);
-    text_add(subtitle, base->data ? " images of %s" : " %s digits", base->data ? compare_file_name(base->data) : "drawn");
+    text_add(subtitle, base->data ? " images of %s" : " %s digits",
+             base->data ? compare_file_name(base->data) : "drawn");
     text_add(&text, "%s, ", base->data ? base->data : "drawn digits");
     text_add_count(&text, (double)data->train.n);
     text_add(&text, " images to learn from, ");
@@ -93,11 +94,13 @@ int compare_mnist(const struct comparison *comparison, int argc, char **argv)
                                               "Each point is the mean of an epoch. "};
     static const struct compare_kind kind = {
         .usage = "[--data DIR] --recipes R@LR,R@LR,... [options]",
-        .summary = "Trains a network that reads digits under several recipes and batch sizes, and reports test loss and accuracy "
+        .summary = "Trains a network that reads digits under several recipes and batch sizes, and reports test loss "
+                   "and accuracy "
                    "by epoch: tables, a sentence, and a page with curves.",
         .notes = notes,
         .recipes = "adamw/f32,adamw/bf16-sr,adamw/bf16-sr/int8",
-        .expect = "end with status 1 unless the mean test accuracy of these recipes is more than X %, less than X %, within X "
+        .expect = "end with status 1 unless the mean test accuracy of these recipes is more than X %, less than X %, "
+                  "within X "
                   "% of the reference's",
         .batches = "128",
         .words = &words,

@@ -11,7 +11,7 @@
 
 #include "compare_internal.h"
 
-/* ---- What the report says about the circumstances ----------------------------------------------------------------------- */
+/* ---- What the report says about the circumstances ---------------------------------------------------------------- */
 
 static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name,
                      const struct text *value)
@@ -40,12 +40,16 @@ static void describe_configuration(struct compare *compare)
         const struct option *option = &group.rows[i];
         struct text value = {0};
         if (option->kind == OPTION_HYPER_AS || !(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
-        if (strcmp(option->name, "data") == 0 || strcmp(option->name, "val") == 0 || strcmp(option->name, "threads") == 0) continue;
+        if (strcmp(option->name, "data") == 0 || strcmp(option->name, "val") == 0 ||
+            strcmp(option->name, "threads") == 0)
+            continue;
         args_text(&group, option, &value);
         if (strcmp(option->name, "seed") == 0 && report->seeds > 1)
-            text_add(&value, " to %llu", (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
+            text_add(&value, " to %llu",
+                     (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
         const char *text = text_string(&value);
-        if (value.failed || option->initial || (text[0] && strcmp(text, "0") != 0)) compare_fact(compare, option->name, &value);
+        if (value.failed || option->initial || (text[0] && strcmp(text, "0") != 0))
+            compare_fact(compare, option->name, &value);
         text_free(&value);
     }
 }
@@ -65,8 +69,8 @@ static void processor_name(char *text, size_t text_bytes)
     fclose(file);
 }
 
-__attribute__((format(printf, 3, 4)))
-static void machine_fact(struct compare *compare, const char *name, const char *format, ...)
+__attribute__((format(printf, 3, 4))) static void machine_fact(struct compare *compare, const char *name,
+                                                               const char *format, ...)
 {
     struct text value = {0};
     char line[1024];
@@ -75,8 +79,8 @@ static void machine_fact(struct compare *compare, const char *name, const char *
     vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
     text_add(&value, "%s", line);
-    add_pair(compare, compare->machine, (int)(sizeof compare->machine / sizeof compare->machine[0]), &compare->report.machines,
-             name, &value);
+    add_pair(compare, compare->machine, (int)(sizeof compare->machine / sizeof compare->machine[0]),
+             &compare->report.machines, name, &value);
     text_free(&value);
 }
 
@@ -90,8 +94,10 @@ static void describe_machine(struct compare *compare)
     halfstep_cpu_features(value, sizeof value);
     machine_fact(compare, "features", "%s", value);
     machine_fact(compare, "instruction set in use", "%s", halfstep_isa());
-    machine_fact(compare, "threads", "%d", compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
-    machine_fact(compare, "halfstep", "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100, halfstep_abi());
+    machine_fact(compare, "threads", "%d",
+                 compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
+    machine_fact(compare, "halfstep", "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100,
+                 halfstep_abi());
 }
 
 int compare_describe(struct compare *compare)
@@ -117,7 +123,7 @@ int compare_describe(struct compare *compare)
     return compare->command.failed || subtitle->failed ? -1 : 0;
 }
 
-/* ---- Files -------------------------------------------------------------------------------------------------------------- */
+/* ---- Files ------------------------------------------------------------------------------------------------------- */
 
 int compare_make_folder(const char *path)
 {

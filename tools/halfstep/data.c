@@ -45,7 +45,8 @@ static int read_all(FILE *file, const char *path, struct data_file *out, char *e
     }
 }
 
-static int unpack(const char *path, const struct data_file *packed, struct data_file *out, char *error, size_t error_bytes)
+static int unpack(const char *path, const struct data_file *packed, struct data_file *out, char *error,
+                  size_t error_bytes)
 {
     z_stream stream = {0};
     if (inflateInit2(&stream, 15 + 16) != Z_OK) {
@@ -150,7 +151,8 @@ void data_batch(const struct data_part *part, uint64_t seed, uint64_t step, uint
 {
     size_t bytes = (size_t)context + 1;
     for (int i = 0; i < batch; i++)
-        memcpy(out + (size_t)i * bytes, part->bytes + data_window(part, seed, step, micro_step, (uint64_t)i, context), bytes);
+        memcpy(out + (size_t)i * bytes, part->bytes + data_window(part, seed, step, micro_step, (uint64_t)i, context),
+               bytes);
 }
 
 size_t data_eval_count(const struct data_part *part, int context, size_t limit)

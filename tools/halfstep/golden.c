@@ -9,7 +9,7 @@
 
 #include "hash.h"
 
-/* ---- The list of cases ------------------------------------------------------------------------------------------------ */
+/* ---- The list of cases ------------------------------------------------------------------------------------------- */
 
 struct list {
     struct golden_case *item;
@@ -33,8 +33,8 @@ static int append(struct list *list, const struct golden_case *c)
     return 0;
 }
 
-/* What a case is follows from names alone, never from a row's position or from how many rows there are: a new rule or format
- * adds cases, and those that are promised stay. */
+/* What a case is follows from names alone, never from a row's position or from how many rows there are: a new rule or
+ * format adds cases, and those that are promised stay. */
 
 /* The name of the format in a row if it serves a role, else NULL. */
 static const char *serving(int32_t role, int32_t row)
@@ -45,20 +45,21 @@ static const char *serving(int32_t role, int32_t row)
 
 /* How much of the grid a recipe stands for. */
 enum depth {
-    ONCE,     /* f32 and bf16 gradients, the recipes below bf16 only */
-    MIXED,    /* f32 and bf16 gradients */
-    THOROUGH  /* those and every generator */
+    ONCE,    /* f32 and bf16 gradients, the recipes below bf16 only */
+    MIXED,   /* f32 and bf16 gradients */
+    THOROUGH /* those and every generator */
 };
 
-/* Recipes, or their ends, whose cases of depth ONCE have bf16 gradients only. It is complete: new rules and formats have both. */
+/* Recipes, or their ends, whose cases of depth ONCE have bf16 gradients only. It is complete: new rules and formats
+ * have both. */
 static const char *const bf16_only[] = {
-    "adam/f32/bf16",    "lion/f32/bf16",          "adan/f32/bf16",         "radam/f32/bf16",       "ranger/f32/bf16",
-    "rmsprop/f32/bf16", "compass/f32/bf16",       "lpfadamw/f32/bf16",     "lamb/f32/bf16",        "stableadamw/f32/bf16",
+    "adam/f32/bf16",    "lion/f32/bf16",          "adan/f32/bf16",         "radam/f32/bf16",    "ranger/f32/bf16",
+    "rmsprop/f32/bf16", "compass/f32/bf16",       "lpfadamw/f32/bf16",     "lamb/f32/bf16",     "stableadamw/f32/bf16",
     "lamb16/f32/f32",   "adamw-delayed/f32/bf16", "schedulefree/f32/bf16", "/f32+bf16+bf16-sr",
 };
 
-/* adamw's states in formats that differ, by the format of the first. It is complete: mixture() says what a new format is mixed
- * with. */
+/* adamw's states in formats that differ, by the format of the first. It is complete: mixture() says what a new format
+ * is mixed with. */
 static const char *const mixtures[] = {
     "f32+bf16+bf16-sr",           "bf16+bf16-sr+bf16-ecc8",   "bf16-sr+bf16-ecc8+bf16-ecc16",
     "bf16-kahan+bf16-ecc16+int8", "bf16-ecc8+int8+int4",      "bf16-ecc16+int4+fp8",
@@ -73,7 +74,8 @@ static int narrow(const char *recipe)
     size_t length = strlen(recipe);
     for (size_t i = 0; i < sizeof bf16_only / sizeof bf16_only[0]; i++) {
         size_t end = strlen(bf16_only[i]);
-        if (length >= end && (length == end || bf16_only[i][0] == '/') && !strcmp(recipe + length - end, bf16_only[i])) return 1;
+        if (length >= end && (length == end || bf16_only[i][0] == '/') && !strcmp(recipe + length - end, bf16_only[i]))
+            return 1;
     }
     return 0;
 }
@@ -89,8 +91,7 @@ static void mixture(char *states, size_t size, int32_t row, const char *format)
     /* Beside a block format, and alone among the second moments where it may not be the first. */
     if (serving(HALFSTEP_ROLE_SIGNED, row))
         snprintf(states, size, "%s+int8+%s", format, serving(HALFSTEP_ROLE_NONNEG, row) ? format : "f32");
-    else
-        snprintf(states, size, "bf16-sr+%s+int8", format);
+    else snprintf(states, size, "bf16-sr+%s+int8", format);
 }
 
 /* uniform: one state format for all states. */
@@ -117,8 +118,8 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
     return 0;
 }
 
-/* adamw stands for all: every weight format with every state format, alike and mixed. Every other rule with every weight
- * format, and under two of these with every state format. */
+/* adamw stands for all: every weight format with every state format, alike and mixed. Every other rule with every
+ * weight format, and under two of these with every state format. */
 static int add_rule(struct list *list, const halfstep_rule_info *rule)
 {
     int all = !strcmp(rule->name, "adamw");
@@ -169,21 +170,33 @@ int golden_expected(const char *list, const struct golden_case *c, uint64_t *has
     return 0;
 }
 
-/* ---- The problem ------------------------------------------------------------------------------------------------------ */
+/* ---- The problem ------------------------------------------------------------------------------------------------- */
 
-/* Every row length that a kernel treats differently, with a few rows each. Group 1 centralizes, so it keeps whole rows. */
+/* Every row length that a kernel treats differently, with a few rows each. Group 1 centralizes, so it keeps whole
+ * rows. */
 static const struct shape {
     const char *name;
     int group, ndim;
     int64_t rows, row_length;
     int large; /* 1: only in problems with large tensors; 2: only with formats of geometry FLAT */
 } shapes[] = {
-    {"scalar", 0, 0, 1, 1, 0},      {"vector", 0, 1, 61, 1, 0},    {"empty", 0, 2, 0, 40, 0},
-    {"column", 0, 2, 37, 1, 0},     {"rows.7", 1, 2, 13, 7, 0},    {"rows.9", 2, 2, 11, 9, 0},
-    {"rows.32", 1, 2, 5, 32, 0},    {"rows.33", 0, 2, 9, 33, 0},   {"rows.64", 2, 2, 6, 64, 0},
-    {"rows.96", 1, 2, 4, 96, 0},    {"rows.256", 2, 2, 3, 256, 0}, {"rows.300", 1, 4, 5, 300, 0},
-    {"rows.301", 0, 3, 2, 301, 0},  {"rows.1000", 0, 2, 2, 1000, 0}, {"flat", 2, 1, 1, 4100, 0},
-    {"large.rows", 0, 3, 24, 2999, 1}, {"large.flat", 2, 1, 1, 70001, 1},
+    {"scalar", 0, 0, 1, 1, 0},
+    {"vector", 0, 1, 61, 1, 0},
+    {"empty", 0, 2, 0, 40, 0},
+    {"column", 0, 2, 37, 1, 0},
+    {"rows.7", 1, 2, 13, 7, 0},
+    {"rows.9", 2, 2, 11, 9, 0},
+    {"rows.32", 1, 2, 5, 32, 0},
+    {"rows.33", 0, 2, 9, 33, 0},
+    {"rows.64", 2, 2, 6, 64, 0},
+    {"rows.96", 1, 2, 4, 96, 0},
+    {"rows.256", 2, 2, 3, 256, 0},
+    {"rows.300", 1, 4, 5, 300, 0},
+    {"rows.301", 0, 3, 2, 301, 0},
+    {"rows.1000", 0, 2, 2, 1000, 0},
+    {"flat", 2, 1, 1, 4100, 0},
+    {"large.rows", 0, 3, 24, 2999, 1},
+    {"large.flat", 2, 1, 1, 70001, 1},
     /* Of whole blocks: for formats that flatten. */
     {"blocks", 0, 2, 16, 512, 2},
 };
@@ -269,14 +282,12 @@ static void make_gradient(int tensor, int step, const char *format, void *out)
         uint32_t bits = bad ? 0x7fc00000u : zero ? 0 : pattern(r);
         uint16_t code = (uint16_t)(bits >> 16);
         if (half) code = bad ? 0x7e00 : zero ? 0 : half_pattern(r);
-        if (f32)
-            memcpy((char *)out + 4 * i, &bits, 4);
-        else
-            memcpy((char *)out + 2 * i, &code, 2);
+        if (f32) memcpy((char *)out + 4 * i, &bits, 4);
+        else memcpy((char *)out + 2 * i, &code, 2);
     }
 }
 
-/* ---- Computing it, in one handle or in several ------------------------------------------------------------------------- */
+/* ---- Computing it, in one handle or in several ------------------------------------------------------------------- */
 
 struct rectangle {
     int64_t first_row, n_rows, first_column, n_columns;
@@ -285,7 +296,8 @@ struct rectangle {
 struct run {
     const struct golden_case *c;
     int parts, by_columns;
-    int flat, matrix;      /* formats of geometry FLAT, a rule that steps matrices: such tensors are not cut by columns, or at
+    int flat,
+        matrix; /* formats of geometry FLAT, a rule that steps matrices: such tensors are not cut by columns, or at
                               all */
     int64_t element_bytes; /* of a gradient */
     halfstep_optimizer *optimizer[GOLDEN_MAX_PARTS];
@@ -328,7 +340,7 @@ static int exists(const struct run *r, int tensor)
 static int recipe_has(const char *recipe, const char *format)
 {
     size_t length = strlen(format);
-    for (const char *part = recipe; *(part += strcspn(part, "/+")); )
+    for (const char *part = recipe; *(part += strcspn(part, "/+"));)
         if (!strncmp(++part, format, length) && strchr("/+", part[length])) return 1;
     return 0;
 }
@@ -390,15 +402,14 @@ static void place_parts(struct run *r)
 }
 
 /* Between a whole tensor of `width` bytes an element and a dense part of it. */
-static void move_part(const struct shape *s, const struct rectangle *h, void *whole, void *part, int64_t width, int to_part)
+static void move_part(const struct shape *s, const struct rectangle *h, void *whole, void *part, int64_t width,
+                      int to_part)
 {
     for (int64_t row = 0; row < h->n_rows; row++) {
         char *w = (char *)whole + ((h->first_row + row) * s->row_length + h->first_column) * width;
         char *p = (char *)part + row * h->n_columns * width;
-        if (to_part)
-            memcpy(p, w, (size_t)(h->n_columns * width));
-        else
-            memcpy(w, p, (size_t)(h->n_columns * width));
+        if (to_part) memcpy(p, w, (size_t)(h->n_columns * width));
+        else memcpy(w, p, (size_t)(h->n_columns * width));
     }
 }
 
@@ -419,14 +430,29 @@ static int add_groups(struct run *r, int part)
         const char *name, *choice;
         double value;
     } settings[] = {
-        {0, "decay", "decoupled", 0}, {0, "schedule", "cosine", 0},   {0, "lr", NULL, 0.01},
-        {0, "weight_decay", NULL, 0.1}, {0, "warmup_steps", NULL, 3}, {0, "total_steps", NULL, 12},
-        {0, "final_fraction", NULL, 0.1}, {0, "momentum", NULL, 0.9}, {0, "dampening", NULL, 0.25},
-        {1, "decay", "l2", 0}, {1, "weight_decay", NULL, 0.01},       {1, "maximize", NULL, 1},
-        {1, "centralize", NULL, 0.75}, {1, "momentum", NULL, 0.875},  {1, "nesterov", NULL, 1},
-        {1, "beta1", NULL, 0.8}, {1, "beta2", NULL, 0.95},
-        {2, "decay", "fully-decoupled", 0}, {2, "schedule", "inverse-power", 0}, {2, "lr", NULL, 0.003},
-        {2, "reference_lr", NULL, 0.01}, {2, "weight_decay", NULL, 0.001}, {2, "warmup_steps", NULL, 4},
+        {0, "decay", "decoupled", 0},
+        {0, "schedule", "cosine", 0},
+        {0, "lr", NULL, 0.01},
+        {0, "weight_decay", NULL, 0.1},
+        {0, "warmup_steps", NULL, 3},
+        {0, "total_steps", NULL, 12},
+        {0, "final_fraction", NULL, 0.1},
+        {0, "momentum", NULL, 0.9},
+        {0, "dampening", NULL, 0.25},
+        {1, "decay", "l2", 0},
+        {1, "weight_decay", NULL, 0.01},
+        {1, "maximize", NULL, 1},
+        {1, "centralize", NULL, 0.75},
+        {1, "momentum", NULL, 0.875},
+        {1, "nesterov", NULL, 1},
+        {1, "beta1", NULL, 0.8},
+        {1, "beta2", NULL, 0.95},
+        {2, "decay", "fully-decoupled", 0},
+        {2, "schedule", "inverse-power", 0},
+        {2, "lr", NULL, 0.003},
+        {2, "reference_lr", NULL, 0.01},
+        {2, "weight_decay", NULL, 0.001},
+        {2, "warmup_steps", NULL, 4},
     };
     char name[32];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
@@ -436,7 +462,8 @@ static int add_groups(struct run *r, int part)
         if (check(r, part, halfstep_add_group(o, r->c->recipe, &index), "halfstep_add_group")) return -1;
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
-            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice), settings[i].name))
+            if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),
+                      settings[i].name))
                 return -1;
         } else if (has_hyper(rule, settings[i].name)) {
             if (check(r, part, halfstep_set_hyper(o, settings[i].group, settings[i].name, settings[i].value),
@@ -468,8 +495,13 @@ static int add_tensors(struct run *r, int part)
         r->shape[tensors++] = t;
         const struct shape *s = &shapes[t];
         const struct rectangle *h = &r->held[part][t];
-        halfstep_tensor d = {.struct_size = sizeof d, .group = s->group, .name = s->name, .ndim = s->ndim, .rows = s->rows,
-                             .row_length = s->row_length, .gradient = r->c->gradients};
+        halfstep_tensor d = {.struct_size = sizeof d,
+                             .group = s->group,
+                             .name = s->name,
+                             .ndim = s->ndim,
+                             .rows = s->rows,
+                             .row_length = s->row_length,
+                             .gradient = r->c->gradients};
         if (r->parts > 1) {
             d.first_row = h->first_row;
             d.n_rows = h->n_rows;
@@ -486,7 +518,8 @@ static int add_tensors(struct run *r, int part)
         int t = r->shape[i];
         const struct rectangle *h = &r->held[part][t];
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (check(r, part, halfstep_get_slot_info(o, i, HALFSTEP_SLOT_WEIGHT, &info), "halfstep_get_slot_info")) return -1;
+        if (check(r, part, halfstep_get_slot_info(o, i, HALFSTEP_SLOT_WEIGHT, &info), "halfstep_get_slot_info"))
+            return -1;
         int64_t n = h->n_rows * h->n_columns;
         float *values = zeros(n * 4);
         r->weight[part][i] = zeros((int64_t)info.code_bytes);
@@ -494,9 +527,11 @@ static int add_tensors(struct run *r, int part)
         if (t == shape_of("rows.1000")) r->accumulator[part] = zeros(n * 2);
         int lacking = !values || !r->weight[part][i] || !r->gradient[part][i];
         for (int64_t j = 0; !lacking && j < n; j++)
-            values[j] = weight_at(t, (h->first_row + j / h->n_columns) * shapes[t].row_length + h->first_column + j % h->n_columns);
-        int result = lacking ? HALFSTEP_ERROR_MEMORY
-                             : halfstep_write_slot(o, i, HALFSTEP_SLOT_WEIGHT, r->weight[part][i], 0, h->n_rows, values);
+            values[j] = weight_at(t, (h->first_row + j / h->n_columns) * shapes[t].row_length + h->first_column +
+                                         j % h->n_columns);
+        int result = lacking
+                         ? HALFSTEP_ERROR_MEMORY
+                         : halfstep_write_slot(o, i, HALFSTEP_SLOT_WEIGHT, r->weight[part][i], 0, h->n_rows, values);
         free(values);
         if (check(r, part, result, "halfstep_write_slot")) return -1;
     }
@@ -508,7 +543,8 @@ static int set_step(struct run *r, int part, int step)
     const double clip[STEPS] = {0, 0, 0, 0.5, 0.5, 0.5, 0, 1e9, 2}, scale[STEPS] = {1, 1, 0.25, 1, 3, 1, 1, 1, 1};
     halfstep_optimizer *o = r->optimizer[part];
     return check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", clip[step]), "clip_norm") ||
-           check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", scale[step]), "gradient_scale") ||
+           check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", scale[step]),
+                 "gradient_scale") ||
            check(r, part, halfstep_set_hyper(o, 0, "weight_decay", step == 4 ? 0 : 0.1), "weight_decay") ||
            check(r, part, halfstep_set_hyper(o, 1, "lr", step == 6 ? 0 : 0.001 * (1 + step % 3)), "lr");
 }
@@ -518,8 +554,10 @@ static int accumulate(struct run *r, int tensor)
     /* The shapes that not every problem has come last, so tensor and shape have one number here. */
     for (int p = 0; p < r->parts; p++)
         for (int i = 0; i < 2; i++)
-            if (check(r, p, halfstep_accumulate(r->optimizer[p], tensor, r->accumulator[p], "bf16-sr", r->gradient[p][tensor],
-                                                r->c->gradients, i ? 0.3 : 1.0), "halfstep_accumulate"))
+            if (check(r, p,
+                      halfstep_accumulate(r->optimizer[p], tensor, r->accumulator[p], "bf16-sr", r->gradient[p][tensor],
+                                          r->c->gradients, i ? 0.3 : 1.0),
+                      "halfstep_accumulate"))
                 return -1;
     return 0;
 }
@@ -548,13 +586,15 @@ static int make_step(struct run *r, int step)
     }
     int64_t n = halfstep_statistics_count(r->optimizer[0]);
     for (int p = 0; p < r->parts; p++) {
-        if (check(r, p, halfstep_step_begin(r->optimizer[p], gradients[p], r->statistics[p]), "halfstep_step_begin")) return -1;
+        if (check(r, p, halfstep_step_begin(r->optimizer[p], gradients[p], r->statistics[p]), "halfstep_step_begin"))
+            return -1;
         for (int64_t i = 0; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
     }
     int64_t sums = halfstep_norms_offset(r->optimizer[0]);
     for (int p = 0; p < r->parts; p++) {
         if (p) memcpy(r->statistics[p], r->statistics[0], (size_t)sums * sizeof(int64_t));
-        if (check(r, p, halfstep_step_norms(r->optimizer[p], r->weight[p], gradients[p], r->statistics[p]), "halfstep_step_norms"))
+        if (check(r, p, halfstep_step_norms(r->optimizer[p], r->weight[p], gradients[p], r->statistics[p]),
+                  "halfstep_step_norms"))
             return -1;
         for (int64_t i = sums; p && i < n; i++) r->statistics[0][i] += r->statistics[p][i];
     }
@@ -565,7 +605,7 @@ static int make_step(struct run *r, int step)
     return 0;
 }
 
-/* ---- Hashing: streams are put together again as one handle would hold them --------------------------------------------- */
+/* ---- Hashing: streams are put together again as one handle would hold them --------------------------------------- */
 
 /* One stream of one tensor, `width` bytes an element or a block of `block` elements. */
 static int hash_stream(struct run *r, int t, void *const *streams, int64_t width, int64_t block, uint64_t *hash)
@@ -593,7 +633,8 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
     halfstep_format_info format = {.struct_size = sizeof format};
     for (int p = 0; p < r->parts; p++) {
         halfstep_slot_info info = {.struct_size = sizeof info};
-        if (check(r, p, halfstep_get_slot_info(r->optimizer[p], tensor, slot, &info), "halfstep_get_slot_info")) return -1;
+        if (check(r, p, halfstep_get_slot_info(r->optimizer[p], tensor, slot, &info), "halfstep_get_slot_info"))
+            return -1;
         if (info.format < 0) return 0;
         if (check(r, p, halfstep_get_format_info(info.format, &format), "halfstep_get_format_info")) return -1;
         code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
@@ -643,7 +684,8 @@ static int hash_all(struct run *r, uint64_t *result)
         halfstep_counters c = {.struct_size = sizeof c};
         for (int p = 0; p < r->parts; p++) {
             halfstep_counters other = {.struct_size = sizeof other};
-            if (check(r, p, halfstep_get_counters(r->optimizer[p], t, p ? &other : &c), "halfstep_get_counters")) return -1;
+            if (check(r, p, halfstep_get_counters(r->optimizer[p], t, p ? &other : &c), "halfstep_get_counters"))
+                return -1;
             if (p && memcmp(&c, &other, sizeof c)) return complain(r, "part %d counts otherwise than part 0", p);
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
@@ -651,7 +693,8 @@ static int hash_all(struct run *r, uint64_t *result)
             if (hash_scalar(r, t, rule.scalar_name[i], &hash)) return -1;
         for (int s = 0; s < rule.states; s++) {
             halfstep_slot_info slot = {.struct_size = sizeof slot};
-            if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot")) return -1;
+            if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot"))
+                return -1;
             snprintf(name, sizeof name, "%s.grid", slot.name);
             if (slot.grid && hash_scalar(r, t, name, &hash)) return -1;
         }
@@ -664,10 +707,14 @@ static int hash_all(struct run *r, uint64_t *result)
 static int compute(struct run *r, const struct golden_layout *layout, uint64_t *hash)
 {
     for (int p = 0; p < r->parts; p++) {
-        halfstep_options options = {.struct_size = sizeof options, .threads = layout->threads,
-                                    .seed = UINT64_C(0x0123456789abcdef), .run = layout->run, .host = layout->host};
+        halfstep_options options = {.struct_size = sizeof options,
+                                    .threads = layout->threads,
+                                    .seed = UINT64_C(0x0123456789abcdef),
+                                    .run = layout->run,
+                                    .host = layout->host};
         if (check(r, p, halfstep_create(&options, &r->optimizer[p]), "halfstep_create")) return -1;
-        if (check(r, p, halfstep_set_choice(r->optimizer[p], HALFSTEP_ALL_GROUPS, "generator", r->c->generator), "generator"))
+        if (check(r, p, halfstep_set_choice(r->optimizer[p], HALFSTEP_ALL_GROUPS, "generator", r->c->generator),
+                  "generator"))
             return -1;
         if (add_groups(r, p) || add_tensors(r, p)) return -1;
     }

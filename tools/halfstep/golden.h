@@ -1,5 +1,5 @@
-/* The promised bits: a fixed problem stepped under many recipes, each condensed to a hash of every weight, state and counter
- * bit. The same program on any machine, with any kernels, threads and shards, has to find the hashes in
+/* The promised bits: a fixed problem stepped under many recipes, each condensed to a hash of every weight, state and
+ * counter bit. The same program on any machine, with any kernels, threads and shards, has to find the hashes in
  * tests/golden/hashes.txt. Uses the public interface only. */
 #ifndef HALFSTEP_GOLDEN_H
 #define HALFSTEP_GOLDEN_H
@@ -23,15 +23,15 @@ struct golden_layout {
     int32_t threads;
     halfstep_run_tasks run; /* or NULL */
     void *host;
-    int parts;              /* handles that share every tensor; 0 is 1 */
-    int by_columns;         /* cut columns instead of rows */
-    int bound;              /* states in memory of the caller */
+    int parts;      /* handles that share every tensor; 0 is 1 */
+    int by_columns; /* cut columns instead of rows */
+    int bound;      /* states in memory of the caller */
 };
 
 enum { GOLDEN_MAX_PARTS = 4 };
 
-/* All cases, from the tables of the library: a new row adds some and takes none away. NULL when memory is out. The caller frees
- * them. */
+/* All cases, from the tables of the library: a new row adds some and takes none away. NULL when memory is out. The
+ * caller frees them. */
 struct golden_case *golden_cases(int *n);
 
 /* 0, or -1 and one line. */

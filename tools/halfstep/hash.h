@@ -1,5 +1,5 @@
-/* The hash behind "state_hash": 64 bits over bytes, eight at a time as little-endian words, the length last. Every step is
- * a bijection of the running value, so a single changed bit always changes the result. Not for security. */
+/* The hash behind "state_hash": 64 bits over bytes, eight at a time as little-endian words, the length last. Every step
+ * is a bijection of the running value, so a single changed bit always changes the result. Not for security. */
 #ifndef HALFSTEP_HASH_H
 #define HALFSTEP_HASH_H
 

@@ -14,9 +14,10 @@ static uint32_t big_endian(const uint8_t *p)
     return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
 }
 
-/* Reads NAME or NAME.gz and judges it against its own header: dimensions in size[], where the values begin in *start. */
-static int load(const char *directory, const char *name, uint32_t magic, uint32_t size[3], size_t *start, char path[PATH_BYTES],
-                struct data_file *file, char *error, size_t error_bytes)
+/* Reads NAME or NAME.gz and judges it against its own header: dimensions in size[], where the values begin in
+ * *start. */
+static int load(const char *directory, const char *name, uint32_t magic, uint32_t size[3], size_t *start,
+                char path[PATH_BYTES], struct data_file *file, char *error, size_t error_bytes)
 {
     static const char *const endings[] = {"", ".gz"};
     int dims = (int)(magic & 0xFF), found = 0;
@@ -63,8 +64,8 @@ static int load_images(const char *directory, const char *name, struct image_set
     memset(&file, 0, sizeof file);
     int status = load(directory, name, MAGIC_IMAGES, size, &start, path, &file, error, error_bytes);
     if (!status && (size[0] < 1 || size[1] < 1 || size[1] != size[2] || size[0] > INT32_MAX || size[1] > 4096)) {
-        snprintf(error, error_bytes, "%s: holds %u images of %u x %u; some square ones are needed", path, size[0], size[1],
-                 size[2]);
+        snprintf(error, error_bytes, "%s: holds %u images of %u x %u; some square ones are needed", path, size[0],
+                 size[1], size[2]);
         status = -1;
     }
     if (status) {
@@ -121,8 +122,8 @@ int idx_load(const char *directory, struct image_set *train, struct image_set *t
               load_images(directory, "t10k-images-idx3-ubyte", test, error, error_bytes) ||
               load_labels(directory, "t10k-labels-idx1-ubyte", test, error, error_bytes);
     if (!bad && train->side != test->side) {
-        snprintf(error, error_bytes, "%s: trains on %d x %d pixels and tests on %d x %d", directory, train->side, train->side,
-                 test->side, test->side);
+        snprintf(error, error_bytes, "%s: trains on %d x %d pixels and tests on %d x %d", directory, train->side,
+                 train->side, test->side, test->side);
         bad = 1;
     }
     if (!bad) return 0;

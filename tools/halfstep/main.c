@@ -52,8 +52,8 @@ static void print_version(void)
 static int unknown_command(const char *name)
 {
     const char *near = args_suggest(name, command_name, NULL);
-    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command", name,
-            near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
+    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command",
+            name, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
 }
 
@@ -68,8 +68,8 @@ static int finish(int status)
     return status;
 }
 
-/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress lines.
- * What takes the place here fails as a closed stream does. */
+/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress
+ * lines. What takes the place here fails as a closed stream does. */
 static int occupy_standard_streams(void)
 {
     for (int fd = 0; fd <= 2; fd++) {

@@ -26,16 +26,20 @@ static int parse(hstep_json *json, const char *const *keys, double *numbers)
     return hstep_json_expect(json, '}') && hstep_json_end(json) ? 0 : -1;
 }
 
-static int shape_of(const char *path, char *text, size_t bytes, struct lm_config *shape, char *error, size_t error_bytes)
+static int shape_of(const char *path, char *text, size_t bytes, struct lm_config *shape, char *error,
+                    size_t error_bytes)
 {
-    static const char *const keys[NUMBERS] = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                                              "max_position_embeddings", "intermediate_size", "rms_norm_eps", "rope_theta"};
-    int *const values[WHOLE] = {&shape->vocab, &shape->width, &shape->depth, &shape->heads, &shape->context, &shape->intermediate};
+    static const char *const keys[NUMBERS] = {
+        "vocab_size",        "hidden_size",  "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+        "intermediate_size", "rms_norm_eps", "rope_theta"};
+    int *const values[WHOLE] = {&shape->vocab, &shape->width,   &shape->depth,
+                                &shape->heads, &shape->context, &shape->intermediate};
     double numbers[NUMBERS] = {0};
     hstep_json json = {text, bytes, 0, NULL};
     memset(shape, 0, sizeof *shape);
     if (parse(&json, keys, numbers) != 0) {
-        snprintf(error, error_bytes, "%s: config.json: byte %zu: %s", path, json.at, json.problem ? json.problem : "malformed");
+        snprintf(error, error_bytes, "%s: config.json: byte %zu: %s", path, json.at,
+                 json.problem ? json.problem : "malformed");
         return -1;
     }
     for (int i = 0; i < WHOLE; i++) {

@@ -11,7 +11,7 @@ enum { PATH_BYTES = 4096 };
 /* What tells a file from others: itself where it is there, otherwise its folder and its name in it. */
 struct identity {
     int there;
-    struct stat status;         /* of the file or the folder */
+    struct stat status; /* of the file or the folder */
     const char *name;
 };
 
@@ -57,8 +57,8 @@ static int holds(const char *folder, const struct identity *file, int deeper)
     return found;
 }
 
-int paths_check(const struct named_path *inputs, int n_inputs, const struct named_path *outputs, int n_outputs, char *error,
-                size_t error_bytes)
+int paths_check(const struct named_path *inputs, int n_inputs, const struct named_path *outputs, int n_outputs,
+                char *error, size_t error_bytes)
 {
     for (int o = 0; o < n_outputs; o++) {
         struct identity output, other;
@@ -73,7 +73,8 @@ int paths_check(const struct named_path *inputs, int n_inputs, const struct name
         }
         for (int i = 0; i < o; i++) {
             if (!outputs[i].path || identify(outputs[i].path, &other) != 0 || !same(&output, &other)) continue;
-            snprintf(error, error_bytes, "%s and %s are the same file, %s", outputs[i].what, outputs[o].what, outputs[o].path);
+            snprintf(error, error_bytes, "%s and %s are the same file, %s", outputs[i].what, outputs[o].what,
+                     outputs[o].path);
             return 2;
         }
     }

@@ -46,10 +46,7 @@ void recipe_split(const char *full, struct recipe_parts *parts)
 
 typedef const char *(*names)(int32_t index);
 
-static const char *next_name(void *context, int index)
-{
-    return (*(names *)context)(index);
-}
+static const char *next_name(void *context, int index) { return (*(names *)context)(index); }
 
 static int known(const char *name, names all)
 {
@@ -63,8 +60,8 @@ static int known(const char *name, names all)
 static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
 {
     const char *near = args_suggest(name, next_name, &all), *each;
-    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name, near ? ", did you mean " : "",
-                        near ? near : "", near ? "?" : "");
+    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name,
+                        near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     for (int32_t i = 0; (each = all(i)) != NULL && used > 0 && (size_t)used < error_bytes; i++)
         used += snprintf(error + used, error_bytes - (size_t)used, "%s %s", i ? "," : "", each);
     if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
@@ -72,11 +69,13 @@ static void complain(const char *what, const char *name, names all, char *error,
 
 static int serves(const halfstep_format_info *format, int32_t role)
 {
-    return role == HALFSTEP_ROLE_GRADIENT ? (format->roles & HALFSTEP_ROLE_SIGNED) && !format->block : format->roles & role;
+    return role == HALFSTEP_ROLE_GRADIENT ? (format->roles & HALFSTEP_ROLE_SIGNED) && !format->block
+                                          : format->roles & role;
 }
 
 /* A known format in the wrong place: one that cannot hold what a state of the rule holds. */
-static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error, size_t error_bytes)
+static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error,
+                       size_t error_bytes)
 {
     const char *at = parts->states;
     int one_for_all = !strchr(at, '+');
@@ -88,9 +87,10 @@ static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_inf
         size_t n = strcspn(at, "+");
         snprintf(one, sizeof one, "%.*s", (int)n, at);
         halfstep_format_info info = {.struct_size = sizeof info};
-        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK && !serves(&info, rule->state_role[i])) {
+        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK &&
+            !serves(&info, rule->state_role[i])) {
             snprintf(error, error_bytes, "%s cannot store %s of %s, which is %s", one, rule->state_name[i], rule->name,
-                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG ? "never negative"
+                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG   ? "never negative"
                      : rule->state_role[i] == HALFSTEP_ROLE_SIGNED ? "of either sign"
                                                                    : "a gradient, and has no blocks");
             return 1;

@@ -10,7 +10,7 @@
 #include "train.h"
 #include "trainer_file.h"
 
-/* ---- Options --------------------------------------------------------------------------------------------------------- */
+/* ---- Options ----------------------------------------------------------------------------------------------------- */
 
 static const char *schedule_choice(int32_t i) { return halfstep_choice_value("schedule", i); }
 static const char *decay_choice(int32_t i) { return halfstep_choice_value("decay", i); }
@@ -30,9 +30,16 @@ static const char *accumulator_choice(int32_t i)
 #define AT(member) offsetof(struct run_config, member)
 #define SAME (OPTION_IDENTITY | OPTION_SAVED)
 
-const struct option run_recipe_option = {
-    "recipe", OPTION_RECIPE, AT(recipe), "R", "adamw/bf16-sr", 0, 0, SAME, NULL,
-    "rule/weight format/state format; `halfstep info` lists them"};
+const struct option run_recipe_option = {"recipe",
+                                         OPTION_RECIPE,
+                                         AT(recipe),
+                                         "R",
+                                         "adamw/bf16-sr",
+                                         0,
+                                         0,
+                                         SAME,
+                                         NULL,
+                                         "rule/weight format/state format; `halfstep info` lists them"};
 
 #define HEADING(text) {"", OPTION_HEADING, 0, NULL, NULL, 0, 0, 0, NULL, text}
 
@@ -48,7 +55,8 @@ static const struct option fixed_rows[] = {
     {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, SAME, NULL, "attention heads"},
     {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, SAME, NULL, "bytes that the model sees at once"},
     HEADING("Run"),
-    {"steps", OPTION_INTEGER, AT(steps), "N", "1000", 0, 1e12, OPTION_SAVED, NULL, "steps in all, resumed ones included"},
+    {"steps", OPTION_INTEGER, AT(steps), "N", "1000", 0, 1e12, OPTION_SAVED, NULL,
+     "steps in all, resumed ones included"},
     {"batch", OPTION_INTEGER, AT(batch), "N", "16", 1, 1 << 20, SAME, NULL,
      "sequences in a micro-step, which is the whole step without --micro-steps"},
     {"micro-steps", OPTION_INTEGER, AT(micro_steps), "N", "1", 1, 1 << 20, SAME, NULL,
@@ -71,12 +79,15 @@ static const struct option fixed_rows[] = {
     {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, SAME, NULL,
      "update each tensor as soon as its gradient exists, and keep no other"},
     {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,
-     "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the mean "
+     "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the "
+     "mean "
      "(bf16-sr rounds stochastically), or the optimizer's states, which then see N gradients undivided (default: f32)"},
     {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
-     "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not look"},
+     "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not "
+     "look"},
     {"loss-scale", OPTION_NUMBER, AT(loss_scale), "X", NULL, 0, 0x1p40, SAME, NULL,
-     "factor on the loss, taken out of the gradients again; a power of two (default: 1024 with f16 gradients, otherwise 1)"},
+     "factor on the loss, taken out of the gradients again; a power of two (default: 1024 with f16 gradients, "
+     "otherwise 1)"},
     {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, SAME, generator_choice,
      "of the bits for stochastic rounding (default: the first)"},
     HEADING("Optimizer"),
@@ -87,7 +98,8 @@ static const struct option fixed_rows[] = {
      "rate at the end of a falling schedule, as a fraction of --lr"},
     {"weight-decay", OPTION_NUMBER, AT(weight_decay), "X", "0", 0, 0, SAME, NULL,
      "coefficient, for matrices and the embedding (not for norms)"},
-    {"decay", OPTION_CHOICE, AT(decay), "MODE", NULL, 0, 0, SAME, decay_choice, "how it acts (default: the rule's own)"},
+    {"decay", OPTION_CHOICE, AT(decay), "MODE", NULL, 0, 0, SAME, decay_choice,
+     "how it acts (default: the rule's own)"},
     {"clip", OPTION_NUMBER, AT(clip), "X", "0", 0, 0, SAME, NULL,
      "largest norm of all gradients together; 0: no clipping. With --release the norm is that of the step before"},
     {"hyper", OPTION_HYPER, AT(hyper), "NAME=VALUE", NULL, 0, 0, OPTION_SAVED, NULL,
@@ -108,8 +120,13 @@ static const struct option fixed_rows[] = {
 static const struct {
     const char *hyper, *option;
 } covered[] = {
-    {"lr", "lr"},           {"weight_decay", "weight-decay"}, {"clip_norm", "clip"},           {"warmup_steps", "warmup"},
-    {"total_steps", "steps"}, {"final_fraction", "final-lr"}, {"gradient_scale", "loss-scale"},
+    {"lr", "lr"},
+    {"weight_decay", "weight-decay"},
+    {"clip_norm", "clip"},
+    {"warmup_steps", "warmup"},
+    {"total_steps", "steps"},
+    {"final_fraction", "final-lr"},
+    {"gradient_scale", "loss-scale"},
 };
 
 static const char *covering_option(const char *hyper)
@@ -119,12 +136,13 @@ static const char *covering_option(const char *hyper)
     return NULL;
 }
 
-/* Joins a hyper-parameter with the row that another rule made: the widest bounds, since the optimizer judges its own, and
- * what differs in default and meaning. */
+/* Joins a hyper-parameter with the row that another rule made: the widest bounds, since the optimizer judges its own,
+ * and what differs in default and meaning. */
 static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
 {
     size_t used = strlen(text[1]), room = sizeof text[1];
-    if (strtod(text[1], NULL) != hyper->initial) snprintf(text[1] + used, room - used, ", %s %.6g", rule, hyper->initial);
+    if (strtod(text[1], NULL) != hyper->initial)
+        snprintf(text[1] + used, room - used, ", %s %.6g", rule, hyper->initial);
     used = strlen(text[2]);
     if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, room - used, "; %s: %s", rule, hyper->title);
     if (hyper->minimum < row->minimum) row->minimum = hyper->minimum;
@@ -151,9 +169,15 @@ static void add_hyper(struct run_options *options, const char *rule, const halfs
     snprintf(options->text[i][0], sizeof options->text[i][0], "%s", name);
     snprintf(options->text[i][1], sizeof options->text[i][1], "%.6g", hyper->initial);
     snprintf(options->text[i][2], sizeof options->text[i][2], "%s", hyper->title);
-    options->rows[i] = (struct option){options->text[i][0], OPTION_HYPER_AS, AT(hyper), "X", options->text[i][1],
-                                       hyper->minimum, hyper->maximum,
-                                       hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0, NULL,
+    options->rows[i] = (struct option){options->text[i][0],
+                                       OPTION_HYPER_AS,
+                                       AT(hyper),
+                                       "X",
+                                       options->text[i][1],
+                                       hyper->minimum,
+                                       hyper->maximum,
+                                       hyper->exclusive_maximum ? OPTION_EXCLUSIVE_MAXIMUM : 0,
+                                       NULL,
                                        options->text[i][2]};
 }
 
@@ -173,7 +197,7 @@ void run_options_init(struct run_options *options)
     }
 }
 
-/* ---- From options to a configuration ---------------------------------------------------------------------------------- */
+/* ---- From options to a configuration ----------------------------------------------------------------------------- */
 
 struct lm_config run_shape(const struct run_config *config)
 {
@@ -190,7 +214,8 @@ void run_config_settle(struct run_config *config)
     struct recipe_parts parts;
     recipe_split(config->recipe, &parts);
     halfstep_format_info format = {.struct_size = sizeof format};
-    int narrow = halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
+    int narrow =
+        halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
     if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
     if (config->micro_steps > 1 && !config->accumulator) config->accumulator = accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
@@ -254,8 +279,9 @@ static int restore_hypers(struct args *args, const struct option_group *group, c
     return 0;
 }
 
-static int restore_options(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
-                           const struct trainer_file *trainer, char *error, size_t error_bytes)
+static int restore_options(struct args *args, const struct option_group *groups, int n_groups,
+                           struct run_config *config, const struct trainer_file *trainer, char *error,
+                           size_t error_bytes)
 {
     for (int g = 0; g < n_groups; g++) {
         if (groups[g].target != config) continue;
@@ -339,7 +365,9 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
 {
     if (!config->checkpoint && (config->resume || args_given(args, "checkpoint-every") || args_given(args, "keep"))) {
         snprintf(error, error_bytes, "--%s needs --checkpoint DIR",
-                 config->resume ? "resume" : args_given(args, "keep") ? "keep" : "checkpoint-every");
+                 config->resume             ? "resume"
+                 : args_given(args, "keep") ? "keep"
+                                            : "checkpoint-every");
         return 2;
     }
     /* Under `compare` each run has a directory of its own, and restores nothing here. */
@@ -361,7 +389,7 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
     return 0;
 }
 
-/* ---- Data ------------------------------------------------------------------------------------------------------------ */
+/* ---- Data -------------------------------------------------------------------------------------------------------- */
 
 static int load(const struct run_config *config, struct run_data *data, char *error, size_t error_bytes)
 {
@@ -378,7 +406,8 @@ static int load(const struct run_config *config, struct run_data *data, char *er
     }
     snprintf(what, sizeof what, "%s%.250s", config->val ? "" : "training part of ", config->data);
     if (data_check(&data->train, (int)config->context, what, error, error_bytes) != 0) return -1;
-    snprintf(what, sizeof what, "%s%.250s", config->val ? "" : "validation part of ", config->val ? config->val : config->data);
+    snprintf(what, sizeof what, "%s%.250s", config->val ? "" : "validation part of ",
+             config->val ? config->val : config->data);
     return data_check(&data->validation, (int)config->context, what, error, error_bytes);
 }
 

@@ -65,11 +65,12 @@ static void name_holder(const struct run_lock *lock, char *error, size_t error_b
     holder[strcspn(holder, "\n")] = 0;
     for (char *c = holder; *c; c++)
         if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
-    snprintf(error, error_bytes, "%s: another run is training there%s%s", lock->directory, holder[0] ? ": " : "", holder);
+    snprintf(error, error_bytes, "%s: another run is training there%s%s", lock->directory, holder[0] ? ": " : "",
+             holder);
 }
 
-/* The file that has the name and is locked by us. Its last holder may have removed it between our open and our lock: then the
- * lock is one on a file without a name, and the next run would find another. */
+/* The file that has the name and is locked by us. Its last holder may have removed it between our open and our lock:
+ * then the lock is one on a file without a name, and the next run would find another. */
 static int take(struct run_lock *lock, char *error, size_t error_bytes)
 {
     for (;;) {
@@ -87,7 +88,8 @@ static int take(struct run_lock *lock, char *error, size_t error_bytes)
             return -1;
         }
         if (result != 0)
-            snprintf(error, error_bytes, "note: the file system of %s has no locks (%s): see to it that no other run uses it",
+            snprintf(error, error_bytes,
+                     "note: the file system of %s has no locks (%s): see to it that no other run uses it",
                      lock->directory, strerror(errno));
         if (fstat(lock->fd, &mine) != 0 || (stat(lock->path, &named) != 0 && errno != ENOENT)) {
             snprintf(error, error_bytes, "cannot inspect %s: %s", lock->path, strerror(errno));

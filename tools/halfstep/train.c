@@ -11,7 +11,7 @@
 
 enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 
-/* ---- Steps -------------------------------------------------------------------------------------------------------------- */
+/* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
 static double sum_of_squares(struct run *run, int tensor, const void *gradient)
 {
@@ -22,26 +22,27 @@ static double sum_of_squares(struct run *run, int tensor, const void *gradient)
     double sum = 0;
     for (int64_t row = 0; row < info.rows; row += piece) {
         int64_t rows = info.rows - row < piece ? info.rows - row : piece;
-        if (halfstep_read_slot(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, gradient, row, rows, run->scratch) != HALFSTEP_OK)
+        if (halfstep_read_slot(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, gradient, row, rows, run->scratch) !=
+            HALFSTEP_OK)
             return NAN;
         for (int64_t i = 0; i < rows * info.row_length; i++) sum += (double)run->scratch[i] * (double)run->scratch[i];
     }
     return sum;
 }
 
-static int last_micro_step(const struct run *run)
-{
-    return run->micro_step + 1 == run->config->micro_steps;
-}
+static int last_micro_step(const struct run *run) { return run->micro_step + 1 == run->config->micro_steps; }
 
 static void tell_skip(struct run *run)
 {
     run->skipped_now = 1;
     if (run->skip_told) return;
     run->skip_told = 1;
-    progress_note(run->progress, "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
+    progress_note(run->progress,
+                  "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
                   (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
-                  run->result->tensors_skip ? "that tensor is" : last_micro_step(run) ? "all weights are" : "all states are");
+                  run->result->tensors_skip ? "that tensor is"
+                  : last_micro_step(run)    ? "all weights are"
+                                            : "all states are");
 }
 
 /* The outcome of a call that may refuse gradients. */
@@ -62,7 +63,9 @@ static int take_gradient(struct run *run, int tensor, const void *gradient)
         halfstep_slot_info info = {.struct_size = sizeof info};
         halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
         if (run->micro_step == 0) memset(sum, 0, info.code_bytes);
-        if (judge(run, halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) != 0) return 1;
+        if (judge(run, halfstep_accumulate(run->optimizer, tensor, sum, c->accumulator, gradient, c->gradients, 1)) !=
+            0)
+            return 1;
         gradient = sum;
     } else if (!last_micro_step(run)) {
         return judge(run, halfstep_accumulate_states_tensor(run->optimizer, tensor, gradient));
@@ -80,9 +83,9 @@ static void on_gradient(void *arg, int tensor, const void *gradient)
     run->optimizer_seconds += progress_clock() - begun;
 }
 
-/* With release the norm of a step is known only when most of it has been applied; the one before stands in for it. It is
- * kept here and not in the optimizer so that a resumed run has it. Micro-steps into states are not clipped: the library
- * does not without release. */
+/* With release the norm of a step is known only when most of it has been applied; the one before stands in for it. It
+ * is kept here and not in the optimizer so that a resumed run has it. Micro-steps into states are not clipped: the
+ * library does not without release. */
 static int set_release_scale(struct run *run)
 {
     const struct run_config *c = run->config;
@@ -100,7 +103,8 @@ static int micro_step(struct run *run, double *loss)
     struct lm_sink sink = {run->gradients, NULL, NULL};
     if (run->streams) sink = (struct lm_sink){NULL, on_gradient, run};
     double scale = run->adds_up ? c->loss_scale / (double)c->micro_steps : c->loss_scale;
-    if (lm_backward(run->model, run->model_weights, scale, &sink) != 0) return run_fail(run, "%s", lm_error(run->model));
+    if (lm_backward(run->model, run->model_weights, scale, &sink) != 0)
+        return run_fail(run, "%s", lm_error(run->model));
     if (run->stream_failed) return 1;
     if (run->streams || last_micro_step(run)) return 0;
     double begun = progress_clock();
@@ -109,12 +113,14 @@ static int micro_step(struct run *run, double *loss)
     return status;
 }
 
-/* The norm that a step reports is that of the gradients it was made with: with --accumulator states, of the last batch. */
+/* The norm that a step reports is that of the gradients it was made with: with --accumulator states, of the last
+ * batch. */
 static int finish_step(struct run *run, double *norm)
 {
     const struct run_config *c = run->config;
     if (c->release) {
-        if (halfstep_end_round(run->optimizer) != HALFSTEP_OK) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+        if (halfstep_end_round(run->optimizer) != HALFSTEP_OK)
+            return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;
     } else {
@@ -131,8 +137,8 @@ static int finish_step(struct run *run, double *norm)
     }
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
     if (run->skips_in_a_row == SKIPS_IN_A_ROW)
-        return run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
-                    halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+        return run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld",
+                        SKIPS_IN_A_ROW, halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
     return 0;
 }
 
@@ -152,8 +158,8 @@ static int update(struct run *run, struct run_point *point)
     return finish_step(run, &point->gradient_norm);
 }
 
-/* The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones. `copies` is the caller's
- * to free. NULL after an error. */
+/* The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones. `copies` is the
+ * caller's to free. NULL after an error. */
 static const struct lm_weight *speaking_weights(struct run *run, void **copies)
 {
     *copies = NULL;
@@ -205,7 +211,9 @@ static int validate(struct run *run, double *loss)
     int status = weights ? validation_loss(run, weights, loss) : 1;
     free(copies);
     if (status) return status;
-    return history_add_validation(&run->result->history, (double)run->step, *loss) == 0 ? 0 : run_fail(run, "out of memory");
+    return history_add_validation(&run->result->history, (double)run->step, *loss) == 0
+               ? 0
+               : run_fail(run, "out of memory");
 }
 
 /* Of the last steps that are in the history, resumed or not. */
@@ -221,19 +229,29 @@ static int record(struct run *run, const struct run_point *point, double val_los
 {
     uint64_t skipped = halfstep_skipped_steps(run->optimizer);
     if (run->log) {
-        struct log_row row = {.step = run->step, .train_loss = point->train_loss, .val_loss = val_loss, .lr = point->lr,
-                              .gradient_norm = point->gradient_norm, .tokens_per_s = tokens_per_s,
-                              .seconds = point->seconds, .skipped_steps = skipped};
+        struct log_row row = {.step = run->step,
+                              .train_loss = point->train_loss,
+                              .val_loss = val_loss,
+                              .lr = point->lr,
+                              .gradient_norm = point->gradient_norm,
+                              .tokens_per_s = tokens_per_s,
+                              .seconds = point->seconds,
+                              .skipped_steps = skipped};
         if (log_write(run->log, &row) != 0 && !run->log_lost) {
             run->log_lost = 1;
             progress_note(run->progress, "warning: %s: %s; training goes on", run->config->log, strerror(errno));
         }
     }
     const struct run_history *history = &run->result->history;
-    struct progress_values values = {.loss = mean_loss(history), .val_loss = val_loss, .gradient_norm = point->gradient_norm,
-                                     .lr = point->lr, .tokens_per_s = tokens_per_s, .skipped = skipped};
+    struct progress_values values = {.loss = mean_loss(history),
+                                     .val_loss = val_loss,
+                                     .gradient_norm = point->gradient_norm,
+                                     .lr = point->lr,
+                                     .tokens_per_s = tokens_per_s,
+                                     .skipped = skipped};
     int important = !isnan(val_loss) || run->step == run->config->steps;
-    if (isnan(val_loss) && history->n_validations) values.val_loss = history->validation[history->n_validations - 1].loss;
+    if (isnan(val_loss) && history->n_validations)
+        values.val_loss = history->validation[history->n_validations - 1].loss;
     progress_update(run->progress, run->step, &values, important);
     return 0;
 }
@@ -279,15 +297,17 @@ static int interrupted(struct run *run, int number)
         snprintf(why, sizeof why, "%.599s", run->error);
         run_fail(run, "interrupted after step %lld, and not saved: %s", (long long)run->step, why);
     } else {
-        run_fail(run, "interrupted after step %lld; saved in %s, --resume continues it", (long long)run->step, c->checkpoint);
+        run_fail(run, "interrupted after step %lld; saved in %s, --resume continues it", (long long)run->step,
+                 c->checkpoint);
     }
     return 128 + number;
 }
 
-/* ---- Results ------------------------------------------------------------------------------------------------------------ */
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
 
 /* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
-static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed, char *why, size_t why_bytes)
+static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed, char *why,
+                         size_t why_bytes)
 {
     struct lm_tensor info;
     halfstep_optimizer *fresh = NULL;
@@ -304,8 +324,12 @@ static int count_changes(struct run *run, int tensor, struct weight_source *sour
     unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
     int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
               halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
-    halfstep_tensor t = {.struct_size = sizeof t, .name = info.name, .ndim = info.ndim, .rows = info.rows,
-                         .row_length = info.row_length, .gradient = "f32"};
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = info.name,
+                         .ndim = info.ndim,
+                         .rows = info.rows,
+                         .row_length = info.row_length,
+                         .gradient = "f32"};
     if (!bad)
         bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
               halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
@@ -399,7 +423,8 @@ static int loop(struct run *run)
         status = train_step(run);
     }
     if (status) return status;
-    if ((number = interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint) return interrupted(run, number);
+    if ((number = interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint)
+        return interrupted(run, number);
     double trained = run->trained_seconds - before;
     int64_t made = run->step - r->first_step;
     r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->micro_steps * c->context) / trained : NAN;
@@ -414,8 +439,13 @@ static int loop(struct run *run)
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes)
 {
-    struct run run = {.config = config, .data = data, .progress = progress, .result = result, .error = error,
-                      .error_bytes = error_bytes, .saved_step = -1};
+    struct run run = {.config = config,
+                      .data = data,
+                      .progress = progress,
+                      .result = result,
+                      .error = error,
+                      .error_bytes = error_bytes,
+                      .saved_step = -1};
     memset(result, 0, sizeof *result);
     result->weights_changed = result->tokens_per_s = NAN;
     error[0] = 0;

@@ -23,36 +23,36 @@
 #include "ui/document.h"
 #include "ui/progress.h"
 
-/* ---- What a run is told ---------------------------------------------------------------------------------------------- */
+/* ---- What a run is told ------------------------------------------------------------------------------------------ */
 
 struct run_config {
-    const char *data, *val;             /* files; val NULL: the last tenth of data */
+    const char *data, *val; /* files; val NULL: the last tenth of data */
     int64_t width, depth, heads, context;
-    int64_t steps, batch, micro_steps;  /* batch sequences in each micro-step */
+    int64_t steps, batch, micro_steps; /* batch sequences in each micro-step */
     uint64_t seed;
-    int64_t threads;                    /* 0: what halfstep_default_threads() says */
-    const char *recipe;                 /* full form */
-    const char *gradients;              /* NULL: bf16 for 16-bit weights, otherwise f32 */
+    int64_t threads;       /* 0: what halfstep_default_threads() says */
+    const char *recipe;    /* full form */
+    const char *gradients; /* NULL: bf16 for 16-bit weights, otherwise f32 */
     const char *compute;
-    const char *accumulator;            /* where micro-steps add up; NULL: f32, or without micro-steps nowhere */
+    const char *accumulator; /* where micro-steps add up; NULL: f32, or without micro-steps nowhere */
     const char *scan;
     int release;
-    double loss_scale;                  /* 0: 1, or 1024 for f16 gradients */
+    double loss_scale; /* 0: 1, or 1024 for f16 gradients */
     double lr, weight_decay, clip, final_lr;
-    const char *decay;                  /* NULL: the rule's own */
+    const char *decay; /* NULL: the rule's own */
     const char *schedule, *generator;
     int64_t warmup;
-    struct string_list hyper;           /* "name=value", all other hyper-parameters */
+    struct string_list hyper; /* "name=value", all other hyper-parameters */
     int64_t val_every, eval_batches;
-    const char *init;                   /* directory or file whose weights to start from, or NULL */
-    const char *log;                    /* CSV file or NULL */
-    const char *checkpoint;             /* directory or NULL */
+    const char *init;       /* directory or file whose weights to start from, or NULL */
+    const char *log;        /* CSV file or NULL */
+    const char *checkpoint; /* directory or NULL */
     int64_t checkpoint_every, keep;
     int resume;
-    const char *resume_from;            /* what to open then: checkpoint, or one of those in it. NULL: checkpoint */
-    int64_t sample_bytes;               /* text the trained model writes at the end */
+    const char *resume_from; /* what to open then: checkpoint, or one of those in it. NULL: checkpoint */
+    int64_t sample_bytes;    /* text the trained model writes at the end */
     int quiet;
-    int64_t epochs, train_images, test_images;  /* of train mnist; images: 0: all of --data */
+    int64_t epochs, train_images, test_images; /* of train mnist; images: 0: all of --data */
     uint64_t digits_seed;
 };
 
@@ -68,9 +68,9 @@ void run_options_init(struct run_options *options);
 /* --recipe, on struct run_config. */
 extern const struct option run_recipe_option;
 
-/* After parsing: with --resume, whatever the command line did not give comes from the checkpoint; with --init, the shape
- * comes from the checkpoint it names; the rest of the defaults that depend on others. `group` is the one whose target is
- * config. 0, or the exit status (1 or 2) and one line. */
+/* After parsing: with --resume, whatever the command line did not give comes from the checkpoint; with --init, the
+ * shape comes from the checkpoint it names; the rest of the defaults that depend on others. `group` is the one whose
+ * target is config. 0, or the exit status (1 or 2) and one line. */
 int run_config_complete(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
                         char *error, size_t error_bytes);
 /* -1 and one line where --hyper names what has an option of its own. */
@@ -91,11 +91,11 @@ struct run_data {
 int run_data_load(const struct run_config *config, struct run_data *data, char *error, size_t error_bytes);
 void run_data_free(struct run_data *data);
 
-/* ---- What it leaves behind ------------------------------------------------------------------------------------------- */
+/* ---- What it leaves behind --------------------------------------------------------------------------------------- */
 
 struct run_point {
-    double step;            /* this many steps were done */
-    double train_loss;      /* of this step's batch, before the update */
+    double step;       /* this many steps were done */
+    double train_loss; /* of this step's batch, before the update */
     double lr, gradient_norm, seconds;
 };
 
@@ -111,30 +111,31 @@ struct run_history {
 
 struct run_result {
     char recipe[RECIPE_BYTES], gradients[16], compute[16], isa[32];
-    char accumulator[16];       /* "" without micro-steps */
+    char accumulator[16]; /* "" without micro-steps */
     uint64_t seed;
     int64_t steps, first_step, params, micro_steps;
     int threads, release;
-    int tensors_skip;           /* skipped_steps counts tensors, not steps */
-    double train_loss;          /* mean over the last (up to 20) steps, NaN without any */
+    int tensors_skip;  /* skipped_steps counts tensors, not steps */
+    double train_loss; /* mean over the last (up to 20) steps, NaN without any */
     double val_loss;
     double tokens_per_s, seconds, optimizer_seconds;
     uint64_t skipped_steps;
     uint64_t weight_bytes, gradient_bytes, state_bytes; /* held; gradients with their accumulators */
     uint64_t peak_gradient_bytes, activation_bytes;
-    int32_t fell_back;          /* tensors too small for the block format asked for */
-    double weights_changed;     /* fraction of the weights whose stored bits differ from the start, NaN: not known */
+    int32_t fell_back;      /* tensors too small for the block format asked for */
+    double weights_changed; /* fraction of the weights whose stored bits differ from the start, NaN: not known */
     uint64_t state_hash;
-    char checkpoint[1024];      /* where it was saved last, "" if nowhere */
-    char **note;                /* what went wrong beside the saves that succeeded, each once */
+    char checkpoint[1024]; /* where it was saved last, "" if nowhere */
+    char **note;           /* what went wrong beside the saves that succeeded, each once */
     size_t n_notes;
     struct run_history history; /* resumed runs include what went before */
     uint8_t *sample;
     size_t sample_bytes;
 };
 
-/* 0: done. 1: failed, 2: impossible configuration, one line in error. 128 + n: ended by signal n after a whole step (and a
- * save, where --checkpoint was given); error says what became of the work. result is to be freed in every case. */
+/* 0: done. 1: failed, 2: impossible configuration, one line in error. 128 + n: ended by signal n after a whole step
+ * (and a save, where --checkpoint was given); error says what became of the work. result is to be freed in every
+ * case. */
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes);
 

@@ -45,8 +45,8 @@ static int set_listed_hypers(struct run *run)
         for (int32_t k = 0; !known && (each = suggest_hyper(&rule, k)) != NULL; k++) known = strcmp(each, name) == 0;
         if (!known) {
             const char *near = args_suggest(name, suggest_hyper, &rule);
-            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, parts.rule, near ? ", did you mean " : "",
-                 near ? near : "", near ? "?" : "");
+            run_fail(run, "--hyper %s: %s has no such hyper-parameter%s%s%s", name, parts.rule,
+                     near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
             return 2;
         }
         int status = run_set_hyper(run, HALFSTEP_ALL_GROUPS, name, value, name);
@@ -84,8 +84,12 @@ static int add_tensors(struct run *run)
         struct lm_tensor tensor;
         int32_t index;
         if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
-        halfstep_tensor t = {.struct_size = sizeof t, .group = tensor.ndim >= 2 ? run->decayed : run->plain,
-                             .name = tensor.name, .ndim = tensor.ndim, .rows = tensor.rows, .row_length = tensor.row_length,
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = tensor.ndim >= 2 ? run->decayed : run->plain,
+                             .name = tensor.name,
+                             .ndim = tensor.ndim,
+                             .rows = tensor.rows,
+                             .row_length = tensor.row_length,
                              .gradient = run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients};
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
@@ -148,20 +152,28 @@ static int build_optimizer(struct run *run)
     return status;
 }
 
-/* Rules and settings that would lose the gradients of micro-steps are told before anything is trained, by trying one with
- * an optimizer of two numbers, one in each group. */
+/* Rules and settings that would lose the gradients of micro-steps are told before anything is trained, by trying one
+ * with an optimizer of two numbers, one in each group. */
 static int check_accumulation(struct run *run)
 {
     static const float zero = 0;
     static const void *const gradients[] = {&zero, &zero};
-    struct run trial = {.config = run->config, .result = run->result, .error = run->error, .error_bytes = run->error_bytes,
+    struct run trial = {.config = run->config,
+                        .result = run->result,
+                        .error = run->error,
+                        .error_bytes = run->error_bytes,
                         .threads = 1};
     if (run->adds_up || run->config->micro_steps == 1) return 0;
     int status = run_create_optimizer(&trial), code = HALFSTEP_OK;
     for (int i = 0; i < 2 && !status && code == HALFSTEP_OK; i++) {
         int32_t index;
-        halfstep_tensor t = {.struct_size = sizeof t, .group = i ? trial.plain : trial.decayed,
-                             .name = i ? "norms" : "matrices", .ndim = 1, .rows = 1, .row_length = 1, .gradient = "f32"};
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = i ? trial.plain : trial.decayed,
+                             .name = i ? "norms" : "matrices",
+                             .ndim = 1,
+                             .rows = 1,
+                             .row_length = 1,
+                             .gradient = "f32"};
         code = halfstep_add_tensor(trial.optimizer, &t, &index);
     }
     if (!status && code == HALFSTEP_OK) code = halfstep_allocate_states(trial.optimizer);
@@ -174,7 +186,8 @@ static int check_accumulation(struct run *run)
     return status;
 }
 
-int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes)
+int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers,
+                 uint64_t *bytes)
 {
     uint64_t total = stagger, held = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -199,14 +212,16 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
 
 int run_initialize(struct run *run)
 {
-    if (run->config->init) return checkpoint_init(run->config->init, &run->holding, run->error, run->error_bytes) ? 1 : 0;
+    if (run->config->init)
+        return checkpoint_init(run->config->init, &run->holding, run->error, run->error_bytes) ? 1 : 0;
     for (int i = 0; i < run->tensors; i++) {
         struct lm_tensor tensor;
         lm_tensor_info(&run->shape, i, &tensor);
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) return run_fail(run, "out of memory");
         lm_init_tensor(&run->shape, i, run->config->seed, values);
-        int code = halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, tensor.rows, values);
+        int code =
+            halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, tensor.rows, values);
         free(values);
         if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
     }
@@ -216,7 +231,10 @@ int run_initialize(struct run *run)
 static int build_model(struct run *run)
 {
     const struct run_config *c = run->config;
-    struct lm_options options = {.batch = (int)c->batch, .training = 1, .release = run->streams, .threads = run->threads,
+    struct lm_options options = {.batch = (int)c->batch,
+                                 .training = 1,
+                                 .release = run->streams,
+                                 .threads = run->threads,
                                  .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
     options.gradients = run->gradient_dtype;
     run->model = lm_create(&run->shape, &options, run->error, run->error_bytes);
@@ -249,7 +267,8 @@ int run_build(struct run *run)
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
     status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
     if (!status && (run->adds_up || !run->streams))
-        status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients, &result->gradient_bytes);
+        status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
+                              &result->gradient_bytes);
     if (status) return status;
     int64_t piece = NORM_PIECE;
     for (int i = 0; i < run->tensors; i++) {

@@ -1,5 +1,5 @@
-/* Between the files of one training run: train_build.c makes it, train_resume.c takes it out of a checkpoint and puts it
- * back, train.c runs it. */
+/* Between the files of one training run: train_build.c makes it, train_resume.c takes it out of a checkpoint and puts
+ * it back, train.c runs it. */
 #ifndef HALFSTEP_TRAIN_INTERNAL_H
 #define HALFSTEP_TRAIN_INTERNAL_H
 
@@ -25,31 +25,31 @@ struct run {
     struct lm *model;
     halfstep_optimizer *optimizer;
     struct holding holding;
-    int32_t decayed, plain;         /* groups */
-    int32_t rule;                   /* row of the rule */
+    int32_t decayed, plain; /* groups */
+    int32_t rule;           /* row of the rule */
     int tensors, threads, gradient_dtype;
-    int adds_up;                    /* gradients of micro-steps are added up in the buffers that the step reads */
-    int streams;                    /* the model hands out gradients tensor by tensor and keeps none */
-    int averages;                   /* what the rule trains is not what it evaluates */
+    int adds_up;  /* gradients of micro-steps are added up in the buffers that the step reads */
+    int streams;  /* the model hands out gradients tensor by tensor and keeps none */
+    int averages; /* what the rule trains is not what it evaluates */
     unsigned char *weight_memory, *gradient_memory;
     void **weights, **gradients;
     struct lm_weight *model_weights;
     uint8_t *tokens;
-    float *scratch;                 /* NORM_PIECE values, or a row */
+    float *scratch; /* NORM_PIECE values, or a row */
     struct log *log;
 
-    int64_t step;                   /* done */
-    int64_t micro_step;             /* of the step under way */
-    double squares;                 /* of this step's gradients, before loss scale is taken out */
-    double released_norm;           /* of the step before: what --clip goes by with --release */
+    int64_t step;         /* done */
+    int64_t micro_step;   /* of the step under way */
+    double squares;       /* of this step's gradients, before loss scale is taken out */
+    double released_norm; /* of the step before: what --clip goes by with --release */
     int skipped_now, skips_in_a_row, skip_told, log_lost;
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;
-    int64_t saved_step;             /* -1: never */
-    uint64_t sequence;              /* of the last checkpoint that this run has saved or resumed; 0: none */
-    int unread;                     /* the last one was saved and could not be read back */
+    int64_t saved_step; /* -1: never */
+    uint64_t sequence;  /* of the last checkpoint that this run has saved or resumed; 0: none */
+    int unread;         /* the last one was saved and could not be read back */
     uint64_t unread_step;
-    int shares;                     /* the directory holds checkpoints that are not this run's */
+    int shares; /* the directory holds checkpoints that are not this run's */
     struct run_lock *lock;
 };
 
@@ -59,9 +59,10 @@ __attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
 /* The optimizer with its groups, hyper-parameters and choices, without tensors. */
 int run_create_optimizer(struct run *run);
-/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins, since
- * equal distances modulo a power of two cost speed. */
-int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers, uint64_t *bytes);
+/* One piece of memory for a slot of every tensor; each starts on 64 bytes, and the whole not where the other begins,
+ * since equal distances modulo a power of two cost speed. */
+int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers,
+                 uint64_t *bytes);
 int run_build(struct run *run);
 void run_dismantle(struct run *run);
 /* First weights: random, or those of --init. */

@@ -16,21 +16,21 @@
 enum { TEST_BATCH = 1000, SKIPS_IN_A_ROW = 20 };
 
 struct mnist_run {
-    struct run run;                 /* what it has in common with train lm; the fields of the language model stay empty */
+    struct run run; /* what it has in common with train lm; the fields of the language model stay empty */
     const struct mnist_data *data;
     struct mnist_result *result;
     struct cnn_config shape;
     struct cnn *model;
-    uint32_t *order;                /* of the training images in this epoch, or of the test images */
-    unsigned char *first[CNN_TENSORS][2];   /* codes and extra codes of the weights as they were initialised */
-    int weight_dtype[CNN_TENSORS];  /* where the codes alone are the weight, otherwise -1 */
-    int current;                    /* the model holds the weights that are being trained */
+    uint32_t *order;                      /* of the training images in this epoch, or of the test images */
+    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the weights as they were initialised */
+    int weight_dtype[CNN_TENSORS];        /* where the codes alone are the weight, otherwise -1 */
+    int current;                          /* the model holds the weights that are being trained */
     int64_t epoch;
-    double loss_sum;                /* of this epoch's images so far */
+    double loss_sum; /* of this epoch's images so far */
     int64_t images, images_in_all;
 };
 
-/* ---- Building ----------------------------------------------------------------------------------------------------------- */
+/* ---- Building ---------------------------------------------------------------------------------------------------- */
 
 static int add_tensors(struct mnist_run *m)
 {
@@ -39,8 +39,13 @@ static int add_tensors(struct mnist_run *m)
         struct cnn_tensor info;
         int32_t index;
         cnn_tensor_info(&m->shape, i, &info);
-        halfstep_tensor t = {.struct_size = sizeof t, .group = run->decayed, .name = info.name, .ndim = info.ndim,
-                             .rows = info.rows, .row_length = info.row_length, .gradient = run->config->gradients};
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = run->decayed,
+                             .name = info.name,
+                             .ndim = info.ndim,
+                             .rows = info.rows,
+                             .row_length = info.row_length,
+                             .gradient = run->config->gradients};
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
     }
@@ -65,7 +70,7 @@ static int initialize(struct mnist_run *m)
         cnn_tensor_info(&m->shape, i, &info);
         float *values = cnn_weights(m->model, i);
         cnn_init_tensor(&m->shape, i, run->config->seed, values);
-        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values) != HALFSTEP_OK ||
+        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values) ||
             halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK)
             return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
         m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
@@ -84,7 +89,8 @@ static int open_log(struct mnist_run *m)
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     recipe_split(run->config->recipe, &parts);
     halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
-    text_add(&header, "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
+    text_add(&header,
+             "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
     for (int i = 0; i < run->tensors; i++) {
         struct cnn_tensor info;
         cnn_tensor_info(&m->shape, i, &info);
@@ -119,13 +125,15 @@ static int build(struct mnist_run *m)
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &run->result->gradient_bytes);
     if (status) return status;
-    run->holding = (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors, .groups = 2};
+    run->holding =
+        (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors, .groups = 2};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &run->result->fell_back);
     run->result->weight_bytes += extras;
     run->result->state_bytes = states;
     int64_t batch = c->batch < m->data->train.n ? c->batch : m->data->train.n;
-    struct cnn_options options = {.batch = batch > TEST_BATCH ? (int)batch : TEST_BATCH, .threads = run->threads,
+    struct cnn_options options = {.batch = batch > TEST_BATCH ? (int)batch : TEST_BATCH,
+                                  .threads = run->threads,
                                   .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
     m->model = cnn_create(&m->shape, &options, run->error, run->error_bytes);
     if (!m->model) return 1;
@@ -147,7 +155,7 @@ static void dismantle(struct mnist_run *m)
     run_dismantle(&m->run);
 }
 
-/* ---- Steps -------------------------------------------------------------------------------------------------------------- */
+/* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
 /* Hands the model the weights: those that are trained, in full precision, or those that the rule holds to be better. */
 static int load_weights(struct mnist_run *m, int average)
@@ -160,12 +168,10 @@ static int load_weights(struct mnist_run *m, int average)
         cnn_tensor_info(&m->shape, i, &info);
         float *values = cnn_weights(m->model, i);
         int code = HALFSTEP_OK;
-        if (average)
-            code = halfstep_read_average(run->optimizer, i, run->weights[i], 0, info.rows, values);
+        if (average) code = halfstep_read_average(run->optimizer, i, run->weights[i], 0, info.rows, values);
         else if (m->weight_dtype[i] >= 0)
             row_load(values, run->weights[i], m->weight_dtype[i], (int)(info.rows * info.row_length));
-        else
-            code = halfstep_read_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values);
+        else code = halfstep_read_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values);
         if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
     }
     m->current = !average;
@@ -179,7 +185,8 @@ static void shuffle(struct mnist_run *m)
     for (int64_t i = 0; i < n; i++) m->order[i] = (uint32_t)i;
     for (int64_t i = n - 1; i > 0; i--) {
         /* A 64-bit hash modulo a count is uneven by less than 1 in 10^11. */
-        uint64_t j = hash_counters(m->run.config->seed, (uint64_t)m->epoch, (uint64_t)i, 0x6d6e697374) % (uint64_t)(i + 1);
+        uint64_t j =
+            hash_counters(m->run.config->seed, (uint64_t)m->epoch, (uint64_t)i, 0x6d6e697374) % ((uint64_t)i + 1);
         uint32_t image = m->order[i];
         m->order[i] = m->order[j];
         m->order[j] = image;
@@ -189,17 +196,19 @@ static void shuffle(struct mnist_run *m)
 static int judge(struct mnist_run *m, int code)
 {
     struct run *run = &m->run;
-    if (code != HALFSTEP_OK && code != HALFSTEP_NONFINITE) return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    if (code != HALFSTEP_OK && code != HALFSTEP_NONFINITE)
+        return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     run->skips_in_a_row = code == HALFSTEP_OK ? 0 : run->skips_in_a_row + 1;
     if (code == HALFSTEP_OK) return 0;
     if (!run->skip_told)
-        progress_note(run->progress, "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
+        progress_note(run->progress,
+                      "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
                       (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
                       run->result->tensors_skip ? "that tensor is" : "all weights are");
     run->skip_told = 1;
     if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
-    run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
-             halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+    run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld",
+             SKIPS_IN_A_ROW, halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
     m->result->diverged = 1;
     return 1;
 }
@@ -208,16 +217,23 @@ static void tell(struct mnist_run *m, int important)
 {
     struct run *run = &m->run;
     const struct run_history *history = &run->result->history;
-    const struct run_validation *last = history->n_validations ? &history->validation[history->n_validations - 1] : NULL;
+    const struct run_validation *last =
+        history->n_validations ? &history->validation[history->n_validations - 1] : NULL;
     char extra[96] = "";
     int used = 0;
-    if (last) used = snprintf(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
+    if (last)
+        used =
+            snprintf(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
     if (run->trained_seconds > 0)
         snprintf(extra + used, sizeof extra - (size_t)used, "%.1f kimages/s",
                  1e-3 * (double)m->images_in_all / run->trained_seconds);
     struct progress_values values = {.loss = m->images ? m->loss_sum / (double)m->images : NAN,
-                                     .val_loss = last ? last->loss : NAN, .gradient_norm = NAN, .lr = NAN, .tokens_per_s = NAN,
-                                     .skipped = halfstep_skipped_steps(run->optimizer), .extra = extra};
+                                     .val_loss = last ? last->loss : NAN,
+                                     .gradient_norm = NAN,
+                                     .lr = NAN,
+                                     .tokens_per_s = NAN,
+                                     .skipped = halfstep_skipped_steps(run->optimizer),
+                                     .extra = extra};
     progress_update(run->progress, run->step, &values, important);
 }
 
@@ -266,7 +282,8 @@ static int test(struct mnist_run *m)
     if (!grown) return run_fail(run, "out of memory");
     m->result->accuracy = grown;
     grown[history->n_validations] = (double)correct / (double)set->n;
-    if (history_add_validation(history, (double)run->step, loss / (double)set->n) != 0) return run_fail(run, "out of memory");
+    if (history_add_validation(history, (double)run->step, loss / (double)set->n) != 0)
+        return run_fail(run, "out of memory");
     return 0;
 }
 
@@ -330,7 +347,9 @@ static void write_log(struct mnist_run *m, const struct run_point *point)
 static int end_epoch(struct mnist_run *m)
 {
     struct run *run = &m->run;
-    struct run_point point = {.step = (double)run->step, .seconds = run->trained_seconds, .gradient_norm = NAN,
+    struct run_point point = {.step = (double)run->step,
+                              .seconds = run->trained_seconds,
+                              .gradient_norm = NAN,
                               .train_loss = m->images ? m->loss_sum / (double)m->images : NAN};
     halfstep_current_lr(run->optimizer, run->decayed, &point.lr);
     if (test(m) != 0) return 1;
@@ -361,7 +380,7 @@ static int train_epoch(struct mnist_run *m)
     return end_epoch(m);
 }
 
-/* ---- Results ------------------------------------------------------------------------------------------------------------ */
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
 
 static double weights_changed(struct mnist_run *m)
 {
@@ -429,7 +448,7 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
     memset(result, 0, sizeof *result);
     result->run.weights_changed = result->run.tokens_per_s = result->images_per_s = NAN;
     result->steps_per_epoch = (data->train.n + config->batch - 1) / config->batch;
-    counted.steps = config->epochs * result->steps_per_epoch;   /* what schedules go by */
+    counted.steps = config->epochs * result->steps_per_epoch; /* what schedules go by */
     struct mnist_run m = {.data = data, .result = result};
     m.run.config = &counted;
     m.run.progress = progress;

@@ -12,27 +12,29 @@ int mnist_config_check(struct run_config *config, char *error, size_t error_byte
 
 struct mnist_data {
     struct image_set train, test;
-    uint64_t hash;                  /* of all pixels and labels */
+    uint64_t hash; /* of all pixels and labels */
 };
 
 /* The files in --data, or drawn digits without. 0, or -1 and one line. */
 int mnist_data_load(const struct run_config *config, struct mnist_data *data, char *error, size_t error_bytes);
 void mnist_data_free(struct mnist_data *data);
 
-/* run.history has a point and a validation for each epoch, and a first validation before any; val_loss is the test loss. */
+/* run.history has a point and a validation for each epoch, and a first validation before any; val_loss is the test
+ * loss. */
 struct mnist_result {
     struct run_result run;
-    double *accuracy;               /* after each validation: share of the test images that were read right */
+    double *accuracy; /* after each validation: share of the test images that were read right */
     int64_t batch, epochs, steps_per_epoch;
-    double images_per_s;            /* while training, without the tests */
-    int diverged;                   /* gradients stayed not finite, and the run ended early */
+    double images_per_s; /* while training, without the tests */
+    int diverged;        /* gradients stayed not finite, and the run ended early */
 };
 
 /* As train_run(). A run that diverges ends with status 1 too, and with diverged set. */
 int mnist_run(const struct run_config *config, const struct mnist_data *data, struct progress *progress,
               struct mnist_result *result, char *error, size_t error_bytes);
 
-/* Test accuracy at the end, NAN if the run diverged: what is likeliest among numbers that are not finite says nothing. */
+/* Test accuracy at the end, NAN if the run diverged: what is likeliest among numbers that are not finite says
+ * nothing. */
 double mnist_accuracy(const struct mnist_result *result);
 /* The result as a new document. */
 void mnist_result_document(struct document *document, const struct mnist_result *result);

@@ -52,7 +52,8 @@ static const struct {
     {"clip", NULL, "largest norm of all gradients together; 0: no clipping"},
     {"hyper", NULL, NULL},
     {"", NULL, "Files"},
-    {"log", NULL, "write one CSV line per epoch, with what the rule tells of each tensor (lamb: its trust ratio and norms)"},
+    {"log", NULL,
+     "write one CSV line per epoch, with what the rule tells of each tensor (lamb: its trust ratio and norms)"},
     {"quiet", NULL, NULL},
 };
 
@@ -94,7 +95,7 @@ int mnist_config_check(struct run_config *config, char *error, size_t error_byte
     return 0;
 }
 
-/* ---- Data ------------------------------------------------------------------------------------------------------------ */
+/* ---- Data -------------------------------------------------------------------------------------------------------- */
 
 static int keep_first(struct image_set *set, int64_t n, const char *option, char *error, size_t error_bytes)
 {

@@ -11,10 +11,10 @@
 #include "paths.h"
 #include "trainer_file.h"
 
-/* ---- Options ------------------------------------------------------------------------------------------------------------ */
+/* ---- Options ----------------------------------------------------------------------------------------------------- */
 
-/* Every option that a checkpoint keeps, by its row and its value as text. Stops at the first non-zero result; -1 when memory is
- * out. */
+/* Every option that a checkpoint keeps, by its row and its value as text. Stops at the first non-zero result; -1 when
+ * memory is out. */
 typedef int option_visitor(void *context, const struct option *option, const char *value);
 
 static int each_option(const struct run_config *config, option_visitor *visit, void *context)
@@ -62,9 +62,12 @@ static int trainer_text(const struct run *run, struct text *text)
     char hash[2][24];
     snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
     snprintf(hash[1], sizeof hash[1], "%016llx", (unsigned long long)run->data->val_hash);
-    struct trainer_file file = {.step = (uint64_t)run->step, .threads = (uint64_t)run->threads,
-                                .data_bytes = run->data->data_file.n, .data_hash = hash[0],
-                                .val_hash = run->config->val ? hash[1] : "", .released_norm = run->released_norm,
+    struct trainer_file file = {.step = (uint64_t)run->step,
+                                .threads = (uint64_t)run->threads,
+                                .data_bytes = run->data->data_file.n,
+                                .data_hash = hash[0],
+                                .val_hash = run->config->val ? hash[1] : "",
+                                .released_norm = run->released_norm,
                                 .seconds = run->trained_seconds};
     struct saving saving = {&file, 0};
     int bad = each_option(run->config, keep_option, &saving) != 0;
@@ -105,7 +108,7 @@ static int compare_option(void *context, const struct option *option, const char
     return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here, there, checkpoint);
 }
 
-/* ---- Resuming ----------------------------------------------------------------------------------------------------------- */
+/* ---- Resuming ---------------------------------------------------------------------------------------------------- */
 
 static int same_data(struct run *run, const char *saved, uint64_t hash, const char *option)
 {
@@ -128,11 +131,12 @@ static int same_rates(struct run *run, int64_t saved_steps)
     for (uint64_t s = 0; s < accepted; s++) {
         if (halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)saved_steps, c->final_lr, start, power,
                                      &before) != HALFSTEP_OK ||
-            halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)c->steps, c->final_lr, start, power, &now) !=
-                HALFSTEP_OK ||
+            halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)c->steps, c->final_lr, start, power,
+                                     &now) != HALFSTEP_OK ||
             before != now)
-            return run_fail(run, "--steps is %lld here but %lld in %s, and the %s schedule of the steps already made depends on it",
-                        (long long)c->steps, (long long)saved_steps, c->checkpoint, c->schedule);
+            return run_fail(
+                run, "--steps is %lld here but %lld in %s, and the %s schedule of the steps already made depends on it",
+                (long long)c->steps, (long long)saved_steps, c->checkpoint, c->schedule);
     }
     return 0;
 }
@@ -150,7 +154,9 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     if (!status && (uint64_t)c->steps < saved->step)
         status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
                           (unsigned long long)saved->step);
-    if (!status) status = checkpoint_load(checkpoint, &run->holding, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
+    if (!status)
+        status =
+            checkpoint_load(checkpoint, &run->holding, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
     const char *saved_steps = trainer_file_option(saved, "steps");
     double steps = 0;
     if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
@@ -158,7 +164,8 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
     if (saved->threads != (uint64_t)run->threads)
-        progress_note(run->progress, "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
+        progress_note(run->progress,
+                      "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
                       c->checkpoint, (unsigned long long)saved->threads, run->threads);
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     halfstep_get_checkpoint_info(checkpoint, &info);
@@ -184,15 +191,15 @@ int run_resume(struct run *run)
     return status;
 }
 
-/* ---- The directory ------------------------------------------------------------------------------------------------------ */
+/* ---- The directory ----------------------------------------------------------------------------------------------- */
 
 void run_tell(struct run *run, const char *note)
 {
     if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
 }
 
-/* Checkpoints that no pointer names any more, because manifest.json was lost: the next save would count them among its own, and
- * remove those beyond --keep. */
+/* Checkpoints that no pointer names any more, because manifest.json was lost: the next save would count them among its
+ * own, and remove those beyond --keep. */
 static int refuse_unnamed(struct run *run)
 {
     const char *directory = run->config->checkpoint;
@@ -206,10 +213,14 @@ static int refuse_unnamed(struct run *run)
         struct text path = {0};
         if (strncmp(entry->d_name, "checkpoint-", 11) != 0) continue;
         text_add(&path, "%s/%s", directory, entry->d_name);
-        int code = path.failed ? HALFSTEP_ERROR_MEMORY : halfstep_open_checkpoint(&there, path.data, &quick, run->error, run->error_bytes);
+        int code = path.failed ? HALFSTEP_ERROR_MEMORY
+                               : halfstep_open_checkpoint(&there, path.data, &quick, run->error, run->error_bytes);
         if (code == HALFSTEP_OK) {
-            status = run_fail(run, "%s holds %s, but no manifest.json that names it: add --resume to --checkpoint %s to continue it, "
-                                   "or choose another directory", directory, entry->d_name, path.data);
+            status = run_fail(
+                run,
+                "%s holds %s, but no manifest.json that names it: add --resume to --checkpoint %s to continue it, "
+                "or choose another directory",
+                directory, entry->d_name, path.data);
             halfstep_close_checkpoint(there);
         } else if (code == HALFSTEP_ERROR_MEMORY) {
             status = run_fail(run, "out of memory");
@@ -230,7 +241,8 @@ static int refuse_occupied(struct run *run)
     if (code == HALFSTEP_OK) {
         halfstep_checkpoint_info info = {.struct_size = sizeof info};
         halfstep_get_checkpoint_info(there, &info);
-        run_fail(run, "%s already holds a checkpoint of step %llu: add --resume to continue it, or choose another directory",
+        run_fail(run,
+                 "%s already holds a checkpoint of step %llu: add --resume to continue it, or choose another directory",
                  c->checkpoint, (unsigned long long)info.step);
         halfstep_close_checkpoint(there);
         return 1;
@@ -244,8 +256,9 @@ static int refuse_occupied(struct run *run)
         text_add(&path, "%s/%s", c->checkpoint, name);
         if (path.failed) status = run_fail(run, "out of memory");
         else if (lstat(path.data, &file) == 0)
-            status = run_fail(run, "%s is in the way of a checkpoint, which has a file of that name: choose another directory",
-                              path.data);
+            status = run_fail(
+                run, "%s is in the way of a checkpoint, which has a file of that name: choose another directory",
+                path.data);
         text_free(&path);
     }
     return status;
@@ -256,18 +269,21 @@ static int check_paths(struct run *run)
 {
     enum { OUTPUTS = 16 };
     const struct run_config *c = run->config;
-    const struct named_path inputs[] = {{"--data", c->data}, {"--val", c->val}, {"--init", c->init}, {"--resume", c->resume ? c->resume_from : NULL}};
+    const struct named_path inputs[] = {
+        {"--data", c->data}, {"--val", c->val}, {"--init", c->init}, {"--resume", c->resume ? c->resume_from : NULL}};
     struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
     struct text path[OUTPUTS] = {{0}};
     const char *name;
     int n = 1, failed = 0;
-    for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL; i++, n++) {
+    for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL;
+         i++, n++) {
         text_add(&path[n], "%s/%s", c->checkpoint, name);
         failed |= path[n].failed;
         outputs[n] = (struct named_path){"--checkpoint", text_string(&path[n])};
     }
     int status = failed ? run_fail(run, "out of memory") : 0;
-    /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its way. */
+    /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its
+     * way. */
     if (!status) status = paths_check(inputs, 4, outputs, 1, run->error, run->error_bytes);
     if (!status) status = paths_check(inputs, 3, outputs, n, run->error, run->error_bytes);
     for (int i = 1; i < n; i++) text_free(&path[i]);
@@ -301,11 +317,11 @@ int run_open_log(struct run *run)
     return run->log ? 0 : 1;
 }
 
-/* ---- Saving ------------------------------------------------------------------------------------------------------------- */
+/* ---- Saving ------------------------------------------------------------------------------------------------------ */
 
-/* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its own to
- * remove. The lock keeps other runs away, but not other programs, and not on every file system. What comes between this look
- * and the save is seen by the commit (prune_if). */
+/* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its
+ * own to remove. The lock keeps other runs away, but not other programs, and not on every file system. What comes
+ * between this look and the save is seen by the commit (prune_if). */
 static void look_for_others(struct run *run)
 {
     halfstep_checkpoint *there;
@@ -324,7 +340,8 @@ static void look_for_others(struct run *run)
     }
     if (!others || run->shares) return;
     run->shares = 1;
-    snprintf(why, sizeof why, "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
+    snprintf(why, sizeof why,
+             "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
              run->config->checkpoint);
     run_tell(run, why);
 }
@@ -343,7 +360,8 @@ static int read_back(struct run *run, const char *trainer)
     char *text = checkpoint_read_text(saved, "trainer.json", &bytes, why, sizeof why);
     int status = 0;
     if (!text) status = run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
-    else if (strcmp(text, trainer) != 0) status = run_fail(run, "%s: another program has saved there at the same time", directory);
+    else if (strcmp(text, trainer) != 0)
+        status = run_fail(run, "%s: another program has saved there at the same time", directory);
     else {
         run->shares |= info.sequence != run->sequence + 1;
         run->sequence = info.sequence;
@@ -361,11 +379,14 @@ int run_save(struct run *run)
     int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
     if (!status) {
         look_for_others(run);
-        halfstep_save_options options = {.struct_size = sizeof options, .step = (uint64_t)run->step, .keep = (uint32_t)c->keep,
-                                         .prune_if = !run->shares, .newest = run->sequence};
+        halfstep_save_options options = {.struct_size = sizeof options,
+                                         .step = (uint64_t)run->step,
+                                         .keep = (uint32_t)c->keep,
+                                         .prune_if = !run->shares,
+                                         .newest = run->sequence};
         if (run->shares) options.keep = UINT32_MAX;
-        status = checkpoint_save(c->checkpoint, &options, &run->holding, c->recipe, trainer.data, &run->result->history, note,
-                                 sizeof note) != 0;
+        status = checkpoint_save(c->checkpoint, &options, &run->holding, c->recipe, trainer.data, &run->result->history,
+                                 note, sizeof note) != 0;
         if (status) run_fail(run, "%s", note);
         else if (note[0]) run_tell(run, note);
     }

@@ -10,7 +10,7 @@
 
 #define TEXT_LIMIT ((uint64_t)64 << 20)
 
-/* ---- Reading ------------------------------------------------------------------------------------------------------------ */
+/* ---- Reading ----------------------------------------------------------------------------------------------------- */
 
 static char *read_whole(const char *path, uint64_t bytes, char *error, size_t error_bytes)
 {
@@ -46,7 +46,17 @@ char *checkpoint_read_text(const halfstep_checkpoint *checkpoint, const char *na
     return NULL;
 }
 
-enum { FORMAT = 1, STEP = 2, OPTIONS = 4, DATA_BYTES = 8, DATA_HASH = 16, VAL_HASH = 32, THREADS = 64, NORM = 128, SECONDS = 256 };
+enum {
+    FORMAT = 1,
+    STEP = 2,
+    OPTIONS = 4,
+    DATA_BYTES = 8,
+    DATA_HASH = 16,
+    VAL_HASH = 32,
+    THREADS = 64,
+    NORM = 128,
+    SECONDS = 256
+};
 
 /* 0, or -1 when memory is out; what is wrong with the text is left in json->problem. */
 static int read_options(hstep_json *json, struct trainer_file *file)
@@ -78,7 +88,8 @@ static int read_options(hstep_json *json, struct trainer_file *file)
 }
 
 /* Which member it is, 0 for one that another program has added; json->problem where its value is wrong. */
-static unsigned read_member(hstep_json *json, const char *key, struct trainer_file *file, uint64_t *format, int *no_memory)
+static unsigned read_member(hstep_json *json, const char *key, struct trainer_file *file, uint64_t *format,
+                            int *no_memory)
 {
     if (strcmp(key, "format") == 0) return hstep_json_number(json, format), FORMAT;
     if (strcmp(key, "step") == 0) return hstep_json_number(json, &file->step), STEP;
@@ -125,7 +136,8 @@ int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file
         return HALFSTEP_ERROR_MEMORY;
     }
     halfstep_get_checkpoint_info(checkpoint, &info);
-    if (json.problem) snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", info.directory, json.at, json.problem);
+    if (json.problem)
+        snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", info.directory, json.at, json.problem);
     else snprintf(error, error_bytes, "%s/trainer.json is not what this program writes", info.directory);
     return HALFSTEP_ERROR_FORMAT;
 }
@@ -144,7 +156,7 @@ const char *trainer_file_option(const struct trainer_file *file, const char *nam
     return NULL;
 }
 
-/* ---- Writing ------------------------------------------------------------------------------------------------------------ */
+/* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
 static void add_number(struct text *text, const char *key, double number)
 {

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Streams in files ---------------------------------------------------------------------------------------------------- */
+/* ---- Streams in files -------------------------------------------------------------------------------------------- */
 
 halfstep_format_info checkpoint_format(int32_t row)
 {
@@ -47,17 +47,19 @@ static int find_elements(struct source *source, const char *name, const struct l
     char there[128], here[128];
     describe_shape(info->shape, info->ndim, there, sizeof there);
     describe_shape(shape, (uint64_t)tensor->ndim, here, sizeof here);
-    snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, name, there, here);
+    snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, name, there,
+             here);
     return -1;
 }
 
-/* ---- Only the weights --------------------------------------------------------------------------------------------------- */
+/* ---- Only the weights -------------------------------------------------------------------------------------------- */
 
 struct weight_source {
     halfstep_checkpoint *checkpoint;
     halfstep_safetensors *model, *states;
     char path[1024];
-    char recipe[RECIPE_BYTES], format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
+    char recipe[RECIPE_BYTES],
+        format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
     int averages;
 };
 
@@ -88,7 +90,8 @@ static int open_weights(struct weight_source *source, const char *path, char *er
     }
     snprintf(source->path, sizeof source->path, "%s", model);
     if (halfstep_open_safetensors(&source->model, model, error, error_bytes) != HALFSTEP_OK) return -1;
-    const char *states = source->checkpoint ? halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors") : NULL;
+    const char *states =
+        source->checkpoint ? halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors") : NULL;
     if (!states) return 0;
     if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
     const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
@@ -123,8 +126,8 @@ const char *gradient_format_of(const char *dtype)
     }
 }
 
-/* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose weight
- * slot reads codes and extra together. */
+/* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose
+ * weight slot reads codes and extra together. */
 static int decode(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
                   const char *extra, float *out, char *error, size_t error_bytes)
 {
@@ -132,8 +135,12 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     halfstep_optimizer *optimizer = NULL;
     int32_t group, index;
     snprintf(recipe, sizeof recipe, "sgd/%s", extra ? source->format : "f32");
-    halfstep_tensor t = {.struct_size = sizeof t, .name = tensor->name, .ndim = tensor->ndim, .rows = tensor->rows,
-                         .row_length = tensor->row_length, .gradient = gradient_format_of(dtype)};
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = tensor->name,
+                         .ndim = tensor->ndim,
+                         .rows = tensor->rows,
+                         .row_length = tensor->row_length,
+                         .gradient = gradient_format_of(dtype)};
     if (!t.gradient) {
         snprintf(error, error_bytes, "%s: %s is %s, which are no weights", source->path, tensor->name, dtype);
         return -1;
@@ -149,8 +156,8 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
     int bad = code != HALFSTEP_OK;
     if (!bad && extra) {
-        struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"), error,
-                                error_bytes};
+        struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"),
+                                error, error_bytes};
         halfstep_safetensor_info found;
         uint64_t place;
         const char *needed = checkpoint_format(info.format).extra_dtype;
@@ -161,39 +168,49 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
             bad = 1;
         }
         if (!bad)
-            bad = halfstep_read_safetensor(states.file, place, 0, info.extra, info.extra_bytes, error, error_bytes) != 0;
+            bad =
+                halfstep_read_safetensor(states.file, place, 0, info.extra, info.extra_bytes, error, error_bytes) != 0;
     }
     if (!bad) {
         code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
                                   tensor->rows, out);
         bad = code != HALFSTEP_OK;
     }
-    if (bad && code != HALFSTEP_OK) snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, halfstep_strerror(code));
+    if (bad && code != HALFSTEP_OK)
+        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, halfstep_strerror(code));
     halfstep_destroy(optimizer);
     return bad ? -1 : 0;
 }
 
-/* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the average. */
-static int read_average(struct weight_source *source, const struct lm_tensor *tensor, void *codes, float *out, char *error,
-                        size_t error_bytes)
+/* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the
+ * average. */
+static int read_average(struct weight_source *source, const struct lm_tensor *tensor, void *codes, float *out,
+                        char *error, size_t error_bytes)
 {
     halfstep_file_options options = {.struct_size = sizeof options, .subset = 1};
     halfstep_optimizer *optimizer = NULL;
     int32_t group, index;
-    halfstep_tensor t = {.struct_size = sizeof t, .name = tensor->name, .ndim = tensor->ndim, .rows = tensor->rows,
-                         .row_length = tensor->row_length, .gradient = "f32"};
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = tensor->name,
+                         .ndim = tensor->ndim,
+                         .rows = tensor->rows,
+                         .row_length = tensor->row_length,
+                         .gradient = "f32"};
     error[0] = 0;
     int bad = halfstep_create(NULL, &optimizer) != HALFSTEP_OK ||
               halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK;
     if (!bad) {
         t.group = group;
-        bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
-              halfstep_load_optimizer(source->checkpoint, optimizer, &codes, &options, error, error_bytes) != HALFSTEP_OK ||
+        bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK ||
+              halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
+              halfstep_load_optimizer(source->checkpoint, optimizer, &codes, &options, error, error_bytes) !=
+                  HALFSTEP_OK ||
               halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
     }
     if (bad && !error[0]) {
         const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
-        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, detail[0] ? detail : "not what its recipe says");
+        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name,
+                 detail[0] ? detail : "not what its recipe says");
     }
     halfstep_destroy(optimizer);
     return bad ? -1 : 0;
@@ -240,8 +257,8 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
             break;
         }
         bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;
-        if (!bad && halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0, tensor.rows,
-                                        values) != HALFSTEP_OK) {
+        if (!bad && halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0,
+                                        tensor.rows, values) != HALFSTEP_OK) {
             snprintf(error, error_bytes, "%s: %s: %s", path, tensor.name, halfstep_error_detail(holding->optimizer));
             bad = 1;
         }

@@ -34,7 +34,7 @@ int failure(const char *command, const char *format, ...)
     return 1;
 }
 
-/* ---- Numbers ---------------------------------------------------------------------------------------------------------- */
+/* ---- Numbers ----------------------------------------------------------------------------------------------------- */
 
 struct suffix {
     const char *text;
@@ -43,9 +43,9 @@ struct suffix {
 
 static const struct suffix count_suffixes[] = {{"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"B", 1e9}, {"T", 1e12}};
 static const struct suffix byte_suffixes[] = {
-    {"B", 1},        {"K", 0x1p10},   {"k", 0x1p10},   {"M", 0x1p20},   {"G", 0x1p30},   {"T", 0x1p40}, {"KiB", 0x1p10},
-    {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},     {"kB", 1e3},     {"MB", 1e6},   {"GB", 1e9},
-    {"TB", 1e12},
+    {"B", 1},      {"K", 0x1p10},   {"k", 0x1p10},   {"M", 0x1p20},   {"G", 0x1p30},
+    {"T", 0x1p40}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40},
+    {"KB", 1e3},   {"kB", 1e3},     {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12},
 };
 
 static int parse_with(const char *text, const struct suffix *suffixes, size_t n, double *value)
@@ -75,7 +75,7 @@ int parse_bytes(const char *text, double *value)
     return parse_with(text, byte_suffixes, sizeof byte_suffixes / sizeof byte_suffixes[0], value);
 }
 
-/* ---- Suggestions ------------------------------------------------------------------------------------------------------ */
+/* ---- Suggestions ------------------------------------------------------------------------------------------------- */
 
 /* Edits (insert, delete, replace, swap of neighbours) that lead from one word to the other. */
 static int distance(const char *a, const char *b)

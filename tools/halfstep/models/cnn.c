@@ -3,11 +3,12 @@
  * A convolution is one matrix product: its input is unfolded, so that row (channel, ky, kx) of a matrix holds what that
  * element of the kernel meets at every output position, image after image. With the positions along the rows no lane of
  * the product is padding (20 and 50 channels would fill 32 and 64), and the products run at the processor's peak, which
- * oneDNN's convolutions do not reach at these channel counts. Few images are unfolded at a time, so that the matrix stays
- * in the second-level cache.
+ * oneDNN's convolutions do not reach at these channel counts. Few images are unfolded at a time, so that the matrix
+ * stays in the second-level cache.
  *
- * A step is two batches of tasks: slices of images, forward and backward, down to the gradients of both convolutions;
- * then tiles of the fully connected layers' gradients, whose sums run over the whole batch, and the sums over slices. */
+ * A step is two batches of tasks: slices of images, forward and backward, down to the gradients of both
+ * convolutions; then tiles of the fully connected layers' gradients, whose sums run over the whole batch, and the
+ * sums over slices. */
 #include "cnn.h"
 
 #include <stdarg.h>
@@ -26,16 +27,16 @@ enum { SLICE = 32, CHUNK = 2, TILE = 64, SUM_TASKS = 8, MOST_THREADS = 1024 };
 enum { W1, B1, W2, B2, W3, B3, W4, B4 };
 enum { TAPS = CONV_TAPS };
 
-struct scratch {            /* one per thread */
-    void *pixels;           /* stored: normalised images of a chunk */
-    void *col1, *col2;      /* stored: unfolded inputs of a chunk */
-    void *a1;               /* stored: result of the first layer, [SLICE, channels1, plane1] */
-    int32_t *where1, *where2;   /* of the maxima of both layers, as conv_pool tells them, for all of the slice */
-    float *y1, *y2;         /* results of the convolutions; on the way back their gradients */
-    void *dy1, *dy2;        /* stored: the same gradients; where products are fp32, y1 and y2 themselves */
+struct scratch {              /* one per thread */
+    void *pixels;             /* stored: normalised images of a chunk */
+    void *col1, *col2;        /* stored: unfolded inputs of a chunk */
+    void *a1;                 /* stored: result of the first layer, [SLICE, channels1, plane1] */
+    int32_t *where1, *where2; /* of the maxima of both layers, as conv_pool tells them, for all of the slice */
+    float *y1, *y2;           /* results of the convolutions; on the way back their gradients */
+    void *dy1, *dy2;          /* stored: the same gradients; where products are fp32, y1 and y2 themselves */
     float *dcol2;
-    float *da1;             /* gradient of the first layer's result, one image */
-    float *wide;            /* [SLICE, flat], [SLICE, hidden] or a tile of fc1's gradient */
+    float *da1;  /* gradient of the first layer's result, one image */
+    float *wide; /* [SLICE, flat], [SLICE, hidden] or a tile of fc1's gradient */
     float *logits;
     float *row;
 };
@@ -43,10 +44,10 @@ struct scratch {            /* one per thread */
 struct cnn {
     struct cnn_config config;
     struct cnn_options options;
-    int in1, out1, in2, out2, last;     /* sides of the planes: 28, 24, 12, 8, 4 */
-    int plane1, plane2;                 /* values of one channel after each pooling: 12*12, 4*4 */
-    int flat;                           /* of all channels after the second */
-    int slices;                         /* most of them */
+    int in1, out1, in2, out2, last; /* sides of the planes: 28, 24, 12, 8, 4 */
+    int plane1, plane2;             /* values of one channel after each pooling: 12*12, 4*4 */
+    int flat;                       /* of all channels after the second */
+    int slices;                     /* most of them */
     struct parallel *pool;
     struct matmul **matmul;
     struct scratch *scratch;
@@ -54,17 +55,17 @@ struct cnn {
     size_t arena_bytes;
 
     float *weights[CNN_TENSORS];
-    const void *product[CNN_TENSORS];   /* matrices in the type of the products */
+    const void *product[CNN_TENSORS]; /* matrices in the type of the products */
     void *converted[CNN_TENSORS];
-    void *flats;                        /* stored, [image, flat] */
-    void *hidden, *dhidden;             /* stored, [image, hidden] */
-    void *dlogits;                      /* stored, [image, classes] */
-    float *partial;                     /* gradients of both convolutions, of each slice */
+    void *flats;            /* stored, [image, flat] */
+    void *hidden, *dhidden; /* stored, [image, hidden] */
+    void *dlogits;          /* stored, [image, classes] */
+    float *partial;         /* gradients of both convolutions, of each slice */
     double *slice_loss;
     int *slice_correct;
-    float normal[256];                  /* of each pixel value */
+    float normal[256]; /* of each pixel value */
 
-    const struct cnn_batch *batch;      /* of the call in progress */
+    const struct cnn_batch *batch; /* of the call in progress */
     int backward;
     float factor;
     void *const *gradients;
@@ -135,7 +136,8 @@ static void layout(struct cnn *m, struct arena *a)
     m->slice_correct = carve(a, m->slices, sizeof(int));
 }
 
-struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options *options, char *error, size_t error_bytes)
+struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options *options, char *error,
+                       size_t error_bytes)
 {
     struct cnn_config c = *config;
     if (cnn_config_check(&c, error, error_bytes)) return NULL;
@@ -205,20 +207,11 @@ void cnn_destroy(struct cnn *m)
     free(m);
 }
 
-float *cnn_weights(struct cnn *m, int tensor)
-{
-    return m->weights[tensor];
-}
+float *cnn_weights(struct cnn *m, int tensor) { return m->weights[tensor]; }
 
-size_t cnn_activation_bytes(const struct cnn *m)
-{
-    return m->arena_bytes;
-}
+size_t cnn_activation_bytes(const struct cnn *m) { return m->arena_bytes; }
 
-const char *cnn_error(const struct cnn *m)
-{
-    return m->error;
-}
+const char *cnn_error(const struct cnn *m) { return m->error; }
 
 /* ---- pieces ---- */
 
@@ -228,11 +221,20 @@ static void *at(const struct cnn *m, const void *base, int64_t index)
 }
 
 /* C[rows, columns] (+)= A[rows, inner] B[inner, columns]; each operand is given by its two strides. */
-static void product(struct cnn *m, int thread, int64_t rows, int64_t columns, int64_t inner, const void *a, int64_t a_row,
-                    int64_t a_column, const void *b, int64_t b_row, int64_t b_column, float *c, int accumulate)
+static void product(struct cnn *m, int thread, int64_t rows, int64_t columns, int64_t inner, const void *a,
+                    int64_t a_row, int64_t a_column, const void *b, int64_t b_row, int64_t b_column, float *c,
+                    int accumulate)
 {
-    struct matmul_shape shape = {.m = rows, .n = columns, .k = inner, .a_row = a_row, .a_column = a_column, .b_row = b_row,
-                                 .b_column = b_column, .c_row = columns, .type = m->options.compute, .c_type = LM_F32,
+    struct matmul_shape shape = {.m = rows,
+                                 .n = columns,
+                                 .k = inner,
+                                 .a_row = a_row,
+                                 .a_column = a_column,
+                                 .b_row = b_row,
+                                 .b_column = b_column,
+                                 .c_row = columns,
+                                 .type = m->options.compute,
+                                 .c_type = LM_F32,
                                  .accumulate = accumulate};
     if (matmul_run(m->matmul[thread], &shape, a, b, c)) atomic_store(&m->failed, thread + 1);
 }
@@ -285,7 +287,8 @@ static void convolve(struct cnn *m, int thread, int first, int from, int n)
     for (int i = 0; i < n; i++) {
         int32_t *where = k->where2 + (int64_t)(from + i) * m->flat;
         for (int c = 0; c < c2; c++)
-            conv_pool(k->row + c * m->plane2, where + c * m->plane2, k->y2 + (c * n + i) * p2, m->weights[B2][c], m->last);
+            conv_pool(k->row + c * m->plane2, where + c * m->plane2, k->y2 + (c * n + i) * p2, m->weights[B2][c],
+                      m->last);
         row_store(at(m, m->flats, (int64_t)(first + from + i) * m->flat), type, k->row, m->flat);
     }
 }
@@ -295,8 +298,8 @@ static void classify(struct cnn *m, int thread, int slice, int first, int n)
     struct scratch *k = &m->scratch[thread];
     int hidden = m->config.hidden, classes = m->config.classes, correct = 0;
     double loss = 0;
-    product(m, thread, n, hidden, m->flat, at(m, m->flats, (int64_t)first * m->flat), m->flat, 1, m->product[W3], 1, m->flat,
-            k->wide, 0);
+    product(m, thread, n, hidden, m->flat, at(m, m->flats, (int64_t)first * m->flat), m->flat, 1, m->product[W3], 1,
+            m->flat, k->wide, 0);
     for (int i = 0; i < n; i++) {
         float *row = k->wide + (int64_t)i * hidden;
         for (int j = 0; j < hidden; j++) {
@@ -305,8 +308,8 @@ static void classify(struct cnn *m, int thread, int slice, int first, int n)
         }
         row_store(at(m, m->hidden, (int64_t)(first + i) * hidden), m->options.compute, row, hidden);
     }
-    product(m, thread, n, classes, hidden, at(m, m->hidden, (int64_t)first * hidden), hidden, 1, m->product[W4], 1, hidden,
-            k->logits, 0);
+    product(m, thread, n, classes, hidden, at(m, m->hidden, (int64_t)first * hidden), hidden, 1, m->product[W4], 1,
+            hidden, k->logits, 0);
     for (int i = 0; i < n; i++) {
         float *row = k->logits + (int64_t)i * classes;
         int label = m->batch->labels[m->batch->order[first + i]], best = 0;
@@ -333,7 +336,8 @@ static void unconvolve(struct cnn *m, int thread, int first, int from, int n, co
     for (int i = 0; i < n; i++)
         for (int c = 0; c < c2; c++) {
             const int32_t *where = k->where2 + (int64_t)(from + i) * m->flat + c * m->plane2;
-            db2[c] += conv_unpool(k->y2 + (c * n + i) * p2, dflat + (int64_t)i * m->flat + c * m->plane2, where, m->last);
+            db2[c] +=
+                conv_unpool(k->y2 + (c * n + i) * p2, dflat + (int64_t)i * m->flat + c * m->plane2, where, m->last);
         }
     if (type != LM_F32) row_store(k->dy2, type, k->y2, (int)(c2 * n * p2));
     unfold_first(m, k, from, n);
@@ -355,16 +359,16 @@ static void go_back(struct cnn *m, int thread, int slice, int first, int n)
 {
     struct scratch *k = &m->scratch[thread];
     int hidden = m->config.hidden, classes = m->config.classes, type = m->options.compute;
-    product(m, thread, n, hidden, classes, at(m, m->dlogits, (int64_t)first * classes), classes, 1, m->product[W4], hidden, 1,
-            k->wide, 0);
+    product(m, thread, n, hidden, classes, at(m, m->dlogits, (int64_t)first * classes), classes, 1, m->product[W4],
+            hidden, 1, k->wide, 0);
     for (int i = 0; i < n; i++) {
         float *row = k->wide + (int64_t)i * hidden;
         row_load(k->row, at(m, m->hidden, (int64_t)(first + i) * hidden), type, hidden);
         for (int j = 0; j < hidden; j++) row[j] = k->row[j] <= 0 ? 0 : row[j];
         row_store(at(m, m->dhidden, (int64_t)(first + i) * hidden), type, row, hidden);
     }
-    product(m, thread, n, m->flat, hidden, at(m, m->dhidden, (int64_t)first * hidden), hidden, 1, m->product[W3], m->flat, 1,
-            k->wide, 0);
+    product(m, thread, n, m->flat, hidden, at(m, m->dhidden, (int64_t)first * hidden), hidden, 1, m->product[W3],
+            m->flat, 1, k->wide, 0);
     float *partial = m->partial + slice * partial_size(m);
     memset(partial, 0, (size_t)partial_size(m) * sizeof *partial);
     for (int i = 0; i < n; i += CHUNK)
@@ -383,12 +387,13 @@ static void slice_task(void *arg, int64_t slice, int thread)
 /* Values first .. first + n - 1 of a tensor's gradient. */
 static void put(const struct cnn *m, int tensor, int64_t first, const float *values, int64_t n)
 {
-    row_store((char *)m->gradients[tensor] + (size_t)first * lm_dtype_bytes(m->gradient_type), m->gradient_type, values, (int)n);
+    row_store((char *)m->gradients[tensor] + (size_t)first * lm_dtype_bytes(m->gradient_type), m->gradient_type, values,
+              (int)n);
 }
 
 /* Rows first .. first + n - 1 of the gradient of a fully connected layer: the sum over all images of dout[i] in[i]. */
-static void connected_gradient(struct cnn *m, int thread, int tensor, const void *dout, int outputs, const void *in, int inputs,
-                               int first, int n)
+static void connected_gradient(struct cnn *m, int thread, int tensor, const void *dout, int outputs, const void *in,
+                               int inputs, int first, int n)
 {
     struct scratch *k = &m->scratch[thread];
     float bias[TILE] = {0};
@@ -410,7 +415,8 @@ static void sum_task(struct cnn *m, int part)
     for (int tensor = W1; tensor <= B2; tensor++) {
         struct cnn_tensor info;
         cnn_tensor_info(&m->config, tensor, &info);
-        int64_t n = info.rows * info.row_length, from = begin > start ? begin : start, to = end < start + n ? end : start + n;
+        int64_t n = info.rows * info.row_length, from = begin > start ? begin : start,
+                to = end < start + n ? end : start + n;
         if (from < to) put(m, tensor, from - start, m->partial + from, to - from);
         start += n;
     }

@@ -1,11 +1,11 @@
-/* A small convolutional network for square grey images, the one of LAMB16's MNIST script: convolution 5x5, ReLU, maximum over
- * 2x2, the same again, a fully connected layer with ReLU, one to the classes, log-softmax. Names and layouts of the tensors
- * are torch's: conv1.weight [channels1, 1, 5, 5] to fc2.bias [classes].
+/* A small convolutional network for square grey images, the one of LAMB16's MNIST script: convolution 5x5, ReLU,
+ * maximum over 2x2, the same again, a fully connected layer with ReLU, one to the classes, log-softmax. Names and
+ * layouts of the tensors are torch's: conv1.weight [channels1, 1, 5, 5] to fc2.bias [classes].
  *
- * The network computes with fp32 copies of the weights, which the caller fills in before each call from whatever they are
- * stored in (cnn_weights). Products run in `compute` and accumulate in fp32. A batch is cut into slices of 32 images
- * and the gradients of the slices are added in their order, so on one machine the bits do not depend on the number of
- * threads. One network is used by one thread at a time. */
+ * The network computes with fp32 copies of the weights, which the caller fills in before each call from whatever they
+ * are stored in (cnn_weights). Products run in `compute` and accumulate in fp32. A batch is cut into slices of 32
+ * images and the gradients of the slices are added in their order, so on one machine the bits do not depend on the
+ * number of threads. One network is used by one thread at a time. */
 #ifndef HALFSTEP_CNN_H
 #define HALFSTEP_CNN_H
 
@@ -16,11 +16,11 @@ enum { CNN_TENSORS = 8 };
 
 /* Zero means the default. */
 struct cnn_config {
-    int side;               /* 28: of the images */
-    int channels1;          /* 20 */
-    int channels2;          /* 50 */
-    int hidden;             /* 500 */
-    int classes;            /* 10 */
+    int side;      /* 28: of the images */
+    int channels1; /* 20 */
+    int channels2; /* 50 */
+    int hidden;    /* 500 */
+    int classes;   /* 10 */
 };
 
 /* Fills in the defaults and judges the shape. 0, or -1 and one line in error. */
@@ -30,7 +30,7 @@ struct cnn_tensor {
     const char *name;
     int ndim;
     int64_t rows, row_length;
-    double bound;           /* first values are uniform within +- this: 1 / sqrt(inputs of one output) */
+    double bound; /* first values are uniform within +- this: 1 / sqrt(inputs of one output) */
 };
 /* Of a checked config. 0, or -1 for a tensor that does not exist. */
 int cnn_tensor_info(const struct cnn_config *config, int tensor, struct cnn_tensor *out);
@@ -39,13 +39,14 @@ int64_t cnn_parameter_count(const struct cnn_config *config);
 void cnn_init_tensor(const struct cnn_config *config, int tensor, uint64_t seed, float *out);
 
 struct cnn_options {
-    int batch;              /* most images in one call */
-    int compute;            /* LM_F32 or LM_BF16 */
-    int threads;            /* 0: one per processor this process may use */
+    int batch;   /* most images in one call */
+    int compute; /* LM_F32 or LM_BF16 */
+    int threads; /* 0: one per processor this process may use */
 };
 
 struct cnn;
-struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options *options, char *error, size_t error_bytes);
+struct cnn *cnn_create(const struct cnn_config *config, const struct cnn_options *options, char *error,
+                       size_t error_bytes);
 void cnn_destroy(struct cnn *model);
 /* Where the call's weights are to be written, rows * row_length of them. */
 float *cnn_weights(struct cnn *model, int tensor);
@@ -61,14 +62,14 @@ struct cnn_batch {
 };
 
 struct cnn_score {
-    double loss;            /* mean, in nat */
-    int correct;            /* images whose likeliest class is the label */
+    double loss; /* mean, in nat */
+    int correct; /* images whose likeliest class is the label */
 };
 
 /* 0, or -1 with the reason in cnn_error. */
 int cnn_eval(struct cnn *model, const struct cnn_batch *batch, struct cnn_score *score);
-/* The same, and the gradients of scale times the mean loss, one buffer for each tensor in `type` (enum lm_dtype: to nearest
- * even, saturating), all written. */
+/* The same, and the gradients of scale times the mean loss, one buffer for each tensor in `type` (enum lm_dtype: to
+ * nearest even, saturating), all written. */
 int cnn_train(struct cnn *model, const struct cnn_batch *batch, double scale, void *const *gradients, int type,
               struct cnn_score *score);
 

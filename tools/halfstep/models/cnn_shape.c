@@ -16,8 +16,8 @@ int cnn_config_check(struct cnn_config *c, char *error, size_t error_bytes)
     if (!c->classes) c->classes = 10;
     int first = c->side - CONV_KERNEL + 1, second = first / 2 - CONV_KERNEL + 1;
     if (c->side > 4096 || second < 2 || first % 2 || second % 2) {
-        snprintf(error, error_bytes, "images of %d x %d do not divide evenly through two convolutions and two poolings", c->side,
-                 c->side);
+        snprintf(error, error_bytes, "images of %d x %d do not divide evenly through two convolutions and two poolings",
+                 c->side, c->side);
         return -1;
     }
     const int counts[] = {c->channels1, c->channels2, c->hidden, c->classes};
@@ -39,8 +39,11 @@ int cnn_tensor_info(const struct cnn_config *c, int tensor, struct cnn_tensor *o
     const int64_t inputs[] = {square, c->channels1 * square, c->channels2 * last * last, c->hidden};
     const int64_t outputs[] = {c->channels1, c->channels2, c->hidden, c->classes};
     int layer = tensor / 2, bias = tensor % 2;
-    *out = (struct cnn_tensor){names[tensor], bias ? 1 : layer < 2 ? 4 : 2, outputs[layer], bias ? 1 : inputs[layer],
-                               1 / sqrt((double)inputs[layer])};
+    *out = (struct cnn_tensor){names[tensor],
+                               bias        ? 1
+                               : layer < 2 ? 4
+                                           : 2,
+                               outputs[layer], bias ? 1 : inputs[layer], 1 / sqrt((double)inputs[layer])};
     return 0;
 }
 

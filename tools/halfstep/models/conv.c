@@ -2,8 +2,8 @@
 
 #include <string.h>
 
-/* Four lanes by the compilers' own vector types: neither gcc nor clang makes vectors of the plain loops below, and those
- * branch on values that nothing can predict. */
+/* Four lanes by the compilers' own vector types: neither gcc nor clang makes vectors of the plain loops below, and
+ * those branch on values that nothing can predict. */
 typedef float lanes __attribute__((vector_size(16)));
 typedef int32_t marks __attribute__((vector_size(16)));
 
@@ -14,15 +14,9 @@ static inline lanes load(const float *p)
     return v;
 }
 
-static inline void store(void *p, const void *v)
-{
-    memcpy(p, v, 16);
-}
+static inline void store(void *p, const void *v) { memcpy(p, v, 16); }
 
-static inline lanes choose(marks take, lanes a, lanes b)
-{
-    return (lanes)((take & (marks)a) | (~take & (marks)b));
-}
+static inline lanes choose(marks take, lanes a, lanes b) { return (lanes)((take & (marks)a) | (~take & (marks)b)); }
 
 /* Inlined with constant sizes where it matters, so that each copy is a single move. */
 static inline __attribute__((always_inline)) void unfold(char *restrict col, size_t stride, const char *restrict in,
@@ -80,7 +74,8 @@ static void pool_four(float *out, int32_t *where, const float *upper, const floa
 {
     lanes a0 = load(upper), a1 = load(upper + 4), b0 = load(lower), b1 = load(lower + 4), zero = {0};
     lanes left = __builtin_shufflevector(a0, a1, 0, 2, 4, 6), right = __builtin_shufflevector(a0, a1, 1, 3, 5, 7);
-    lanes left_below = __builtin_shufflevector(b0, b1, 0, 2, 4, 6), right_below = __builtin_shufflevector(b0, b1, 1, 3, 5, 7);
+    lanes left_below = __builtin_shufflevector(b0, b1, 0, 2, 4, 6),
+          right_below = __builtin_shufflevector(b0, b1, 1, 3, 5, 7);
     marks in_right = right > left, in_right_below = right_below > left_below;
     lanes top = choose(in_right, right, left), bottom = choose(in_right_below, right_below, left_below);
     marks in_bottom = bottom > top;

@@ -17,8 +17,7 @@
 
 enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 128, COLUMNS = 64, MOST_THREADS = 1024 };
 
-__attribute__((format(printf, 2, 3)))
-static int fail(struct lm *m, const char *format, ...)
+__attribute__((format(printf, 2, 3))) static int fail(struct lm *m, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
@@ -27,30 +26,15 @@ static int fail(struct lm *m, const char *format, ...)
     return -1;
 }
 
-const char *lm_error(const struct lm *m)
-{
-    return m->error;
-}
+const char *lm_error(const struct lm *m) { return m->error; }
 
-const struct lm_config *lm_get_config(const struct lm *m)
-{
-    return &m->config;
-}
+const struct lm_config *lm_get_config(const struct lm *m) { return &m->config; }
 
-int lm_threads(const struct lm *m)
-{
-    return parallel_threads(m->pool);
-}
+int lm_threads(const struct lm *m) { return parallel_threads(m->pool); }
 
-size_t lm_gradient_peak_bytes(const struct lm *m)
-{
-    return m->gradient_bytes;
-}
+size_t lm_gradient_peak_bytes(const struct lm *m) { return m->gradient_bytes; }
 
-size_t lm_activation_bytes(const struct lm *m)
-{
-    return m->arena_bytes - m->gradient_bytes + m->converted_bytes;
-}
+size_t lm_activation_bytes(const struct lm *m) { return m->arena_bytes - m->gradient_bytes + m->converted_bytes; }
 
 /* ---- memory ---- */
 
@@ -68,10 +52,7 @@ static void *carve(struct arena *a, double elements, size_t size)
     return p;
 }
 
-static double larger(double a, double b)
-{
-    return a > b ? a : b;
-}
+static double larger(double a, double b) { return a > b ? a : b; }
 
 static void layout(struct lm *m, struct arena *a)
 {
@@ -187,8 +168,9 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     m->arena = arena.used < machine ? aligned_alloc(64, (size_t)arena.used) : NULL;
     if (!m->arena) {
-        snprintf(error, error_bytes, "a batch of %d x %d of this model needs %.3g GiB of activations; the machine has %.3g",
-                 o->batch, c.context, arena.used * 0x1p-30, machine * 0x1p-30);
+        snprintf(error, error_bytes,
+                 "a batch of %d x %d of this model needs %.3g GiB of activations; the machine has %.3g", o->batch,
+                 c.context, arena.used * 0x1p-30, machine * 0x1p-30);
         goto failed;
     }
     m->arena_bytes = (size_t)arena.used;
@@ -231,17 +213,34 @@ static void product(struct lm *m, int thread, const struct matmul_shape *shape, 
 static void forward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *x, int64_t x_row,
                             const void *weight, void *y, int y_type, int64_t y_row)
 {
-    struct matmul_shape shape = {.m = n, .n = out, .k = in, .a_row = x_row, .a_column = 1, .b_row = 1, .b_column = in,
-                                 .c_row = y_row, .type = m->options.compute, .c_type = y_type};
+    struct matmul_shape shape = {.m = n,
+                                 .n = out,
+                                 .k = in,
+                                 .a_row = x_row,
+                                 .a_column = 1,
+                                 .b_row = 1,
+                                 .b_column = in,
+                                 .c_row = y_row,
+                                 .type = m->options.compute,
+                                 .c_type = y_type};
     product(m, thread, &shape, x, weight, y);
 }
 
 /* dx[n, in] (+)= dy[n, out] W */
-static void backward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *dy, int64_t dy_row,
-                             const void *weight, void *dx, int dx_type, int accumulate)
+static void backward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *dy,
+                             int64_t dy_row, const void *weight, void *dx, int dx_type, int accumulate)
 {
-    struct matmul_shape shape = {.m = n, .n = in, .k = out, .a_row = dy_row, .a_column = 1, .b_row = in, .b_column = 1,
-                                 .c_row = in, .type = m->options.compute, .c_type = dx_type, .accumulate = accumulate};
+    struct matmul_shape shape = {.m = n,
+                                 .n = in,
+                                 .k = out,
+                                 .a_row = dy_row,
+                                 .a_column = 1,
+                                 .b_row = in,
+                                 .b_column = 1,
+                                 .c_row = in,
+                                 .type = m->options.compute,
+                                 .c_type = dx_type,
+                                 .accumulate = accumulate};
     product(m, thread, &shape, dy, weight, dx);
 }
 
@@ -252,10 +251,7 @@ static int run(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int))
     return failed ? fail(m, "%s", matmul_error(m->matmul[failed - 1])) : 0;
 }
 
-static int64_t blocks(const struct lm *m)
-{
-    return (m->rows + BLOCK - 1) / BLOCK;
-}
+static int64_t blocks(const struct lm *m) { return (m->rows + BLOCK - 1) / BLOCK; }
 
 /* Rows of a block: from *first, the number is returned. */
 static int64_t block_rows(const struct lm *m, int64_t block, int64_t *first)
@@ -355,15 +351,9 @@ static int use_head(struct lm *m, const struct lm_weight *weights)
 
 /* ---- forward ---- */
 
-static struct layer *layer_in_work(struct lm *m)
-{
-    return &m->layers[m->keep ? m->layer : 0];
-}
+static struct layer *layer_in_work(struct lm *m) { return &m->layers[m->keep ? m->layer : 0]; }
 
-static float *residual_after(struct lm *m, int layer)
-{
-    return m->layers[m->keep ? layer + 1 : 0].x;
-}
+static float *residual_after(struct lm *m, int layer) { return m->layers[m->keep ? layer + 1 : 0].x; }
 
 static void embed_task(void *arg, int64_t task, int thread)
 {
@@ -372,7 +362,8 @@ static void embed_task(void *arg, int64_t task, int thread)
     int64_t first, n = block_rows(m, task, &first), w = m->config.width;
     for (int64_t r = first; r < first + n; r++) {
         uint8_t token = m->tokens[r / m->length * (m->length + 1) + r % m->length];
-        row_load(m->layers[0].x + r * w, at(m->embedding.data, m->embedding.dtype, token * w), m->embedding.dtype, (int)w);
+        row_load(m->layers[0].x + r * w, at(m->embedding.data, m->embedding.dtype, token * w), m->embedding.dtype,
+                 (int)w);
     }
 }
 
@@ -390,7 +381,8 @@ static void qkv_task(void *arg, int64_t task, int thread)
     float *q = k->wide, *key = k->wide + (int64_t)BLOCK * w;
     forward_product(m, thread, n, w, w, k->stored, w, m->matrix[Q], q, LM_F32, w);
     forward_product(m, thread, n, w, w, k->stored, w, m->matrix[K], key, LM_F32, w);
-    forward_product(m, thread, n, w, w, k->stored, w, m->matrix[V], at(l->qkv, type, first * 3 * w + 2 * w), type, 3 * w);
+    forward_product(m, thread, n, w, w, k->stored, w, m->matrix[V], at(l->qkv, type, first * 3 * w + 2 * w), type,
+                    3 * w);
     for (int64_t r = 0; r < n; r++) {
         int64_t position = (first + r) % m->length;
         row_rotate(q + r * w, m->cosine + position * half, m->sine + position * half, 1.0f, heads, half);
@@ -408,12 +400,20 @@ static void store_causal(void *out, int type, const float *in, int valid, int n)
 }
 
 /* scores[n, end] = a[n, d] b[end, d]^T, both slices of one head inside wider rows */
-static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, const void *a, int64_t a_row, const void *b,
-                           int64_t b_row, float *scores)
+static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, const void *a, int64_t a_row,
+                           const void *b, int64_t b_row, float *scores)
 {
     int64_t d = m->config.width / m->config.heads;
-    struct matmul_shape shape = {.m = n, .n = end, .k = d, .a_row = a_row, .a_column = 1, .b_row = 1, .b_column = b_row,
-                                 .c_row = end, .type = m->options.compute, .c_type = LM_F32};
+    struct matmul_shape shape = {.m = n,
+                                 .n = end,
+                                 .k = d,
+                                 .a_row = a_row,
+                                 .a_column = 1,
+                                 .b_row = 1,
+                                 .b_column = b_row,
+                                 .c_row = end,
+                                 .type = m->options.compute,
+                                 .c_type = LM_F32};
     product(m, thread, &shape, a, b, scores);
 }
 
@@ -434,8 +434,16 @@ static void attention_task(void *arg, int64_t task, int thread)
             log_sum[begin + r] = row_softmax(row, scale, begin + r + 1);
             store_causal(at(k->p, type, (int64_t)r * end), type, row, begin + r + 1, end);
         }
-        struct matmul_shape shape = {.m = n, .n = d, .k = end, .a_row = end, .a_column = 1, .b_row = 3 * w, .b_column = 1,
-                                     .c_row = w, .type = type, .c_type = type};
+        struct matmul_shape shape = {.m = n,
+                                     .n = d,
+                                     .k = end,
+                                     .a_row = end,
+                                     .a_column = 1,
+                                     .b_row = 3 * w,
+                                     .b_column = 1,
+                                     .c_row = w,
+                                     .type = type,
+                                     .c_type = type};
         product(m, thread, &shape, k->p, v, at(l->o, type, (first + begin) * w + head * d));
     }
 }
@@ -466,8 +474,7 @@ static void mlp_task(void *arg, int64_t task, int thread)
         row_store(at(k->stored2, type, r * f), type, activated, f);
     }
     forward_product(m, thread, n, w, f, k->stored2, f, m->matrix[DOWN], k->narrow, LM_F32, w);
-    for (int64_t r = 0; r < n; r++)
-        row_add(out + (first + r) * w, l->mid + (first + r) * w, k->narrow + r * w, w);
+    for (int64_t r = 0; r < n; r++) row_add(out + (first + r) * w, l->mid + (first + r) * w, k->narrow + r * w, w);
 }
 
 static void head_task(void *arg, int64_t task, int thread)
@@ -492,12 +499,14 @@ static void head_task(void *arg, int64_t task, int thread)
     m->block_loss[task] = loss;
 }
 
-static double forward(struct lm *m, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length, int keep)
+static double forward(struct lm *m, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length,
+                      int keep)
 {
     m->ready = 0;
     m->error[0] = 0;
     if (batch < 1 || batch > m->options.batch) return fail(m, "batch %d is not in 1..%d", batch, m->options.batch);
-    if (length < 1 || length > m->config.context) return fail(m, "length %d is not in 1..%d", length, m->config.context);
+    if (length < 1 || length > m->config.context)
+        return fail(m, "length %d is not in 1..%d", length, m->config.context);
     if (keep && !m->options.training) return fail(m, "this model was not created for training");
     m->batch = batch;
     m->length = length;
@@ -559,14 +568,24 @@ static void outer_task(void *arg, int64_t task, int thread)
     int64_t begin = task * TILE, n = o->out - begin < TILE ? o->out - begin : TILE;
     int type = m->options.gradients;
     float *sum = type == LM_F32 ? (float *)o->gradient + begin * o->in : m->scratch[thread].wide;
-    struct matmul_shape shape = {.m = n, .n = o->in, .k = m->rows, .a_row = 1, .a_column = o->dy_row, .b_row = o->x_row,
-                                 .b_column = 1, .c_row = o->in, .type = m->options.compute, .c_type = LM_F32};
+    struct matmul_shape shape = {.m = n,
+                                 .n = o->in,
+                                 .k = m->rows,
+                                 .a_row = 1,
+                                 .a_column = o->dy_row,
+                                 .b_row = o->x_row,
+                                 .b_column = 1,
+                                 .c_row = o->in,
+                                 .type = m->options.compute,
+                                 .c_type = LM_F32};
     product(m, thread, &shape, at(o->dy, m->options.compute, begin), o->x, sum);
     if (type == LM_F32) return;
-    for (int64_t r = 0; r < n; r++) row_store(at(o->gradient, type, (begin + r) * o->in), type, sum + r * o->in, (int)o->in);
+    for (int64_t r = 0; r < n; r++)
+        row_store(at(o->gradient, type, (begin + r) * o->in), type, sum + r * o->in, (int)o->in);
 }
 
-static void add_outer(struct group *g, int tensor, const void *dy, int64_t dy_row, int64_t out, const void *x, int64_t in)
+static void add_outer(struct group *g, int tensor, const void *dy, int64_t dy_row, int64_t out, const void *x,
+                      int64_t in)
 {
     g->outer[g->count++] = (struct outer){tensor, dy, x, dy_row, in, out, in, NULL};
 }
@@ -629,8 +648,8 @@ static void embedding_task(void *arg, int64_t task, int thread)
 /* ---- backward ---- */
 
 /* The norm's output again into `hidden`, and the way back through it into the residual stream. */
-static void norm_backward(struct lm *m, struct scratch *k, int64_t block, const float *x, const float *r, const float *gain,
-                          const float *dout)
+static void norm_backward(struct lm *m, struct scratch *k, int64_t block, const float *x, const float *r,
+                          const float *gain, const float *dout)
 {
     int type = m->options.compute, w = m->config.width;
     int64_t first, n = block_rows(m, block, &first);
@@ -712,10 +731,27 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
             store_causal(at(k->p, type, (int64_t)r * end), type, p, begin + r + 1, end);
             store_causal(at(k->dp, type, (int64_t)r * end), type, dp, begin + r + 1, end);
         }
-        struct matmul_shape dq = {.m = n, .n = d, .k = end, .a_row = end, .a_column = 1, .b_row = 3 * w, .b_column = 1,
-                                  .c_row = d, .type = type, .c_type = LM_F32};
-        struct matmul_shape dk = {.m = end, .n = d, .k = n, .a_row = 1, .a_column = end, .b_row = 3 * w, .b_column = 1,
-                                  .c_row = d, .type = type, .c_type = LM_F32, .accumulate = 1};
+        struct matmul_shape dq = {.m = n,
+                                  .n = d,
+                                  .k = end,
+                                  .a_row = end,
+                                  .a_column = 1,
+                                  .b_row = 3 * w,
+                                  .b_column = 1,
+                                  .c_row = d,
+                                  .type = type,
+                                  .c_type = LM_F32};
+        struct matmul_shape dk = {.m = end,
+                                  .n = d,
+                                  .k = n,
+                                  .a_row = 1,
+                                  .a_column = end,
+                                  .b_row = 3 * w,
+                                  .b_column = 1,
+                                  .c_row = d,
+                                  .type = type,
+                                  .c_type = LM_F32,
+                                  .accumulate = 1};
         struct matmul_shape dv = dk;
         dv.b_row = w;
         product(m, thread, &dq, k->dp, key, k->dq);
@@ -742,8 +778,8 @@ static void qkv_backward_task(void *arg, int64_t task, int thread)
     int type = m->options.compute, w = m->config.width;
     int64_t first, n = block_rows(m, task, &first);
     for (int part = 0; part < 3; part++)
-        backward_product(m, thread, n, w, w, at(l->qkv, type, first * 3 * w + part * w), 3 * w, m->matrix[Q + part], k->narrow,
-                         LM_F32, part > 0);
+        backward_product(m, thread, n, w, w, at(l->qkv, type, first * 3 * w + part * w), 3 * w, m->matrix[Q + part],
+                         k->narrow, LM_F32, part > 0);
     norm_backward(m, k, task, l->x, l->in_r, m->gains[0], k->narrow);
 }
 

@@ -20,14 +20,14 @@ size_t lm_dtype_bytes(int dtype);
 
 /* Zero means the default, where one is given. */
 struct lm_config {
-    int vocab;              /* 256, the only value: the tokens are bytes */
-    int width;              /* multiple of heads */
+    int vocab; /* 256, the only value: the tokens are bytes */
+    int width; /* multiple of heads */
     int depth;
-    int heads;              /* width / heads must be even */
-    int context;            /* longest sequence */
-    int intermediate;       /* 8/3 of the width rounded up to a multiple of 32 */
-    double rms_norm_eps;    /* 1e-5 */
-    double rope_theta;      /* 10000 */
+    int heads;           /* width / heads must be even */
+    int context;         /* longest sequence */
+    int intermediate;    /* 8/3 of the width rounded up to a multiple of 32 */
+    double rms_norm_eps; /* 1e-5 */
+    double rope_theta;   /* 10000 */
 };
 
 /* Fills in the defaults and judges the shape. 0, or -1 and one line in error. */
@@ -42,37 +42,41 @@ int lm_config_json(const struct lm_config *config, const char *torch_dtype, char
  * norm, output head. */
 struct lm_tensor {
     char name[80];
-    int ndim;               /* 1 (norms: rows elements, row_length 1) or 2 */
+    int ndim; /* 1 (norms: rows elements, row_length 1) or 2 */
     int64_t rows, row_length;
-    double init_std;        /* normal with this deviation; 0 for norms, which start at 1 */
+    double init_std; /* normal with this deviation; 0 for norms, which start at 1 */
 };
 int lm_tensor_count(const struct lm_config *config);
 int lm_tensor_info(const struct lm_config *config, int tensor, struct lm_tensor *out);
 int64_t lm_parameter_count(const struct lm_config *config);
 
-/* The initial values, rows * row_length of them: a function of (config, seed, tensor) only, the same bits everywhere. */
+/* The initial values, rows * row_length of them: a function of (config, seed, tensor) only, the same bits
+ * everywhere. */
 void lm_init_tensor(const struct lm_config *config, int tensor, uint64_t seed, float *out);
 
 struct lm_options {
-    int batch;              /* most sequences in one call; 0: the model will only generate */
-    int training;           /* keep what lm_backward needs */
-    int compute;            /* LM_F32 or LM_BF16 */
-    int gradients;          /* LM_F32, LM_BF16 or LM_F16 (saturating), rounded to nearest even */
-    int release;            /* gradients go to on_gradient one tensor at a time instead of into buffers */
-    int threads;            /* 0: one per processor this process may use */
+    int batch;     /* most sequences in one call; 0: the model will only generate */
+    int training;  /* keep what lm_backward needs */
+    int compute;   /* LM_F32 or LM_BF16 */
+    int gradients; /* LM_F32, LM_BF16 or LM_F16 (saturating), rounded to nearest even */
+    int release;   /* gradients go to on_gradient one tensor at a time instead of into buffers */
+    int threads;   /* 0: one per processor this process may use */
 };
 
 struct lm;
 struct lm *lm_create(const struct lm_config *config, const struct lm_options *options, char *error, size_t error_bytes);
 void lm_destroy(struct lm *model);
-const struct lm_config *lm_get_config(const struct lm *model);  /* with the defaults filled in */
+const struct lm_config *lm_get_config(const struct lm *model); /* with the defaults filled in */
 int lm_threads(const struct lm *model);
 
-struct lm_weight { const void *data; int dtype; };
+struct lm_weight {
+    const void *data;
+    int dtype;
+};
 
 /* Mean loss in nats over batch * length predictions. tokens holds batch sequences of length + 1 bytes: byte t of a
- * sequence predicts byte t + 1. 1 <= batch <= options.batch, 1 <= length <= context. Returns a negative number and
- * sets lm_error where the arguments are impossible or a product fails. A loss that is not finite is returned as it is. */
+ * sequence predicts byte t + 1. 1 <= batch <= options.batch, 1 <= length <= context. Returns a negative number and sets
+ * lm_error where the arguments are impossible or a product fails. A loss that is not finite is returned as it is. */
 double lm_forward(struct lm *model, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length);
 
 /* The same loss, keeping nothing for lm_backward (it makes an earlier lm_forward's state unusable). */
@@ -92,9 +96,9 @@ struct lm_sink {
  * is exact (loss scaling for LM_F16). 0 or -1. Each lm_forward serves one lm_backward. */
 int lm_backward(struct lm *model, const struct lm_weight *weights, double scale, const struct lm_sink *sink);
 
-/* Bytes of gradient memory that the model itself holds, all of it from the start: with release the larger half of a layer
- * (or the output head, where that is larger); without, only the shares of the norms' gradients, and the caller's buffers
- * come on top. Then the bytes of everything else it has allocated: activations, converted weights. */
+/* Bytes of gradient memory that the model itself holds, all of it from the start: with release the larger half of a
+ * layer (or the output head, where that is larger); without, only the shares of the norms' gradients, and the caller's
+ * buffers come on top. Then the bytes of everything else it has allocated: activations, converted weights. */
 size_t lm_gradient_peak_bytes(const struct lm *model);
 size_t lm_activation_bytes(const struct lm *model);
 

@@ -10,9 +10,9 @@
 #include "rows.h"
 
 struct cache {
-    float *keys, *values;       /* [depth, context, width] */
+    float *keys, *values; /* [depth, context, width] */
     float *x, *hidden, *q, *out, *gate, *up, *activated, *logits, *row;
-    float *scores;              /* [heads, context] */
+    float *scores; /* [heads, context] */
     double *p;
 };
 
@@ -112,7 +112,8 @@ static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token
     struct cache *c = m->cache;
     int w = m->config.width, f = m->config.intermediate, heads = m->config.heads, half = w / heads / 2;
     const float *cosine = m->cosine + (int64_t)position * half, *sine = m->sine + (int64_t)position * half;
-    row_load(c->x, (const char *)weights[0].data + lm_dtype_bytes(weights[0].dtype) * token * (size_t)w, weights[0].dtype, w);
+    row_load(c->x, (const char *)weights[0].data + lm_dtype_bytes(weights[0].dtype) * token * (size_t)w,
+             weights[0].dtype, w);
     for (int layer = 0; layer < m->config.depth; layer++) {
         const struct lm_weight *l = weights + 1 + layer * PER_LAYER;
         int64_t first = (int64_t)layer * m->config.context * w;
@@ -143,7 +144,8 @@ static uint8_t choose(const struct lm *m, double temperature, uint64_t seed, uin
     const float *logits = m->cache->logits;
     double *p = m->cache->p;
     int n = m->config.vocab, best = 0;
-    for (int i = 1; i < n; i++) if (logits[i] > logits[best]) best = i;
+    for (int i = 1; i < n; i++)
+        if (logits[i] > logits[best]) best = i;
     if (temperature == 0) return (uint8_t)best;
     double sum = 0;
     for (int i = 0; i < n; i++) sum += p[i] = exact_exp(((double)logits[i] - (double)logits[best]) / temperature);

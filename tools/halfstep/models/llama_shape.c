@@ -7,13 +7,9 @@
 #include "llama_internal.h"
 #include "rows.h"
 
-size_t lm_dtype_bytes(int dtype)
-{
-    return dtype == LM_F32 ? 4 : 2;
-}
+size_t lm_dtype_bytes(int dtype) { return dtype == LM_F32 ? 4 : 2; }
 
-__attribute__((format(printf, 3, 4)))
-static int complain(char *error, size_t error_bytes, const char *format, ...)
+__attribute__((format(printf, 3, 4))) static int complain(char *error, size_t error_bytes, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
@@ -31,12 +27,14 @@ int lm_config_check(struct lm_config *c, char *error, size_t n)
     if (c->vocab != 256) return complain(error, n, "vocabulary of %d: a byte-level model has 256", c->vocab);
     if (c->width < 1 || c->width > 65536) return complain(error, n, "width %d is not in 1..65536", c->width);
     if (c->depth < 1 || c->depth > 1024) return complain(error, n, "depth %d is not in 1..1024", c->depth);
-    if (c->heads < 1 || c->heads > c->width) return complain(error, n, "%d heads do not fit a width of %d", c->heads, c->width);
+    if (c->heads < 1 || c->heads > c->width)
+        return complain(error, n, "%d heads do not fit a width of %d", c->heads, c->width);
     if (c->width % c->heads) return complain(error, n, "width %d is not a multiple of %d heads", c->width, c->heads);
     if (c->width / c->heads % 2)
         return complain(error, n, "width %d / %d heads = %d is odd: rotary positions need pairs", c->width, c->heads,
                         c->width / c->heads);
-    if (c->context < 1 || c->context > 1048576) return complain(error, n, "context %d is not in 1..1048576", c->context);
+    if (c->context < 1 || c->context > 1048576)
+        return complain(error, n, "context %d is not in 1..1048576", c->context);
     if (c->intermediate == 0) c->intermediate = ((8 * c->width + 2) / 3 + 31) / 32 * 32;
     if (c->intermediate < 1 || c->intermediate > 1048576)
         return complain(error, n, "intermediate size %d is not in 1..1048576", c->intermediate);
@@ -71,22 +69,18 @@ int lm_config_json(const struct lm_config *c, const char *torch_dtype, char *tex
     return n < 0 || (size_t)n >= text_bytes ? -1 : n;
 }
 
-int lm_tensor_count(const struct lm_config *c)
-{
-    return 1 + c->depth * PER_LAYER + 2;
-}
+int lm_tensor_count(const struct lm_config *c) { return 1 + c->depth * PER_LAYER + 2; }
 
 int lm_tensor_info(const struct lm_config *c, int tensor, struct lm_tensor *out)
 {
-    static const struct { const char *name; char rows, columns; } parts[PER_LAYER] = {
-        [IN_NORM] = {"input_layernorm", 'w', 0},
-        [Q] = {"self_attn.q_proj", 'w', 'w'},
-        [K] = {"self_attn.k_proj", 'w', 'w'},
-        [V] = {"self_attn.v_proj", 'w', 'w'},
-        [O] = {"self_attn.o_proj", 'w', 'w'},
-        [POST_NORM] = {"post_attention_layernorm", 'w', 0},
-        [GATE] = {"mlp.gate_proj", 'f', 'w'},
-        [UP] = {"mlp.up_proj", 'f', 'w'},
+    static const struct {
+        const char *name;
+        char rows, columns;
+    } parts[PER_LAYER] = {
+        [IN_NORM] = {"input_layernorm", 'w', 0}, [Q] = {"self_attn.q_proj", 'w', 'w'},
+        [K] = {"self_attn.k_proj", 'w', 'w'},    [V] = {"self_attn.v_proj", 'w', 'w'},
+        [O] = {"self_attn.o_proj", 'w', 'w'},    [POST_NORM] = {"post_attention_layernorm", 'w', 0},
+        [GATE] = {"mlp.gate_proj", 'f', 'w'},    [UP] = {"mlp.up_proj", 'f', 'w'},
         [DOWN] = {"mlp.down_proj", 'w', 'f'},
     };
     int count = lm_tensor_count(c);

@@ -15,9 +15,9 @@ enum { SLOTS = 512, FULL = 384 };
 
 struct entry {
     struct matmul_shape shape;
-    dnnl_primitive_t primitive;     /* NULL: free */
+    dnnl_primitive_t primitive; /* NULL: free */
     dnnl_memory_t a, b, c, scratch;
-    int widen;                      /* oneDNN has no product of this type here: operands go through fp32 */
+    int widen; /* oneDNN has no product of this type here: operands go through fp32 */
 };
 
 struct matmul {
@@ -25,7 +25,7 @@ struct matmul {
     dnnl_stream_t stream;
     void *scratch;
     size_t scratch_bytes;
-    float *wide;                    /* operands in fp32 */
+    float *wide; /* operands in fp32 */
     size_t wide_bytes;
     int used;
     char error[160];
@@ -44,8 +44,8 @@ static void use_one_thread(void)
     if (set_threads) set_threads(1);
 }
 
-/* oneDNN writes machine code and keeps tables for each kind of product, and some of its allocations are not looked at: out of
- * address space (ulimit -v) it crashes. So there has to be room for them before it is called. */
+/* oneDNN writes machine code and keeps tables for each kind of product, and some of its allocations are not looked at:
+ * out of address space (ulimit -v) it crashes. So there has to be room for them before it is called. */
 static int has_room(char *error, size_t error_bytes)
 {
     enum { ROOM = 24 << 20 };
@@ -98,10 +98,7 @@ void matmul_destroy(struct matmul *context)
     free(context);
 }
 
-const char *matmul_error(const struct matmul *context)
-{
-    return context->error;
-}
+const char *matmul_error(const struct matmul *context) { return context->error; }
 
 static dnnl_data_type_t data_type(int type)
 {
@@ -145,10 +142,7 @@ static dnnl_status_t describe(description *out, int64_t rows, int64_t columns, i
     dnnl_dims_t dims = {rows, columns}, strides = {row, column};
     return dnnl_memory_desc_init_by_strides(out, 2, dims, data_type(type), strides);
 }
-static void forget(description *d)
-{
-    (void)d;
-}
+static void forget(description *d) { (void)d; }
 static dnnl_status_t create_memory(dnnl_memory_t *out, const description *d, dnnl_engine_t engine)
 {
     return dnnl_memory_create(out, d, engine, DNNL_MEMORY_NONE);
@@ -161,10 +155,7 @@ static dnnl_status_t create_descriptor(dnnl_primitive_desc_t *out, const descrip
     if (status) return status;
     return dnnl_primitive_desc_create(out, &operation, attributes, engine, NULL);
 }
-static dnnl_status_t add_sum(dnnl_post_ops_t operations)
-{
-    return dnnl_post_ops_append_sum(operations, 1.0f);
-}
+static dnnl_status_t add_sum(dnnl_post_ops_t operations) { return dnnl_post_ops_append_sum(operations, 1.0f); }
 static size_t scratch_size(const_dnnl_primitive_desc_t descriptor, description *out)
 {
     const dnnl_memory_desc_t *d = dnnl_primitive_desc_query_md(descriptor, dnnl_query_scratchpad_md, 0);
@@ -259,8 +250,10 @@ static int build(struct matmul *context, struct entry *entry, const struct matmu
     if (status) {
         snprintf(context->error, sizeof context->error,
                  "oneDNN cannot multiply %s matrices [%lld, %lld] x [%lld, %lld] (status %d)",
-                 s->type == LM_BF16 ? "bf16" : s->type == LM_F16 ? "f16" : "f32", (long long)s->m, (long long)s->k,
-                 (long long)s->k, (long long)s->n, (int)status);
+                 s->type == LM_BF16  ? "bf16"
+                 : s->type == LM_F16 ? "f16"
+                                     : "f32",
+                 (long long)s->m, (long long)s->k, (long long)s->k, (long long)s->n, (int)status);
         return -1;
     }
     entry->shape = *s;
@@ -269,15 +262,16 @@ static int build(struct matmul *context, struct entry *entry, const struct matmu
 
 static int same(const struct matmul_shape *x, const struct matmul_shape *y)
 {
-    return x->m == y->m && x->n == y->n && x->k == y->k && x->a_row == y->a_row && x->a_column == y->a_column
-        && x->b_row == y->b_row && x->b_column == y->b_column && x->c_row == y->c_row && x->type == y->type
-        && x->c_type == y->c_type && x->accumulate == y->accumulate;
+    return x->m == y->m && x->n == y->n && x->k == y->k && x->a_row == y->a_row && x->a_column == y->a_column &&
+           x->b_row == y->b_row && x->b_column == y->b_column && x->c_row == y->c_row && x->type == y->type &&
+           x->c_type == y->c_type && x->accumulate == y->accumulate;
 }
 
 static struct entry *find(struct matmul *context, const struct matmul_shape *s)
 {
-    const int64_t fields[] = {s->m, s->n, s->k, s->a_row, s->a_column, s->b_row, s->b_column, s->c_row,
-                              s->type + 4 * s->c_type + 16 * s->accumulate};
+    const int64_t fields[] = {s->m,        s->n,        s->k,
+                              s->a_row,    s->a_column, s->b_row,
+                              s->b_column, s->c_row,    s->type + 4 * s->c_type + 16 * s->accumulate};
     uint64_t hash = 0;
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         hash = (hash ^ (uint64_t)fields[i]) * UINT64_C(0x9E3779B97F4A7C15);
@@ -305,7 +299,9 @@ static int execute(struct matmul *context, const struct entry *entry, const void
     if (!status) status = dnnl_memory_set_data_handle(entry->b, (void *)(uintptr_t)b);
     if (!status) status = dnnl_memory_set_data_handle(entry->c, c);
     if (!status && entry->scratch) status = dnnl_memory_set_data_handle(entry->scratch, context->scratch);
-    const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, entry->a}, {DNNL_ARG_WEIGHTS, entry->b}, {DNNL_ARG_DST, entry->c},
+    const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, entry->a},
+                                    {DNNL_ARG_WEIGHTS, entry->b},
+                                    {DNNL_ARG_DST, entry->c},
                                     {DNNL_ARG_SCRATCHPAD, entry->scratch}};
     if (!status) status = dnnl_primitive_execute(entry->primitive, context->stream, entry->scratch ? 4 : 3, args);
     if (!status) return 0;
@@ -323,7 +319,8 @@ static void widen(float *out, const void *in, int type, int64_t lines, int64_t l
 static int execute_widened(struct matmul *context, const struct entry *entry, const void *a, const void *b, void *c)
 {
     const struct matmul_shape *s = &entry->shape;
-    size_t a_n = (size_t)(s->m * s->k), b_n = (size_t)(s->k * s->n), c_n = s->c_type == LM_F32 ? 0 : (size_t)(s->m * s->n);
+    size_t a_n = (size_t)(s->m * s->k), b_n = (size_t)(s->k * s->n),
+           c_n = s->c_type == LM_F32 ? 0 : (size_t)(s->m * s->n);
     context->wide = reserve(context->wide, &context->wide_bytes, (a_n + b_n + c_n) * sizeof(float));
     if (!context->wide) {
         snprintf(context->error, sizeof context->error, "out of memory for a matrix product");
@@ -337,7 +334,8 @@ static int execute_widened(struct matmul *context, const struct entry *entry, co
     if (s->c_type == LM_F32) return execute(context, entry, wide_a, wide_b, c);
     if (execute(context, entry, wide_a, wide_b, wide_c)) return -1;
     for (int64_t i = 0; i < s->m; i++)
-        row_store((char *)c + (size_t)(i * s->c_row) * lm_dtype_bytes(s->c_type), s->c_type, wide_c + i * s->n, (int)s->n);
+        row_store((char *)c + (size_t)(i * s->c_row) * lm_dtype_bytes(s->c_type), s->c_type, wide_c + i * s->n,
+                  (int)s->n);
     return 0;
 }
 

@@ -13,8 +13,8 @@ void matmul_destroy(struct matmul *context);
 
 /* C[m, n] = A[m, k] B[k, n], or C += A B. Element (i, j) of a matrix lies at i * rows + j * columns elements: a
  * transposed operand has its strides exchanged; one of the two strides is 1. C has contiguous rows. Types are those of
- * enum lm_dtype, A and B of one type, sums in fp32; accumulate needs an fp32 C. Where the processor has no BF16 products
- * they are computed in fp32 from the same values. */
+ * enum lm_dtype, A and B of one type, sums in fp32; accumulate needs an fp32 C. Where the processor has no BF16
+ * products they are computed in fp32 from the same values. */
 struct matmul_shape {
     int64_t m, n, k;
     int64_t a_row, a_column, b_row, b_column, c_row;

@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { SPINS = 4000 };  /* some ten microseconds: phases of one step follow each other faster than a sleeper wakes */
+enum { SPINS = 4000 }; /* some ten microseconds: phases of one step follow each other faster than a sleeper wakes */
 
 struct worker {
     struct parallel *pool;
@@ -18,8 +18,8 @@ struct parallel {
     struct worker *workers;
     pthread_mutex_t lock;
     pthread_cond_t work, done;
-    atomic_uint generation;     /* counts calls; written under the lock, read without it while spinning */
-    atomic_int busy;            /* workers that have not finished the present call */
+    atomic_uint generation; /* counts calls; written under the lock, read without it while spinning */
+    atomic_int busy;        /* workers that have not finished the present call */
     atomic_int quit;
     atomic_llong next;
     int64_t tasks;
@@ -42,7 +42,8 @@ static void *work(void *arg)
     struct parallel *pool = worker->pool;
     unsigned seen = 0;
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool->generation) == seen; i++) { }
+        for (int i = 0; i < SPINS && atomic_load(&pool->generation) == seen; i++) {
+        }
         if (atomic_load(&pool->generation) == seen) {
             pthread_mutex_lock(&pool->lock);
             while (atomic_load(&pool->generation) == seen) pthread_cond_wait(&pool->work, &pool->lock);
@@ -110,10 +111,7 @@ void parallel_destroy(struct parallel *pool)
     free(pool);
 }
 
-int parallel_threads(const struct parallel *pool)
-{
-    return pool->threads;
-}
+int parallel_threads(const struct parallel *pool) { return pool->threads; }
 
 void parallel_run(struct parallel *pool, int64_t tasks, void (*run)(void *, int64_t, int), void *arg)
 {
@@ -128,7 +126,8 @@ void parallel_run(struct parallel *pool, int64_t tasks, void (*run)(void *, int6
     atomic_store(&pool->busy, pool->threads - 1);
     announce(pool);
     take_tasks(pool, 0);
-    for (int i = 0; i < SPINS && atomic_load(&pool->busy); i++) { }
+    for (int i = 0; i < SPINS && atomic_load(&pool->busy); i++) {
+    }
     if (atomic_load(&pool->busy)) {
         pthread_mutex_lock(&pool->lock);
         while (atomic_load(&pool->busy)) pthread_cond_wait(&pool->done, &pool->lock);

@@ -172,8 +172,8 @@ void row_norm_backward(float *restrict dx, float *restrict dgain, const float *r
 }
 
 ROW_CLONES
-void row_rotate(float *restrict row, const float *restrict cosine, const float *restrict sine, float direction, int heads,
-                int half)
+void row_rotate(float *restrict row, const float *restrict cosine, const float *restrict sine, float direction,
+                int heads, int half)
 {
     for (int h = 0; h < heads; h++) {
         float *a = row + (size_t)h * 2 * (size_t)half, *b = a + half;
@@ -188,7 +188,7 @@ void row_rotate(float *restrict row, const float *restrict cosine, const float *
 /* exp to about 2 ulp; below -87 it stays at exp(-87). NaN stays NaN. */
 static inline float exp_of(float x)
 {
-    const float shift = 12582912.0f;    /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
     float t = x * 1.44269504f + shift;
@@ -228,7 +228,8 @@ static inline float exponentials(float *x, float scale, float offset, int n)
     float s[LANES] = {0};
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
-        EACH(j) {
+        EACH(j)
+        {
             float e = exp_of(scale * x[i + j] - offset);
             x[i + j] = e;
             s[j] += e;
@@ -298,8 +299,8 @@ double exact_log(double x)
         m *= 0.5;
         exponent++;
     }
-    static const double series[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5,
-                                    1.0 / 3, 1.0};
+    static const double series[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
+                                    1.0 / 9,  1.0 / 7,  1.0 / 5,  1.0 / 3,  1.0};
     double s = (m - 1.0) / (m + 1.0), q = s * s, p = 1.0 / 23;
     for (size_t i = 0; i < sizeof series / sizeof *series; i++) p = p * q + series[i];
     return (double)exponent * 0.6931471805599453 + 2.0 * s * p;

@@ -22,8 +22,8 @@ void row_norm_backward(float *restrict dx, float *restrict dgain, const float *r
                        const float *restrict gain, float r, int n);
 
 /* Rotary positions: element i of a head pairs with i + half. direction -1 turns back. */
-void row_rotate(float *restrict row, const float *restrict cosine, const float *restrict sine, float direction, int heads,
-                int half);
+void row_rotate(float *restrict row, const float *restrict cosine, const float *restrict sine, float direction,
+                int heads, int half);
 
 void row_swiglu(float *restrict out, const float *restrict gate, const float *restrict up, int n);
 /* From d(out): out again, dgate and dup. */

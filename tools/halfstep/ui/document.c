@@ -65,10 +65,7 @@ void put_flag(struct document *document, json_t *in, const char *key, int flag)
     put(document, in, key, json_boolean(flag));
 }
 
-void put_null(struct document *document, json_t *in, const char *key)
-{
-    put(document, in, key, json_null());
-}
+void put_null(struct document *document, json_t *in, const char *key) { put(document, in, key, json_null()); }
 
 void put_document(struct document *document, json_t *in, const char *key, const struct document *part)
 {
@@ -76,7 +73,7 @@ void put_document(struct document *document, json_t *in, const char *key, const 
     put(document, in, key, json_incref(part->root));
 }
 
-/* ---- JSON of whoever ---------------------------------------------------------------------------------------------------- */
+/* ---- JSON of whoever --------------------------------------------------------------------------------------------- */
 
 static int put_value(struct document *document, json_t *in, const char *key, hstep_json *json, int depth);
 
@@ -132,7 +129,8 @@ static int put_value(struct document *document, json_t *in, const char *key, hst
         if (!hstep_json_real(json, &number)) return 0;
         size_t n = json->at - start;
         /* As it is written: an integer stays one. */
-        int whole = !memchr(json->text + start, '.', n) && !memchr(json->text + start, 'e', n) && !memchr(json->text + start, 'E', n);
+        int whole = !memchr(json->text + start, '.', n) && !memchr(json->text + start, 'e', n) &&
+                    !memchr(json->text + start, 'E', n);
         if (whole && fabs(number) <= 0x1p53) put_integer(document, in, key, (int64_t)number);
         else put_number(document, in, key, number);
         return 1;
@@ -140,7 +138,8 @@ static int put_value(struct document *document, json_t *in, const char *key, hst
     }
 }
 
-int put_json(struct document *document, json_t *in, const char *key, char *text, size_t n, char *error, size_t error_bytes)
+int put_json(struct document *document, json_t *in, const char *key, char *text, size_t n, char *error,
+             size_t error_bytes)
 {
     hstep_json json = {text, n, 0, NULL};
     if (put_value(document, in, key, &json, 0) && hstep_json_end(&json)) return 0;
@@ -148,7 +147,7 @@ int put_json(struct document *document, json_t *in, const char *key, char *text,
     return -1;
 }
 
-/* ---- The end ------------------------------------------------------------------------------------------------------------ */
+/* ---- The end ----------------------------------------------------------------------------------------------------- */
 
 void document_free(struct document *document)
 {
@@ -156,8 +155,8 @@ void document_free(struct document *document)
     memset(document, 0, sizeof *document);
 }
 
-/* Not json_dumps(): its growing buffer can fail without the dump being told, and leaves bytes out. Here jansson writes into
- * memory of known size. */
+/* Not json_dumps(): its growing buffer can fail without the dump being told, and leaves bytes out. Here jansson writes
+ * into memory of known size. */
 static char *dump(const json_t *root, size_t *n)
 {
     const size_t flags = JSON_INDENT(2) | JSON_REAL_PRECISION(10);
@@ -185,7 +184,8 @@ int document_print(struct document *document)
     document_write(document, &text);
     int bad = text.failed;
     if (bad) fprintf(stderr, "halfstep: cannot write the results as JSON: out of memory\n");
-    else if ((bad = fputs(text.data, stdout) == EOF)) fprintf(stderr, "halfstep: cannot write to stdout: %s\n", strerror(errno));
+    else if ((bad = fputs(text.data, stdout) == EOF))
+        fprintf(stderr, "halfstep: cannot write to stdout: %s\n", strerror(errno));
     text_free(&text);
     return bad != 0;
 }

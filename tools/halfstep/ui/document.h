@@ -12,12 +12,12 @@
 typedef struct json_t json_t;
 
 struct document {
-    json_t *root;    /* NULL: nothing has begun */
+    json_t *root; /* NULL: nothing has begun */
     int failed;
 };
 
-/* Each returns the object or array to put into, which belongs to the document; NULL after a failure, which all functions
- * take. Keys are UTF-8 and unlike in one object; in an array the key is NULL. */
+/* Each returns the object or array to put into, which belongs to the document; NULL after a failure, which all
+ * functions take. Keys are UTF-8 and unlike in one object; in an array the key is NULL. */
 json_t *document_begin(struct document *document); /* zeroed before; the root is an object */
 json_t *put_object(struct document *document, json_t *in, const char *key);
 json_t *put_array(struct document *document, json_t *in, const char *key);
@@ -34,7 +34,8 @@ void put_null(struct document *document, json_t *in, const char *key);
 void put_document(struct document *document, json_t *in, const char *key, const struct document *part);
 /* A JSON text of whoever. `text` must end with a zero byte behind its n bytes, and is overwritten. 0, or -1 and what is
  * wrong with it; running out of memory is kept in the document. */
-int put_json(struct document *document, json_t *in, const char *key, char *text, size_t n, char *error, size_t error_bytes);
+int put_json(struct document *document, json_t *in, const char *key, char *text, size_t n, char *error,
+             size_t error_bytes);
 
 void document_free(struct document *document);
 /* Appends it to text, and frees it. */

@@ -27,7 +27,8 @@ static struct log *give_up(struct log *log, char *error, size_t error_bytes, con
     return NULL;
 }
 
-/* Length of the part to keep: the header and the complete rows up to `resumed`. -1: not such a log, -2: it cannot be read. */
+/* Length of the part to keep: the header and the complete rows up to `resumed`. -1: not such a log, -2: it cannot be
+ * read. */
 static long kept_bytes(FILE *file, int64_t resumed)
 {
     char line[512];
@@ -110,7 +111,8 @@ struct log *log_create(const char *path, const char *header, char *error, size_t
     }
     if (regular) {
         int lost = replaceable(log->file);
-        if (lost == 0) return give_up(log, error, error_bytes, path, "it holds something else than a log, which would be lost");
+        if (lost == 0)
+            return give_up(log, error, error_bytes, path, "it holds something else than a log, which would be lost");
         if (lost < 0 || fseek(log->file, 0, SEEK_SET) != 0 || ftruncate(fileno(log->file), 0) != 0)
             return give_up(log, error, error_bytes, path, strerror(errno));
     }

@@ -69,7 +69,8 @@ static void add_time(char *text, size_t text_bytes, double seconds)
 }
 
 /* Most useful first: a narrow terminal cuts the end off. */
-static void compose(struct progress *progress, int64_t step, const struct progress_values *v, char *text, size_t text_bytes)
+static void compose(struct progress *progress, int64_t step, const struct progress_values *v, char *text,
+                    size_t text_bytes)
 {
     text[0] = 0;
     add(text, text_bytes, "%sstep %lld/%lld", progress->label, (long long)step, (long long)progress->total);

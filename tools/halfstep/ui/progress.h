@@ -1,5 +1,5 @@
-/* What a long run says on stderr: on a terminal one line that is rewritten, with the time left; elsewhere plain lines, few
- * of them. NO_COLOR and TERM=dumb are respected. */
+/* What a long run says on stderr: on a terminal one line that is rewritten, with the time left; elsewhere plain lines,
+ * few of them. NO_COLOR and TERM=dumb are respected. */
 #ifndef HALFSTEP_PROGRESS_H
 #define HALFSTEP_PROGRESS_H
 
@@ -11,15 +11,15 @@ struct progress {
     int quiet, live, colour, drawn;
     char label[96];
     int64_t first, total;
-    double started, shown;      /* seconds of a monotonic clock */
-    int64_t next_plain;         /* step of the next plain line */
+    double started, shown; /* seconds of a monotonic clock */
+    int64_t next_plain;    /* step of the next plain line */
     char line[256];
 };
 
 struct progress_values {
     double loss, val_loss, gradient_norm, lr, tokens_per_s; /* NaN: not known, left out */
     uint64_t skipped;
-    const char *extra;          /* more to say, after the losses; NULL: nothing */
+    const char *extra; /* more to say, after the losses; NULL: nothing */
 };
 
 /* quiet: only notes. */

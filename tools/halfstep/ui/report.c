@@ -46,7 +46,7 @@ const char *report_label(const struct report *report, int entry)
     return report->entry[entry].label ? report->entry[entry].label : report->entry[entry].name;
 }
 
-/* ---- Statistics ------------------------------------------------------------------------------------------------------ */
+/* ---- Statistics -------------------------------------------------------------------------------------------------- */
 
 static void mean_of(struct report_mean *out, const double *value, int n)
 {
@@ -120,7 +120,7 @@ int report_done(const struct report *report)
     return done;
 }
 
-/* ---- Checks ---------------------------------------------------------------------------------------------------------- */
+/* ---- Checks ------------------------------------------------------------------------------------------------------ */
 
 static int find_entry(const struct report *report, const char *name, size_t length)
 {
@@ -132,8 +132,8 @@ static int find_entry(const struct report *report, const char *name, size_t leng
     return -1;
 }
 
-int report_parse_checks(const struct report *report, const char *text, struct report_check *check, int most, int *checks,
-                        char *error, size_t error_bytes)
+int report_parse_checks(const struct report *report, const char *text, struct report_check *check, int most,
+                        int *checks, char *error, size_t error_bytes)
 {
     *checks = 0;
     for (const char *at = text; *at; at += *at == ',') {
@@ -177,9 +177,9 @@ int report_judge(struct report *report)
             check->value = 100 * (row.accuracy.mean - (check->relation == '~' ? reference.accuracy.mean : 0));
         }
         /* NAN, the value of a run that diverged, satisfies none of them. */
-        check->passed = check->relation == '>' ? check->value > check->bound
-                      : check->relation == '<' ? check->value < check->bound
-                                               : fabs(check->value) <= check->bound;
+        check->passed = check->relation == '>'   ? check->value > check->bound
+                        : check->relation == '<' ? check->value < check->bound
+                                                 : fabs(check->value) <= check->bound;
         failed += !check->passed;
     }
     return failed;
@@ -196,12 +196,11 @@ void report_check_text(const struct report *report, const struct report_check *c
         else text_add(out, "test accuracy %.3f %%", check->value);
     } else if (isfinite(check->value))
         text_add(out, "%.4f nat %s %s", fabs(check->value), check->value < 0 ? "below" : "above", reference);
-    else
-        text_add(out, "no finite difference to %s", reference);
+    else text_add(out, "no finite difference to %s", reference);
     text_add(out, ", wanted %s %g%s", wanted, check->bound, check->relation == '~' ? " of it" : "");
 }
 
-/* ---- The sentence ---------------------------------------------------------------------------------------------------- */
+/* ---- The sentence ------------------------------------------------------------------------------------------------ */
 
 static void list_separator(struct text *out, int position, int n)
 {
@@ -231,20 +230,22 @@ static void add_winners(const struct report *report, int group, const char *befo
         text_add(out, "all runs diverged.");
         return;
     }
-    text_add(out, "%s is the most accurate, %.2f %%", report_label(report, accurate), 100 * row[accurate].accuracy.mean);
+    text_add(out, "%s is the most accurate, %.2f %%", report_label(report, accurate),
+             100 * row[accurate].accuracy.mean);
     if (lowest == accurate) text_add(out, ", and ends with the lowest loss, %.4f", row[lowest].validation.mean);
-    else text_add(out, "; %s ends with the lowest loss, %.4f", report_label(report, lowest), row[lowest].validation.mean);
+    else
+        text_add(out, "; %s ends with the lowest loss, %.4f", report_label(report, lowest),
+                 row[lowest].validation.mean);
     if (fastest >= 0)
-        text_add(out, "; %s is the first to reach %g %%, after %.3g epochs", report_label(report, fastest), 100 * REPORT_MARK,
-                 row[fastest].reached.mean);
+        text_add(out, "; %s is the first to reach %g %%, after %.3g epochs", report_label(report, fastest),
+                 100 * REPORT_MARK, row[fastest].reached.mean);
     text_add(out, ".");
 }
 
 void report_sentence(const struct report *report, struct text *out)
 {
     if (report->accuracies) {
-        for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++)
-            add_winners(report, g, g ? " " : "", out);
+        for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++) add_winners(report, g, g ? " " : "", out);
         return;
     }
     struct report_row row[REPORT_MAX_ENTRIES];
@@ -266,7 +267,9 @@ void report_sentence(const struct report *report, struct text *out)
         }
         text_add(out, "%s%s ", clauses++ ? "; " : "", report->entry[i].name);
         if (!isfinite(difference)) text_add(out, "diverged");
-        else text_add(out, "ends %.2f nat %s %s", fabs(difference), difference > 0 ? "above" : "below", report->entry[0].name);
+        else
+            text_add(out, "ends %.2f nat %s %s", fabs(difference), difference > 0 ? "above" : "below",
+                     report->entry[0].name);
     }
     if (n_close) {
         text_add(out, "%s", clauses++ ? "; " : "");
@@ -285,9 +288,22 @@ void report_sentence(const struct report *report, struct text *out)
     if (clauses) text_add(out, ".");
 }
 
-/* ---- The table on a terminal ------------------------------------------------------------------------------------------ */
+/* ---- The table on a terminal ------------------------------------------------------------------------------------- */
 
-enum column { RECIPE, COMPUTE, GRADIENTS, ACCURACY, LOSS, DIFFERENCE, REACHED, BYTES, SPEED, CHANGED, SKIPPED, COLUMNS };
+enum column {
+    RECIPE,
+    COMPUTE,
+    GRADIENTS,
+    ACCURACY,
+    LOSS,
+    DIFFERENCE,
+    REACHED,
+    BYTES,
+    SPEED,
+    CHANGED,
+    SKIPPED,
+    COLUMNS
+};
 
 /* "" for a column that this report does not have. */
 static const char *heading(const struct report *report, enum column column)
@@ -310,7 +326,8 @@ static const char *heading(const struct report *report, enum column column)
 static void plus_minus(char *cell, size_t size, const char *format, double mean, double spread, int decimals)
 {
     int n = snprintf(cell, size, format, mean);
-    if (isfinite(spread) && n > 0 && (size_t)n < size) snprintf(cell + n, size - (size_t)n, " ± %.*f", decimals, spread);
+    if (isfinite(spread) && n > 0 && (size_t)n < size)
+        snprintf(cell + n, size - (size_t)n, " ± %.*f", decimals, spread);
 }
 
 static void make_cells(const struct report *report, int entry, char cell[COLUMNS][96])
@@ -325,11 +342,13 @@ static void make_cells(const struct report *report, int entry, char cell[COLUMNS
     if (report->accuracies && isfinite(row.accuracy.mean))
         plus_minus(cell[ACCURACY], 96, "%.3f", 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
     else if (report->accuracies) strcpy(cell[ACCURACY], "diverged");
-    if (isfinite(row.validation.mean)) plus_minus(cell[LOSS], 96, "%.4f", row.validation.mean, row.validation.deviation, 4);
+    if (isfinite(row.validation.mean))
+        plus_minus(cell[LOSS], 96, "%.4f", row.validation.mean, row.validation.deviation, 4);
     else strcpy(cell[LOSS], "diverged");
     if (entry == report_reference(report, entry)) strcpy(cell[DIFFERENCE], "reference");
     else if (isfinite(row.difference.mean))
-        plus_minus(cell[DIFFERENCE], 96, "%+.4f", row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
+        plus_minus(cell[DIFFERENCE], 96, "%+.4f", row.difference.mean,
+                   row.difference.deviation / sqrt(row.difference.n), 4);
     if (row.reached.n == row.validation.n) snprintf(cell[REACHED], 96, "%.3g", row.reached.mean);
     snprintf(cell[BYTES], 96, "%.3f", row.bytes);
     if (row.tokens_per_s.n) snprintf(cell[SPEED], 96, "%.0f", row.tokens_per_s.mean);
@@ -376,6 +395,8 @@ void report_table(const struct report *report, struct text *out)
         text_add(out, "\n");
     }
     if (report->seeds > 1)
-        text_add(out, "%d seeds: %s is mean ± standard deviation; the difference to the reference is taken seed by "
-                      "seed, mean ± standard error.\n", report->seeds, report_words(report)->short_loss);
+        text_add(out,
+                 "%d seeds: %s is mean ± standard deviation; the difference to the reference is taken seed by "
+                 "seed, mean ± standard error.\n",
+                 report->seeds, report_words(report)->short_loss);
 }

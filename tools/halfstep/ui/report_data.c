@@ -13,16 +13,19 @@ static void add_number(struct text *out, const char *format, double value)
 
 void report_runs_csv(const struct report *report, struct text *out)
 {
-    text_add(out, "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
-                  "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
-                  "weights_changed%s\n", report->accuracies ? ",group,test_accuracy" : "");
+    text_add(out,
+             "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
+             "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
+             "weights_changed%s\n",
+             report->accuracies ? ",group,test_accuracy" : "");
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->done) continue;
         const struct report_entry *entry = &report->entry[run->entry];
         const struct report_run *reference = report_find_run(report, report_reference(report, run->entry), run->seed);
         text_add_csv(out, entry->name);
-        text_add(out, ",%s,%s,%s,%llu,", entry->recipe, entry->compute, entry->gradients, (unsigned long long)run->seed);
+        text_add(out, ",%s,%s,%s,%llu,", entry->recipe, entry->compute, entry->gradients,
+                 (unsigned long long)run->seed);
         add_number(out, "%.9g", run->train_loss);
         text_add(out, ",");
         add_number(out, "%.9g", run->validation_loss);
@@ -41,8 +44,8 @@ void report_runs_csv(const struct report *report, struct text *out)
     }
 }
 
-static void add_history(struct text *out, const struct report_entry *entry, const struct report_run *run, const char *kind,
-                        const struct report_curve *curve)
+static void add_history(struct text *out, const struct report_entry *entry, const struct report_run *run,
+                        const char *kind, const struct report_curve *curve)
 {
     for (int i = 0; i < curve->n; i++) {
         text_add_csv(out, entry->name);

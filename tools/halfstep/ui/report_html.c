@@ -10,11 +10,13 @@
 #define LINE_POINTS 400
 
 static const char style[] =
-    ":root{color-scheme:light dark;--page:#fff;--ink:#1c2430;--soft:#5c6675;--faint:#e3e7ec;--card:#f6f8fa;--code:#eef1f4;"
+    ":root{color-scheme:light "
+    "dark;--page:#fff;--ink:#1c2430;--soft:#5c6675;--faint:#e3e7ec;--card:#f6f8fa;--code:#eef1f4;"
     "--good:#17703a;--bad:#b3261e;--accent:#1f5fbf;"
     "--s0:#8b94a1;--s1:#d9480f;--s2:#1f6fd6;--s3:#0b8a6a;--s4:#8b3fc7;--s5:#b7860b;--s6:#c2255c;--s7:#3f7d20;"
     "--p0:#2f6db5;--p1:#4d8b3f;--p2:#b57614}\n"
-    "@media (prefers-color-scheme:dark){:root{--page:#11151b;--ink:#e4e8ee;--soft:#9aa5b4;--faint:#2a323d;--card:#181e26;"
+    "@media "
+    "(prefers-color-scheme:dark){:root{--page:#11151b;--ink:#e4e8ee;--soft:#9aa5b4;--faint:#2a323d;--card:#181e26;"
     "--code:#1d242e;--good:#5fc983;--bad:#ff8a80;--accent:#7fb2ff;"
     "--s0:#8e99a8;--s1:#ff8a4c;--s2:#66a8ff;--s3:#37c9a0;--s4:#c58bf2;--s5:#e3b53c;--s6:#f2729f;--s7:#86c95d;"
     "--p0:#3f7cc4;--p1:#558f45;--p2:#b57a1c}}\n"
@@ -45,7 +47,8 @@ static const char style[] =
     "table.facts td:first-child{color:var(--soft);white-space:nowrap}\n"
     "code,pre,.code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,\"DejaVu Sans Mono\",monospace}\n"
     "code{font-size:.93em}\n"
-    "pre{background:var(--code);padding:12px 16px;border-radius:6px;overflow-x:auto;font-size:13.5px;white-space:pre-wrap;"
+    "pre{background:var(--code);padding:12px "
+    "16px;border-radius:6px;overflow-x:auto;font-size:13.5px;white-space:pre-wrap;"
     "word-break:break-word}\n"
     ".columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(380px,100%),1fr));gap:0 40px}\n"
     ".legend{display:flex;flex-wrap:wrap;gap:4px 22px;margin:8px 0 2px;font-size:14px}\n"
@@ -72,12 +75,14 @@ static const char style[] =
 static void add_classes(struct text *out)
 {
     for (int i = 0; i < SVG_COLORS; i++)
-        text_add(out, ".line.s%d{stroke:var(--s%d)}.band.s%d,.dot.s%d circle{fill:var(--s%d)}.dot.s%d .hit{fill:transparent}\n",
-                 i, i, i, i, i, i);
+        text_add(
+            out,
+            ".line.s%d{stroke:var(--s%d)}.band.s%d,.dot.s%d circle{fill:var(--s%d)}.dot.s%d .hit{fill:transparent}\n",
+            i, i, i, i, i, i);
     for (int i = 0; i < 3; i++) text_add(out, "rect.p%d,.key.p%d{fill:var(--p%d);background:var(--p%d)}\n", i, i, i, i);
 }
 
-/* ---- Curves ---------------------------------------------------------------------------------------------------------- */
+/* ---- Curves ------------------------------------------------------------------------------------------------------ */
 
 enum curve_kind { TRAIN, VALIDATION, DIFFERENCE, ERROR, CURVES };
 
@@ -92,16 +97,10 @@ static const struct report_curve *curve_of(const struct report_run *run, enum cu
     return kind == TRAIN ? &run->train : kind == ERROR ? &run->accuracies : &run->validation;
 }
 
-static int in_group(const struct report *report, int entry, int group)
-{
-    return report->entry[entry].group == group;
-}
+static int in_group(const struct report *report, int entry, int group) { return report->entry[entry].group == group; }
 
 /* The same recipe has the same colour in every group. */
-static int color_of(const struct report *report, int entry)
-{
-    return entry - report_reference(report, entry);
-}
+static int color_of(const struct report *report, int entry) { return entry - report_reference(report, entry); }
 
 static const char *group_name(const struct report *report, int group)
 {
@@ -125,7 +124,8 @@ static int window_of(const struct report *report)
     return most >= 100 ? most / 50 : 1;
 }
 
-static double value_at(const struct report *report, const struct report_run *run, enum curve_kind kind, int i, int window)
+static double value_at(const struct report *report, const struct report_run *run, enum curve_kind kind, int i,
+                       int window)
 {
     const struct report_curve *curve = curve_of(run, kind);
     if (kind == TRAIN) return smooth(curve, i, window);
@@ -179,8 +179,9 @@ static enum svg_axis step_axis(const struct line *reference)
     if (n < 20 || !(reference->mean[0] - reference->mean[n - 1] > 0)) return SVG_LINEAR;
     for (int i = 0; i < n; i++)
         if (reference->step[i] >= 0.1 * reference->step[n - 1])
-            return reference->mean[0] - reference->mean[i] > 0.6 * (reference->mean[0] - reference->mean[n - 1]) ? SVG_LOG
-                                                                                                               : SVG_LINEAR;
+            return reference->mean[0] - reference->mean[i] > 0.6 * (reference->mean[0] - reference->mean[n - 1])
+                       ? SVG_LOG
+                       : SVG_LINEAR;
     return SVG_LINEAR;
 }
 
@@ -208,7 +209,8 @@ static void make_title(struct text *out, const struct report *report, enum curve
     if (out->data && out->data[0] >= 'a' && out->data[0] <= 'z') out->data[0] = (char)(out->data[0] - 'a' + 'A');
 }
 
-static void add_curves(struct text *out, const struct report *report, enum curve_kind kind, int group, enum svg_axis x_axis)
+static void add_curves(struct text *out, const struct report *report, enum curve_kind kind, int group,
+                       enum svg_axis x_axis)
 {
     struct line line[REPORT_MAX_ENTRIES];
     struct svg_series series[REPORT_MAX_ENTRIES];
@@ -221,8 +223,9 @@ static void add_curves(struct text *out, const struct report *report, enum curve
         bad |= make_line(report, i, kind, window, &line[i]);
         int color = color_of(report, i);
         if (!line[i].n || (kind == DIFFERENCE && color == 0)) continue;
-        series[n++] = (struct svg_series){report_label(report, i), color, line[i].n, line[i].step, line[i].mean,
-                                          band ? line[i].low : NULL, band ? line[i].high : NULL, color == 0, kind != TRAIN};
+        series[n++] = (struct svg_series){
+            report_label(report, i),    color,      line[i].n,    line[i].step, line[i].mean, band ? line[i].low : NULL,
+            band ? line[i].high : NULL, color == 0, kind != TRAIN};
     }
     make_title(&title, report, kind, group);
     if (kind == DIFFERENCE) text_add(&label, "difference, nat");
@@ -237,17 +240,26 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     if (kind == TRAIN && window > 1) text_add(out, "Each point is the mean of the %d steps before it. ", window);
     if (kind == TRAIN) text_add(out, "%s", report_words(report)->learning);
     if (kind == DIFFERENCE)
-        text_add(out, "The scale is linear within ±0.01 nat and logarithmic beyond, so that small and large differences can "
-                      "both be read. ");
-    if (band) text_add(out, "Lines are means over %d seeds, bands reach from the lowest to the highest. ", report->seeds);
+        text_add(out,
+                 "The scale is linear within ±0.01 nat and logarithmic beyond, so that small and large differences can "
+                 "both be read. ");
+    if (band)
+        text_add(out, "Lines are means over %d seeds, bands reach from the lowest to the highest. ", report->seeds);
     if (kind != TRAIN) text_add(out, "Hover over a point for its value.");
     text_add(out, "</p>\n");
     add_legend(out, report, group, kind == DIFFERENCE);
     /* Losses and errors that fall by orders of magnitude within few points need a logarithm to be told apart. */
     enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->accuracies ? SVG_LOG : SVG_LINEAR;
-    struct svg_chart chart = {.id = CURVES * group + (int)kind, .title = text_string(&title),
-                              .x_label = report_words(report)->step, .y_label = text_string(&label), .x_axis = x_axis,
-                              .y_axis = y_axis, .knee = 0.01, .height = kind == TRAIN ? 330 : 380, .series = series, .n = n};
+    struct svg_chart chart = {.id = CURVES * group + (int)kind,
+                              .title = text_string(&title),
+                              .x_label = report_words(report)->step,
+                              .y_label = text_string(&label),
+                              .x_axis = x_axis,
+                              .y_axis = y_axis,
+                              .knee = 0.01,
+                              .height = kind == TRAIN ? 330 : 380,
+                              .series = series,
+                              .n = n};
     text_add(out, "<div class=\"chart wide-box\">\n");
     svg_line_chart(out, &chart);
     text_add(out, "</div>\n");
@@ -256,7 +268,7 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     text_free(&label);
 }
 
-/* ---- Table, memory, facts ---------------------------------------------------------------------------------------------- */
+/* ---- Table, memory, facts ---------------------------------------------------------------------------------------- */
 
 static void add_spread(struct text *out, int sign, double mean, double spread, int digits)
 {
@@ -279,7 +291,8 @@ static void add_row(struct text *out, const struct report *report, int i)
     svg_swatch(out, color, color == 0);
     text_add(out, " <code>");
     text_add_html(out, report_label(report, i));
-    text_add(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute, entry->gradients);
+    text_add(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute,
+             entry->gradients);
     if (!row.validation.n) {
         text_add(out, "–</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
                  report->accuracies ? "<td>–</td><td>–</td>" : "");
@@ -292,7 +305,8 @@ static void add_row(struct text *out, const struct report *report, int i)
     add_spread(out, 0, row.validation.mean, row.validation.deviation, 4);
     text_add(out, "</td><td>");
     if (color == 0) text_add(out, "reference");
-    else if (row.difference.n) add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
+    else if (row.difference.n)
+        add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
     else text_add(out, "–");
     if (report->accuracies) {
         text_add(out, "</td><td>");
@@ -311,10 +325,11 @@ static void add_row(struct text *out, const struct report *report, int i)
 static void add_table(struct text *out, const struct report *report)
 {
     int group = -1, columns = report->accuracies ? 11 : 9;
-    text_add(out, "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
-                  "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
-                  "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
-                  "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
+    text_add(out,
+             "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
+             "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
+             "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
+             "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
              report->accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
              report->accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
     for (int i = 0; i < report->entries; i++) {
@@ -327,16 +342,23 @@ static void add_table(struct text *out, const struct report *report)
         add_row(out, report, i);
     }
     text_add(out, "</tbody></table></div>\n<p class=\"soft note\">");
-    text_add(out, "Matrix products run in %s for every recipe, so that only the storage of weights, gradients and states "
-                  "differs. ", report->entry[0].compute);
-    text_add(out, "Bytes per parameter are those held during training. Weights changed: the share of all weights whose stored "
-                  "bits differ from the start. ");
+    text_add(out,
+             "Matrix products run in %s for every recipe, so that only the storage of weights, gradients and states "
+             "differs. ",
+             report->entry[0].compute);
+    text_add(
+        out,
+        "Bytes per parameter are those held during training. Weights changed: the share of all weights whose stored "
+        "bits differ from the start. ");
     if (report->accuracies)
-        text_add(out, "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, where all of them came so far. ");
+        text_add(
+            out,
+            "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, where all of them came so far. ");
     if (report->seeds > 1)
-        text_add(out, "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
-                      "seed by seed, mean ± standard error.", report_words(report)->loss[0] - 'a' + 'A',
-                 report_words(report)->loss + 1, report->seeds);
+        text_add(out,
+                 "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
+                 "seed by seed, mean ± standard error.",
+                 report_words(report)->loss[0] - 'a' + 'A', report_words(report)->loss + 1, report->seeds);
     text_add(out, "</p>\n");
 }
 
@@ -358,9 +380,10 @@ static void add_memory(struct text *out, const struct report *report)
         bar[n] = (struct svg_bar){report_label(report, i), parts[n]};
         n++;
     }
-    text_add(out, "<h2>Memory</h2>\n<p class=\"soft\">Bytes per parameter, as held during training.</p>\n<div class=\"legend\">");
-    for (int p = 0; p < 3; p++)
-        text_add(out, "<span><span class=\"key p%d\"></span>%s</span>", p, part[p]);
+    text_add(
+        out,
+        "<h2>Memory</h2>\n<p class=\"soft\">Bytes per parameter, as held during training.</p>\n<div class=\"legend\">");
+    for (int p = 0; p < 3; p++) text_add(out, "<span><span class=\"key p%d\"></span>%s</span>", p, part[p]);
     text_add(out, "</div>\n<div class=\"chart wide-box\">\n");
     svg_bar_chart(out, "Bytes per parameter", bar, n, part, 3, "B/param");
     text_add(out, "</div>\n");

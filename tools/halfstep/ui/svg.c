@@ -15,8 +15,8 @@
 struct axis {
     enum svg_axis kind;
     double knee;
-    double low, high;      /* data values at the ends */
-    double from, to;       /* positions of them */
+    double low, high; /* data values at the ends */
+    double from, to;  /* positions of them */
     double tick[MAX_TICKS];
     int ticks;
 };
@@ -39,7 +39,8 @@ static double place(const struct axis *axis, double value)
 static void add_tick(struct axis *axis, double value)
 {
     double slack = 1e-9 * (fabs(axis->low) + fabs(axis->high));
-    if (axis->ticks < MAX_TICKS && value >= axis->low - slack && value <= axis->high + slack) axis->tick[axis->ticks++] = value;
+    if (axis->ticks < MAX_TICKS && value >= axis->low - slack && value <= axis->high + slack)
+        axis->tick[axis->ticks++] = value;
 }
 
 /* A step of 1, 2 or 5 times a power of ten that cuts the span into about the wanted number of parts. */
@@ -164,31 +165,37 @@ static void draw_axes(struct text *out, const struct svg_chart *chart, const str
     for (int i = 0; i < x->ticks; i++) {
         double at = place(x, x->tick[i]);
         number(label, sizeof label, x->tick[i], step);
-        text_add(out, "<line class=\"tick\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>", at, at, y->from, y->from + 5);
+        text_add(out, "<line class=\"tick\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>", at, at, y->from,
+                 y->from + 5);
         text_add(out, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>\n", at, y->from + 19, label);
     }
-    text_add(out, "<line class=\"tick\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>", LEFT, WIDTH - RIGHT, y->from, y->from);
-    text_add(out, "<text class=\"axis\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (LEFT + WIDTH - RIGHT) / 2, chart->height - 6);
+    text_add(out, "<line class=\"tick\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>", LEFT, WIDTH - RIGHT, y->from,
+             y->from);
+    text_add(out, "<text class=\"axis\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (LEFT + WIDTH - RIGHT) / 2,
+             chart->height - 6);
     text_add_html(out, chart->x_label);
-    text_add(out, "%s</text>\n<text class=\"axis\" transform=\"translate(13 %.1f) rotate(-90)\" text-anchor=\"middle\">",
+    text_add(out,
+             "%s</text>\n<text class=\"axis\" transform=\"translate(13 %.1f) rotate(-90)\" text-anchor=\"middle\">",
              x->kind == SVG_LOG ? " (logarithmic)" : "", (y->from + y->to) / 2);
     text_add_html(out, chart->y_label);
     text_add(out, "%s</text>\n", y->kind == SVG_LOG ? " (logarithmic)" : "");
 }
 
-static void draw_band(struct text *out, const struct svg_chart *chart, const struct svg_series *series, const struct axis *x,
-                      const struct axis *y)
+static void draw_band(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+                      const struct axis *x, const struct axis *y)
 {
     if (!series->low || !series->high) return;
     for (int i = 0; i < series->n;) {
         int end = i;
         while (end < series->n && drawable(chart, series->x[end], series->low[end]) &&
-               drawable(chart, series->x[end], series->high[end])) end++;
+               drawable(chart, series->x[end], series->high[end]))
+            end++;
         if (end - i > 1) {
             text_add(out, "<path class=\"band s%d\" d=\"", series->color % SVG_COLORS);
             for (int k = i; k < end; k++)
                 text_add(out, "%s%.1f %.1f", k == i ? "M" : "L", place(x, series->x[k]), place(y, series->high[k]));
-            for (int k = end - 1; k >= i; k--) text_add(out, "L%.1f %.1f", place(x, series->x[k]), place(y, series->low[k]));
+            for (int k = end - 1; k >= i; k--)
+                text_add(out, "L%.1f %.1f", place(x, series->x[k]), place(y, series->low[k]));
             text_add(out, "Z\"/>\n");
         }
         i = end > i ? end : i + 1;
@@ -201,8 +208,8 @@ static const char *dashes(int color)
     return pattern[color / SVG_COLORS % 3];
 }
 
-static void draw_line(struct text *out, const struct svg_chart *chart, const struct svg_series *series, const struct axis *x,
-                      const struct axis *y)
+static void draw_line(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+                      const struct axis *x, const struct axis *y)
 {
     int open = 0;
     text_add(out, "<path class=\"line%s s%d\"%s d=\"", series->wide ? " wide" : "", series->color % SVG_COLORS,
@@ -218,14 +225,15 @@ static void draw_line(struct text *out, const struct svg_chart *chart, const str
 }
 
 /* Few points get dots; behind each one lies a larger invisible disc, because a dot is hard to hit. */
-static void draw_markers(struct text *out, const struct svg_chart *chart, const struct svg_series *series, const struct axis *x,
-                         const struct axis *y)
+static void draw_markers(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+                         const struct axis *x, const struct axis *y)
 {
     for (int i = 0; i < series->n; i++) {
         if (!drawable(chart, series->x[i], series->y[i])) continue;
         double cx = place(x, series->x[i]), cy = place(y, series->y[i]);
         text_add(out, "<g class=\"dot s%d\">", series->color % SVG_COLORS);
-        if (series->n <= 60) text_add(out, "<circle cx=\"%.1f\" cy=\"%.2f\" r=\"%s\"/>", cx, cy, series->wide ? "4.5" : "2.6");
+        if (series->n <= 60)
+            text_add(out, "<circle cx=\"%.1f\" cy=\"%.2f\" r=\"%s\"/>", cx, cy, series->wide ? "4.5" : "2.6");
         text_add(out, "<circle class=\"hit\" cx=\"%.1f\" cy=\"%.2f\" r=\"8\"/><title>", cx, cy);
         text_add_html(out, series->name);
         text_add(out, "\n%.0f: ", series->x[i]);
@@ -247,8 +255,8 @@ void svg_line_chart(struct text *out, const struct svg_chart *chart)
 
     text_add(out, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", WIDTH, chart->height);
     text_add_html(out, chart->title);
-    text_add(out, "\">\n<clipPath id=\"plot%d\"><rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/></clipPath>\n", chart->id,
-             LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, chart->height - TOP - BOTTOM + 8);
+    text_add(out, "\">\n<clipPath id=\"plot%d\"><rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/></clipPath>\n",
+             chart->id, LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, chart->height - TOP - BOTTOM + 8);
     draw_axes(out, chart, &x, &y);
     text_add(out, "<g clip-path=\"url(#plot%d)\">\n", chart->id);
     for (int wide = 1; wide >= 0; wide--)
@@ -259,18 +267,21 @@ void svg_line_chart(struct text *out, const struct svg_chart *chart)
             if (chart->series[i].wide == wide) draw_line(out, chart, &chart->series[i], &x, &y);
     for (int wide = 1; wide >= 0; wide--)
         for (int i = 0; i < chart->n; i++)
-            if (chart->series[i].wide == wide && chart->series[i].markers) draw_markers(out, chart, &chart->series[i], &x, &y);
+            if (chart->series[i].wide == wide && chart->series[i].markers)
+                draw_markers(out, chart, &chart->series[i], &x, &y);
     text_add(out, "</g>\n</svg>\n");
 }
 
 void svg_swatch(struct text *out, int color, int wide)
 {
-    text_add(out, "<svg class=\"swatch\" viewBox=\"0 0 28 10\" aria-hidden=\"true\"><path class=\"line%s s%d\"%s d=\"M2 5H26\"/></svg>",
+    text_add(out,
+             "<svg class=\"swatch\" viewBox=\"0 0 28 10\" aria-hidden=\"true\"><path class=\"line%s s%d\"%s d=\"M2 "
+             "5H26\"/></svg>",
              wide ? " wide" : "", color % SVG_COLORS, dashes(color));
 }
 
-void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *bars, int n, const char *const *part_names,
-                   int n_parts, const char *unit)
+void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *bars, int n,
+                   const char *const *part_names, int n_parts, const char *unit)
 {
     enum { ROW = 32, BAR = 20, LETTER = 8 };
     double most = 0;
@@ -300,8 +311,8 @@ void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *ba
             text_add(out, "<g><rect class=\"p%d\" x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\"/>", p, at, top,
                      fmax(width - 1.5, 0.5), BAR);
             if (width > 44)
-                text_add(out, "<text class=\"inside\" x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.4g</text>", at + width / 2,
-                         top + BAR - 5.5, bars[i].parts[p]);
+                text_add(out, "<text class=\"inside\" x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.4g</text>",
+                         at + width / 2, top + BAR - 5.5, bars[i].parts[p]);
             text_add(out, "<title>");
             text_add_html(out, bars[i].name);
             text_add(out, "\n%s: %.4g %s</title></g>", part_names[p], bars[i].parts[p], unit);

@@ -5,9 +5,9 @@
 #include <stddef.h>
 
 struct text {
-    char *data;      /* NUL-terminated once anything was added */
+    char *data; /* NUL-terminated once anything was added */
     size_t n, size;
-    int failed;      /* memory ran out: the rest is missing */
+    int failed; /* memory ran out: the rest is missing */
 };
 
 __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const char *format, ...);
