@@ -99,7 +99,13 @@ HALFSTEP_API const char *halfstep_strerror(int code);
 #define HALFSTEP_GEOMETRY_FLAT   1 /* a run of elements of the flattened tensor, whole runs only */
 #define HALFSTEP_GEOMETRY_TENSOR 2 /* the whole tensor */
 
-#define HALFSTEP_MAX_STATES 4
+/* What a state has a number for. Vectors are fp32 in every recipe, and only matrices have them: tensors of two or more
+ * dimensions with more than one row and column. */
+#define HALFSTEP_EXTENT_ELEMENTS 0
+#define HALFSTEP_EXTENT_ROWS     1 /* one number for each row, such as a factored second moment */
+#define HALFSTEP_EXTENT_COLUMNS  2 /* one for each column */
+
+#define HALFSTEP_MAX_STATES 6
 
 typedef struct halfstep_rule_info {
     uint32_t struct_size;   /* set by the caller: sizeof(halfstep_rule_info) */
@@ -120,6 +126,8 @@ typedef struct halfstep_rule_info {
     int32_t accumulates;    /* 1: micro-steps keep the gradient in a state (halfstep_accumulate_states) */
     int32_t average;        /* 1: the weights to evaluate are not those being trained: halfstep_read_average() */
     const char *label;      /* the name as an identifier, e.g. "AdamW", for the classes of a binding */
+    int32_t state_extent[HALFSTEP_MAX_STATES]; /* HALFSTEP_EXTENT_* */
+    int32_t totals;         /* 1: sums over all tensors come before any update: no tensor can be stepped alone */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -315,6 +323,8 @@ typedef struct halfstep_slot_info {
     int32_t fell_back;         /* 1: too short a row or too few dimensions for the block format of the recipe */
     int32_t grid;              /* 1: stored on a grid, the scalar NAME.grid of the tensor: halfstep_get_scalar() */
     void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
+    int64_t rows, columns;     /* of what it stores of the part held here: a vector over rows is rows x 1, one over
+                                  columns 1 x columns, and halfstep_read_slot() and halfstep_write_slot() take it so */
 } halfstep_slot_info;
 
 HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot,

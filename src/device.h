@@ -92,7 +92,7 @@ struct hstep_device {
     /* Until all that was asked for is done; after an error nothing of it is on its way any more. */
     int (*wait)(const struct hstep_context *c);
 
-    /* The device's fused row for a tensor, or -1; floats of workspace that a matrix needs. At once. */
+    /* The device's fused row for a tensor, or -1; floats of workspace that a matrix or its vectors need. At once. */
     int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t);
     size_t (*workspace)(const struct hstep_tensor *t);
 
@@ -105,6 +105,9 @@ struct hstep_device {
     int (*sum)(const struct hstep_call *call, int first, int n);
     /* The updates of n tensors again, from their sums. */
     int (*decide_sums)(const struct hstep_call *call, int first, int n);
+    /* Of a matrix with vectors over rows and columns: sums over both of what the rule makes of its elements, the new
+     * vectors of the pair from them, and the tensor's update again. */
+    int (*cross)(const struct hstep_call *call, int tensor, int pair);
     /* n sums of limbs one after another, carried, as callers add them up. */
     int (*carry)(const struct hstep_context *c, int64_t *limbs, int64_t n);
     /* One pass over n tensors from `first` on. UPDATE leaves out matrices, the others are for a matrix alone. */

@@ -18,6 +18,7 @@ struct hstep_slot {
     float grid;                    /* of what is stored now; 1 where root is 0 */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
+    int extent; /* HALFSTEP_EXTENT_* */
 };
 
 struct hstep_tensor {
@@ -32,6 +33,7 @@ struct hstep_tensor {
      * in index space where rows are dense in it, else at such a column. */
     int unit, dense;
     int matrix; /* stepped as a matrix */
+    int pairs;  /* of vectors over rows and columns */
     int fused;  /* the device's row for just these formats, or -1 */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
@@ -77,9 +79,11 @@ struct hstep_update {
     uint32_t first;      /* bit per slot: a copy of the weight is made before the update, */
     uint32_t copy;       /* and the weight made a copy of the slot after it */
     int skip, fused;
-    int still; /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
-    int micro; /* only states are written */
-    int own;   /* the constants come from the tensor itself: no other may take them over */
+    int still;                    /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int micro;                    /* only states are written */
+    int own;                      /* the constants come from the tensor itself: no other may take them over */
+    double mean[HSTEP_MAX_PAIRS]; /* over the new vectors of rows, `means` of them so far */
+    int means;
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
     float scale[HSTEP_SLOTS];               /* of states that have one for the whole tensor, after the update */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */

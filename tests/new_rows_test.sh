@@ -10,10 +10,10 @@ cp -r "$source_dir/src" "$source_dir/include" "$scratch"
 cd "$scratch"
 formats=src/formats/formats.def rules=src/rules/rules.def
 
-# refused FILE ROW EDIT TEXT: with the sed script EDIT on the row called ROW, the message has the row's name and TEXT.
+# refused FILE ROW EDIT TEXT: with the sed script EDIT on the two lines of the row called ROW, the message has the row's name and TEXT.
 refused() {
     cp "$1" saved
-    sed -i "/\"$2\"/$3" "$1"
+    sed -i "/\"$2\"/,+1$3" "$1"
     ! cmp -s "$1" saved || fail "the edit $3 changes nothing of $2"
     cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/tables.c >log 2>&1 && fail "a row compiles that should not: $2 with $3"
     grep -q "$4" log || { cat log; fail "no message says '$4'"; }
@@ -42,6 +42,12 @@ cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 
 grep -q "lion: more constants than HSTEP_MAX_SCALARS" log || { cat log; fail "no message names lion"; }
 echo "ok   more constants than k[] holds do not compile"
 cp "$source_dir/src/rules/lion.h" src/rules/lion.h
+cp $rules saved
+sed -i '/^RULE(4,/,/^RULE(5,/s/ELEMENTWISE)/FACTORED_1)/' $rules
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a rule of vectors without vectors compiles"
+grep -q "lion: FACTORED_n has n states" log || { cat log; fail "no message names lion"; }
+cp saved $rules
+echo "ok   vectors that the states do not have do not compile"
 
 # Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
 # and is the only new one of its geometry. -O1: only their bits matter.
@@ -49,11 +55,14 @@ cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
 sed 's/nv8/e5m2/g; s/NV8/E5M2/g' src/formats/nv8.h >src/formats/e5m2.h
 sed 's/bf16_\(decode\|encode\|apply\)/twin_\1/; s/BF16_H/TWIN_H/' src/formats/bf16.h >src/formats/twin.h
 cp "$source_dir/examples/skeleton_rule.h" src/rules/skeleton.h
+cp "$source_dir/tests/rows/factored.h" "$source_dir/tests/rows/estimate.h" src/rules
 sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"\n#include "formats/e5m2.h"\n#include "formats/twin.h"|' \
-    -e '/^ELEMENT_FORMAT(1,/a ELEMENT_FORMAT(93, "twin", twin, "BF16 again", WEIGHT | GRADIENT | SIGNED, BF16, NONE, 0)' \
-    -e '/^BLOCK_FORMAT  (16,/a BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)\nBLOCK_FORMAT  (92, "e5m2", e5m2, "flat", NONNEG, 8, I8, 64, F8_E4M3, FLAT, 0, 0)' $formats
-sed -i -e 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"|' \
-    -e '/^RULE(2,/i RULE(90, "signum", skeleton, "Signum", "signum", 1e-3, 0.0, "l2", STATES(STATE("momentum_buffer", SIGNED, "momentum", NULL)), NULL, HYPERS(HYPER("momentum", "decay rate", 0.9, 0.0, 1.0, 1)), NO_NORMS, SCALARS(SCALAR(NULL, 0, 0)), "momentum_buffer", ELEMENTWISE)' $rules
+    -e '/^ELEMENT_FORMAT(2,/i ELEMENT_FORMAT(93, "twin", twin, "BF16 again", WEIGHT | GRADIENT | SIGNED, BF16, NONE, 0)' \
+    -e '/^BLOCK_FORMAT  (17,/i BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)\nBLOCK_FORMAT  (92, "e5m2", e5m2, "flat", NONNEG, 8, I8, 64, F8_E4M3, FLAT, 0, 0)' $formats
+sed -i -e 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"\n#include "rules/factored.h"\n#include "rules/estimate.h"|' \
+    -e '/^RULE(2,/i RULE(90, "signum", skeleton, "Signum", "signum", 1e-3, 0.0, "l2", STATES(STATE("momentum_buffer", SIGNED, "momentum", NULL)), NULL, HYPERS(HYPER("momentum", "decay rate", 0.9, 0.0, 1.0, 1)), NO_NORMS, SCALARS(SCALAR(NULL, 0, 0)), "momentum_buffer", ELEMENTWISE)\n\
+RULE(91, "factored", factored, "Factored", "vectors over rows and columns", 1e-3, 0.0, "decoupled", STATES(STATE("exp_avg", SIGNED, "beta1", NULL), STATE("exp_avg_sq", NONNEG, "beta2", NULL), ROW_STATE("sq_row", "beta2"), COLUMN_STATE("sq_col", "beta2"), ROW_STATE("res_row", "beta2"), COLUMN_STATE("res_col", "beta2")), NULL, HYPERS(HYPER("beta1", "decay rate", 0.9, 0.0, 1.0, 1), HYPER("beta2", "decay rate", 0.99, 0.0, 1.0, 1), HYPER("eps", "added to squares", 1e-8, 0.0, 1.0, 0)), NORMS_1, SCALARS(SCALAR("rms", 0.0, 1e300)), "exp_avg", FACTORED_2)\n\
+RULE(92, "estimate", estimate, "Estimate", "sums over all tensors", 1e-3, 0.0, "decoupled", STATES(STATE("x0", WEIGHT, NULL, NULL)), NULL, HYPERS(HYPER("unused", "nothing", 0.0, 0.0, 1.0, 0)), TOTALS_2, SCALARS(SCALAR("estimate", 0.0, 1e300)), NULL, ELEMENTWISE)' $rules
 have= objects=
 while IFS='|' read -r isa processor flags; do
     [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue
@@ -63,11 +72,12 @@ while IFS='|' read -r isa processor flags; do
         { cat "log_$isa"; fail "kernels.c with new rows, for $isa"; }
     have="$have -DHSTEP_HAVE_$isa=1" objects="$objects kernels_$isa.o"
 done < <(sed -nE 's/^ISA\( *([a-z0-9_]+) *, *([a-z0-9_]+) *, *"([^"]*)" *\)/\1|\2|\3/p' src/vec/isas.def)
-for program in driver golden; do
+for program in driver golden rules; do
     # shellcheck disable=SC2046,SC2086
     cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -I"$source_dir" $have \
-        $(ls src/*.c src/core/*.c src/host/*.c | grep -v kernels) $objects "$source_dir/tests/rows/$program.c" -o $program \
+        $(ls src/*.c src/core/*.c src/host/*.c src/io/*.c | grep -v kernels) $objects "$source_dir/tests/rows/$program.c" -o $program \
         -lm -pthread >log 2>&1 || { cat log; fail "the library with new rows"; }
 done
 ./driver mx8 nv8 || fail "new formats do not work"
+./rules || fail "vectors over rows and columns, or sums over all tensors"
 ./golden "$source_dir/tests/golden/hashes.txt" mx8 nv8 e5m2 twin signum || fail "new rows take promised cases away"

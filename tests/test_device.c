@@ -26,7 +26,22 @@ int main(void) { return 0; }
 
 /* ---- Work that is put off ---- */
 
-enum what { ZERO, COPY, SCAN, DECIDE, SUM, DECIDE_SUMS, CARRY, UPDATE, TRANSFORM, COUNT, END_ROUND, ACCUMULATE, WRITE };
+enum what {
+    ZERO,
+    COPY,
+    SCAN,
+    DECIDE,
+    SUM,
+    DECIDE_SUMS,
+    CROSS,
+    CARRY,
+    UPDATE,
+    TRANSFORM,
+    COUNT,
+    END_ROUND,
+    ACCUMULATE,
+    WRITE
+};
 
 /* Everything by value, as far as the seam promises that it is read before the call returns. */
 struct work {
@@ -128,6 +143,7 @@ static int run(const struct work *w)
     case DECIDE: return host->decide(&w->call);
     case SUM: return host->sum(&w->call, w->first, w->n);
     case DECIDE_SUMS: return host->decide_sums(&w->call, w->first, w->n);
+    case CROSS: return host->cross(&w->call, w->first, w->n);
     case CARRY: return host->carry(w->context, w->to, (int64_t)w->size);
     case UPDATE: return host->update(&w->call, w->first, w->n, w->pass);
     case TRANSFORM: return host->transform(&w->call, w->first);
@@ -218,6 +234,10 @@ static int apart_decide_sums(const struct hstep_call *call, int first, int n)
 {
     return put_off_some(DECIDE_SUMS, call, first, n, 0);
 }
+static int apart_cross(const struct hstep_call *call, int tensor, int pair)
+{
+    return put_off_some(CROSS, call, tensor, pair, 0);
+}
 static int apart_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
     return put_off_some(UPDATE, call, first, n, pass);
@@ -280,6 +300,7 @@ static struct hstep_device apart = {
     .decide = apart_decide,
     .sum = apart_sum,
     .decide_sums = apart_decide_sums,
+    .cross = apart_cross,
     .carry = apart_carry,
     .update = apart_update,
     .transform = apart_transform,

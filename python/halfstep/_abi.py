@@ -39,7 +39,7 @@ GEOMETRY_TENSOR = 2
 #: rates that users give together, as "betas"
 BETAS = ("beta1", "beta2", "beta3")
 
-MAX_STATES = 4
+MAX_STATES = 6
 MAX_SCALARS = 4
 ALL_GROUPS = -1
 
@@ -62,7 +62,7 @@ class RuleInfo(_Sized):
                 ("state_role", c_int32 * MAX_STATES), ("state_name", c_char_p * MAX_STATES), ("hypers", c_int32),
                 ("decay", c_char_p), ("scalars", c_int32), ("two_pass", c_int32), ("scalar_name", c_char_p * MAX_SCALARS),
                 ("matrix", c_int32), ("raw_gradient", c_int32), ("accumulates", c_int32), ("average", c_int32),
-                ("label", c_char_p)]
+                ("label", c_char_p), ("state_extent", c_int32 * MAX_STATES), ("totals", c_int32)]
 
 
 class FormatInfo(_Sized):
@@ -94,7 +94,7 @@ class Tensor(_Sized):
 class SlotInfo(_Sized):
     _fields_ = [("struct_size", c_uint32), ("format", c_int32), ("name", c_char_p), ("code_bytes", c_uint64),
                 ("extra_bytes", c_uint64), ("blocks_per_row", c_int64), ("fell_back", c_int32), ("grid", c_int32),
-                ("code", c_void_p), ("extra", c_void_p)]
+                ("code", c_void_p), ("extra", c_void_p), ("rows", c_int64), ("columns", c_int64)]
 
 
 class Counters(_Sized):

@@ -192,7 +192,9 @@ def streams_of(handle, index, rule, shape):
         if slot != WEIGHT:
             code = DTYPES[fmt.code_dtype]
             code_bytes = int(info.code_bytes)
-            if code_bytes == count * code.itemsize:
+            if info.rows * info.columns != count:  # a vector over rows or columns
+                code_shape = (code_bytes // code.itemsize,)
+            elif code_bytes == count * code.itemsize:
                 code_shape = tuple(shape)
             elif fmt.geometry == 0 and rows and code_bytes % rows == 0:
                 code_shape = (rows, code_bytes // rows)

@@ -51,6 +51,7 @@ int hstep_decide(const struct hstep_call *call)
             u->skip = 1;
             continue;
         }
+        u->means = 0;
         int same = before && !updates[last].own && before->group == t->group && before->state_steps == t->state_steps &&
                    before->full_steps == t->full_steps;
         hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
@@ -59,17 +60,54 @@ int hstep_decide(const struct hstep_call *call)
     return HALFSTEP_OK;
 }
 
+/* Number j of what is summed over all tensors of a rule. */
+static double total_of(const struct hstep_call *call, int rule, int j)
+{
+    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
+    for (int i = call->first; i < call->first + call->n; i++)
+        if (call->plan.tensors[i].rule == rule && !call->plan.updates[i].skip)
+            hstep_exact_merge(limbs, call->statistics + hstep_sum_offset(call, i) + (int64_t)j * HSTEP_EXACT_LIMBS);
+    return hstep_exact_round(limbs);
+}
+
+/* totals: of its rule where that asks for them, or NULL: worked out here. */
+static void prepare_again(const struct hstep_call *call, int tensor, const double *totals)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_rule *rule = &hstep_rules[t->rule];
+    double sums[HSTEP_MAX_SUMS];
+    const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
+    for (int j = 0; j < t->sums; j++)
+        sums[j] = !rule->totals || j >= rule->norms ? sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS))
+                  : totals                          ? totals[j]
+                                                    : total_of(call, t->rule, j);
+    hstep_prepare_update(call, tensor, call->verdict->clip, sums, NULL, &call->plan.updates[tensor]);
+}
+
 int hstep_decide_sums(const struct hstep_call *call, int first, int n)
 {
+    double totals[HSTEP_MAX_NORMS] = {0};
+    int of = -1; /* the rule that these are of */
     for (int i = first; i < first + n; i++) {
         const struct hstep_tensor *t = &call->plan.tensors[i];
-        struct hstep_update *u = &call->plan.updates[i];
-        if (u->skip || !hstep_needs_sums(t, call->micro)) continue;
-        double norms[HSTEP_MAX_SUMS];
-        const int64_t *limbs = call->statistics + hstep_sum_offset(call, i);
-        for (int j = 0; j < t->sums; j++) norms[j] = sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS));
-        hstep_prepare_update(call, i, call->verdict->clip, norms, NULL, u);
+        if (call->plan.updates[i].skip || !hstep_needs_sums(t, call->micro)) continue;
+        if (hstep_rules[t->rule].totals && of != t->rule) {
+            of = t->rule;
+            for (int j = 0; j < hstep_rules[of].norms; j++) totals[j] = total_of(call, of, j);
+        }
+        prepare_again(call, i, totals);
     }
+    return HALFSTEP_OK;
+}
+
+int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    struct hstep_update *u = &call->plan.updates[tensor];
+    u->mean[pair] = mean;
+    u->means = pair + 1;
+    if (pair && hstep_needs_sums(t, call->micro)) prepare_again(call, tensor, NULL);
+    else hstep_prepare_update(call, tensor, call->verdict->clip, NULL, NULL, u);
     return HALFSTEP_OK;
 }
 

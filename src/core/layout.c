@@ -64,6 +64,7 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
     t->matrix = hstep_is_matrix(t->rule, t->ndim, t->rows, t->row_length);
+    t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
     t->sums = count_sums(t);
 }
 

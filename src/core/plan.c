@@ -41,7 +41,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         t->first_sum = o->sums;
         o->sums += t->sums;
         t->fused = o->device->find_fused(&o->context, t);
-        size_t floats = t->matrix && t->runs ? o->device->workspace(t) : 0;
+        size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
         if (floats > *workspace) *workspace = floats;
     }
 }

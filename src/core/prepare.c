@@ -20,6 +20,8 @@
 /* Lists of a row, counted: one entry each. A row that is wrong does not compile, and the message names it. */
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
 #define STATE(...) 0
+#define ROW_STATE STATE
+#define COLUMN_STATE STATE
 #define STATES(...) sizeof((char[]){__VA_ARGS__})
 #define HYPER(...) 0
 #define HYPERS(...) sizeof((char[]){__VA_ARGS__})
@@ -28,6 +30,8 @@
 #define NO_NORMS 0
 #define NORMS_1 1
 #define NORMS_2 2
+#define TOTALS_1 1
+#define TOTALS_2 2
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
     ROW((id) > 0, name, "ids count from 1")                                                                   \
     ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                          \
@@ -36,6 +40,26 @@
     ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")              \
     ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                  \
     ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")
+#include "rules/rules.def"
+#undef RULE
+
+/* Vectors of a row: what its states have, one for a row and 8 for a column, is what its kind asks for. */
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+#define STATE(...) 0
+#define ROW_STATE(...) 1
+#define COLUMN_STATE(...) 8
+#define ADD(a, b, c, d, e, f, ...) (a) + (b) + (c) + (d) + (e) + (f)
+#define STATES(...) ADD(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define ELEMENTWISE 0
+#define RAW_GRADIENT 0
+#define MATRIX(...) 0
+#define FACTORED_1 9
+#define FACTORED_2 18
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+    ROW((states) == (kind), name, "FACTORED_n has n states over rows and n over columns")
 #include "rules/rules.def"
 #undef RULE
 
@@ -159,8 +183,12 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     /* 1 where there are none, so that no mean over the tensor is 0 / 0. */
     double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
-    double base = hstep_group_lr(g), lr = base, decay, l2;
+    double base = hstep_group_lr(g), lr = base, decay, l2, mean[HSTEP_MAX_PAIRS];
+    int means = u->means;
+    memcpy(mean, u->mean, sizeof mean);
     memset(u, 0, sizeof *u);
+    u->means = means;
+    memcpy(u->mean, mean, sizeof mean);
     decay_of(g, &lr, &decay, &l2);
     u->micro = call->micro;
     if (rule->kind == HSTEP_RAW_GRADIENT) {
@@ -175,13 +203,16 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
                             .rows = t->rows,
                             .row_length = t->row_length,
                             .elements = elements,
-                            .matrix = t->matrix,
+                            .matrix = t->matrix || t->pairs,
                             .scalar = u->scalar};
     struct hstep_prepare p = {.lr = lr,
                               .decay = decay,
                               .t = t->state_steps + 1,
                               .full = t->full_steps + 1,
-                              .norm = norms,
+                              .norm = rule->totals ? NULL : norms,
+                              .total = rule->totals ? norms : NULL,
+                              .mean = u->mean,
+                              .means = means,
                               .own = &own,
                               .looked = &u->own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);

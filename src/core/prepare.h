@@ -32,6 +32,8 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
 /* What devices whose memory these can read have as the entries of those names (device.h). */
 int hstep_decide(const struct hstep_call *call);
 int hstep_decide_sums(const struct hstep_call *call, int first, int n);
+/* What ends a device's cross(): the update again, with the mean over the pair's new vector of rows. */
+int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean);
 int hstep_count(const struct hstep_call *call);
 int hstep_end_round(const struct hstep_call *call);
 

@@ -24,6 +24,14 @@ static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
     return hstep_rules[o->tensors[tensor].rule].state[slot - HALFSTEP_SLOT_STATE].name;
 }
 
+/* Of what a slot stores of the part held here. */
+static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int64_t *columns)
+{
+    *rows = t->n_rows;
+    *columns = t->n_columns;
+    hstep_extend(t->slot[slot].extent, rows, columns);
+}
+
 int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
 {
     if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
@@ -40,6 +48,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
                                .grid = s->root != 0,
                                .code = s->code,
                                .extra = s->extra};
+    shape_of(t, slot, &ours.rows, &ours.columns);
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }
 
@@ -167,13 +176,15 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
-    if (first_row < 0 || n_rows < 0 || first_row > t->n_rows || n_rows > t->n_rows - first_row)
+    int64_t rows, columns;
+    shape_of(t, slot, &rows, &columns);
+    if (first_row < 0 || n_rows < 0 || first_row > rows || n_rows > rows - first_row)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here",
-                          o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)t->n_rows);
+                          o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)rows);
     if (s->format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
                           slot_name(o, tensor, slot));
-    if (!n_rows || !t->n_columns) return HALFSTEP_OK;
+    if (!n_rows || !columns) return HALFSTEP_OK;
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
@@ -186,12 +197,10 @@ static struct hstep_access access_of(const halfstep_optimizer *o, int32_t tensor
                                      int64_t first_row, int64_t n_rows)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
-    return (struct hstep_access){&o->context,
-                                 t,
-                                 slot,
-                                 slot < HALFSTEP_SLOT_STATE ? (void *)(uintptr_t)data : t->slot[slot].code,
-                                 first_row * t->n_columns,
-                                 (first_row + n_rows) * t->n_columns};
+    void *place = slot < HALFSTEP_SLOT_STATE ? (void *)(uintptr_t)data : t->slot[slot].code;
+    int64_t rows, columns;
+    shape_of(t, slot, &rows, &columns);
+    return (struct hstep_access){&o->context, t, slot, place, first_row * columns, (first_row + n_rows) * columns};
 }
 
 static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
@@ -229,7 +238,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_format *f = &hstep_formats[t->slot[slot].format];
     struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
-    int64_t first = a.first, end = a.end, whole = t->n_rows * t->n_columns;
+    int64_t first = a.first, end = a.end, whole = t->n_rows * t->n_columns; /* of formats that vectors have not */
     if ((error = check_values(o, tensor, slot, in, end - first))) return error;
     if (f->geometry == HALFSTEP_GEOMETRY_FLAT && (first % f->block || (end % f->block && end != whole)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')",

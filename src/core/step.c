@@ -3,19 +3,12 @@
 #include "core/layout.h"
 #include "core/lock.h"
 #include "core/optimizer.h"
-#include "core/prepare.h"
+#include "core/ready.h"
 #include "dispatch.h"
 
 /* ---- What a call is about ---- */
 
-/* All tensors, or one, beside what the device is told of them. */
-struct span {
-    halfstep_optimizer *o;
-    struct hstep_call call;
-    int *norms_made; /* by the call between begin and finish */
-};
-
-static struct span span_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
+static struct hstep_span span_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
 {
     struct hstep_plan plan = o->plan;
     /* Of a handle without tensors, which may never settle. */
@@ -23,7 +16,7 @@ static struct span span_of(halfstep_optimizer *o, int first, int n, int micro, c
         plan.groups = o->groups;
         plan.n_groups = o->n_groups;
     }
-    return (struct span){
+    return (struct hstep_span){
         .o = o,
         .call = {.context = &o->context,
                  .plan = plan,
@@ -55,114 +48,18 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 }
 
 /* Numbers in the statistics: of sums alone, and all. */
-static int64_t sums_count(const struct span *s)
+static int64_t sums_count(const struct hstep_span *s)
 {
     return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
 }
-static int64_t statistics_count(const struct span *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
+static int64_t statistics_count(const struct hstep_span *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
 
 #define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
-
-/* ---- Checks ---- */
-
-static int check_ready(const struct span *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    if (!o->settled) {
-        if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
-        return HALFSTEP_OK;
-    }
-    int error = hstep_check_bound(o, c->first, c->n);
-    if (error) return error;
-    const struct hstep_tensor *t = &o->tensors[c->first];
-    for (int i = 0; c->weights && i < c->n; i++)
-        if (!c->weights[i] && c->gradients[i] && t[i].runs)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
-                              o->labels[c->first + i].name);
-    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < c->n; i++)
-        if (!c->gradients[i])
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
-    return HALFSTEP_OK;
-}
-
-/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
-static int check_alone(const struct span *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
-        const struct hstep_tensor *t = &o->tensors[i];
-        if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
-        const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
-                           : hstep_is_clipped(c)         ? "clipping needs the norm of all of it"
-                           : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
-                                                         : NULL;
-        if (what)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
-                              what);
-    }
-    return HALFSTEP_OK;
-}
-
-/* Sums over a tensor can be made by the way only where all of it is. */
-static int check_norms(const struct span *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    for (int i = c->first; !*s->norms_made && i < c->first + c->n; i++)
-        if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
-                              o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
-    return HALFSTEP_OK;
-}
-
-/* Micro-steps keep the gradient only where a state does. */
-static int check_accumulates(const struct span *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    for (int i = c->first; c->micro && i < c->first + c->n; i++) {
-        const struct hstep_tensor *t = &o->tensors[i];
-        const struct hstep_group *g = &o->groups[t->group];
-        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
-        int state = hstep_rule_state(g->recipe.rule, rule->keeps);
-        if (!c->gradients[i - c->first]) continue;
-        if (state < 0 || !hstep_state_needed(g, state))
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
-                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
-        if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
-                              o->labels[i].name);
-        if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
-                              o->labels[i].name);
-    }
-    return HALFSTEP_OK;
-}
-
-/* Why constants cannot be worked out. */
-static int check_preparable(const struct span *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
-        const struct hstep_tensor *t = &o->tensors[i];
-        int code;
-        const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;
-        if (why) return hstep_fail(o, code, "tensor '%s': %s", o->labels[i].name, why);
-    }
-    return HALFSTEP_OK;
-}
 
 /* ---- Memory of the device ---- */
 
 /* Tensors of a span, and groups where all are stepped, to a device with memory of its own; or what it made of them. */
-static int hand_over(const struct span *s, int back)
+static int hand_over(const struct hstep_span *s, int back)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -177,7 +74,7 @@ static int hand_over(const struct span *s, int back)
 }
 
 /* Waits, and tells what was decided. */
-static int wait_for_verdict(const struct span *s, struct hstep_verdict *verdict)
+static int wait_for_verdict(const struct hstep_span *s, struct hstep_verdict *verdict)
 {
     const halfstep_optimizer *o = s->o;
     int error = hand_over(s, 1);
@@ -187,7 +84,7 @@ static int wait_for_verdict(const struct span *s, struct hstep_verdict *verdict)
 
 /* ---- Steps ---- */
 
-static int begin(const struct span *s)
+static int begin(const struct hstep_span *s)
 {
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
@@ -195,7 +92,7 @@ static int begin(const struct span *s)
     return error ? error : s->o->device->scan(c);
 }
 
-static int zero_sums(const struct span *s)
+static int zero_sums(const struct hstep_span *s)
 {
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
@@ -204,15 +101,28 @@ static int zero_sums(const struct span *s)
                               (uint64_t)count * sizeof *c->statistics);
 }
 
+/* Sums of n tensors, but for those that make vectors first, and so their sums by the way (factor()). */
+static int sum_tensors(const struct hstep_span *s, int first, int n)
+{
+    const struct hstep_tensor *tensors = s->o->tensors;
+    int error = HALFSTEP_OK;
+    for (int i = first, end; !error && i < first + n; i = end) {
+        for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
+        }
+        if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
+    }
+    return error;
+}
+
 /* What finish will refuse is skipped, and needs no sums. */
-static int norms(const struct span *s)
+static int norms(const struct hstep_span *s)
 {
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
     int error;
     if (!count) return HALFSTEP_OK;
-    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = device->sum(c, c->first, c->n)) ||
+    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_tensors(s, c->first, c->n)) ||
         (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
         return error;
     *s->norms_made = 1;
@@ -220,7 +130,7 @@ static int norms(const struct span *s)
 }
 
 /* Three passes: the direction into the workspace, its transformation, the change of the weight. */
-static int update_matrix(const struct span *s, int tensor)
+static int update_matrix(const struct hstep_span *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -234,9 +144,29 @@ static int update_matrix(const struct span *s, int tensor)
     return error;
 }
 
-static int update_tensors(const struct span *s, int first, int n)
+/* The vectors of a matrix, the sums that are made with them, and its update. */
+static int update_factored(const struct hstep_span *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    int error = HALFSTEP_OK;
+    if (!c->gradients[tensor - c->first] || !t->runs) return HALFSTEP_OK;
+    hstep_lock(&o->workspace_lock);
+    for (int pair = 0; !error && pair < t->pairs; pair++) {
+        error = o->device->cross(c, tensor, pair);
+        if (!error && !pair && hstep_needs_sums(t, 0) && !(error = o->device->sum(c, tensor, 1)))
+            error = o->device->decide_sums(c, tensor, 1);
+    }
+    if (!error) error = o->device->update(c, tensor, 1, HSTEP_PASS_UPDATE);
+    hstep_unlock(&o->workspace_lock);
+    return error;
+}
+
+static int update_tensors(const struct hstep_span *s, int first, int n)
 {
     const halfstep_optimizer *o = s->o;
+    if (o->tensors[first].pairs) return update_factored(s, first);
     int matrices = 0, error;
     for (int i = first; i < first + n; i++) matrices += o->tensors[i].matrix;
     if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
@@ -248,21 +178,43 @@ static int update_tensors(const struct span *s, int first, int n)
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
+static int has_totals(const struct hstep_span *s)
+{
+    for (int i = s->call.first; i < s->call.first + s->call.n; i++)
+        if (hstep_rules[s->o->tensors[i].rule].totals) return !s->call.micro;
+    return 0;
+}
+
+/* Tensors from `first` on that are updated together: a matrix with vectors is by itself. */
+static int end_of_batch(const struct hstep_span *s, int first)
+{
+    const halfstep_optimizer *o = s->o;
+    int end = first;
+    int64_t elements = 0;
+    do {
+        elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
+        end++;
+    } while (end < s->call.first + s->call.n && !o->tensors[first].pairs && !o->tensors[end].pairs &&
+             (!o->sums || elements < BATCH_ELEMENTS));
+    return end;
+}
+
 /* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. */
-static int update_all(const struct span *s)
+static int update_all(const struct hstep_span *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    int error;
+    int error, totals = has_totals(s), made = *s->norms_made || totals;
+    if (totals && ((!*s->norms_made && (error = sum_tensors(s, c->first, c->n))) ||
+                   (error = o->device->decide_sums(c, c->first, c->n))))
+        return error;
     for (int first = c->first, end; first < c->first + c->n; first = end) {
-        int64_t elements = 0;
         int sums = 0;
-        for (end = first; end < c->first + c->n && (end == first || !o->sums || elements < BATCH_ELEMENTS); end++) {
-            elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
-            sums |= c->gradients[end - c->first] && hstep_needs_sums(&o->tensors[end], c->micro);
-        }
-        if ((sums && !*s->norms_made && (error = o->device->sum(c, first, end - first))) ||
-            (sums && (error = o->device->decide_sums(c, first, end - first))) ||
+        end = end_of_batch(s, first);
+        for (int i = first; i < end && !o->tensors[i].pairs; i++)
+            sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
+        if ((sums && !made && (error = o->device->sum(c, first, end - first))) ||
+            (sums && !totals && (error = o->device->decide_sums(c, first, end - first))) ||
             (error = update_tensors(s, first, end - first)))
             return error;
     }
@@ -270,7 +222,7 @@ static int update_all(const struct span *s)
 }
 
 /* What a refused step, or a tensor that was left out, is told as. */
-static int refuse(const struct span *s, const struct hstep_verdict *v)
+static int refuse(const struct hstep_span *s, const struct hstep_verdict *v)
 {
     halfstep_optimizer *o = s->o;
     atomic_fetch_add(&o->skipped, v->refused ? 1 : (uint64_t)v->offenders);
@@ -280,7 +232,7 @@ static int refuse(const struct span *s, const struct hstep_verdict *v)
 }
 
 /* The decision and the update. weights are NULL in a micro-step. */
-static int finish(const struct span *s)
+static int finish(const struct hstep_span *s)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -296,24 +248,19 @@ static int finish(const struct span *s)
     return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
 }
 
-/* What a call does with its span. ALONE is all of it. */
-enum call { BEGIN, NORMS, FINISH, ALONE };
-
-/* statistics: written by BEGIN and NORMS, read by FINISH. own: room of the device for as many. */
-static int make(struct span *s, enum call call, int64_t *statistics, int64_t *own)
+/* statistics: written by HSTEP_BEGIN and HSTEP_NORMS, read by HSTEP_FINISH. own: room of the device for as many. */
+static int make(struct hstep_span *s, enum hstep_part call, int64_t *statistics, int64_t *own)
 {
     const halfstep_optimizer *o = s->o;
-    int error = check_ready(s);
-    if (error || (error = check_accumulates(s)) || (call != BEGIN && (error = check_preparable(s))) ||
-        (call == FINISH && (error = check_norms(s))) || (call == ALONE && (error = check_alone(s))))
-        return error;
-    s->call.statistics = call == BEGIN || call == NORMS ? statistics : own;
+    int error = hstep_check_ready(s, call);
+    if (error) return error;
+    s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
     error = hand_over(s, 0);
-    if (!error && call == FINISH)
+    if (!error && call == HSTEP_FINISH)
         error = o->device->copy(&o->context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
-    if (!error && (call == BEGIN || call == ALONE)) error = begin(s);
-    if (!error && call == NORMS) error = norms(s);
-    return error || call == BEGIN || call == NORMS ? hstep_wait(o, error) : finish(s);
+    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
+    if (!error && call == HSTEP_NORMS) error = norms(s);
+    return error || call == HSTEP_BEGIN || call == HSTEP_NORMS ? hstep_wait(o, error) : finish(s);
 }
 
 /* ---- The public faces: arguments, and the floating-point environment of what is computed here ---- */
@@ -334,12 +281,13 @@ int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t te
     return hstep_sums_offset(1) + count_sums(o, tensor, 1) * HSTEP_EXACT_LIMBS;
 }
 
-static int call_all(halfstep_optimizer *o, enum call call, int micro, void *const *weights,
+static int call_all(halfstep_optimizer *o, enum hstep_part call, int micro, void *const *weights,
                     const void *const *gradients, const int64_t *statistics)
 {
-    if (!o || (call != ALONE && !statistics) || (o->n_tensors && (!gradients || (!weights && !micro && call != BEGIN))))
+    if (!o || (call != HSTEP_ALONE && !statistics) ||
+        (o->n_tensors && (!gradients || (!weights && !micro && call != HSTEP_BEGIN))))
         return HALFSTEP_ERROR_ARGUMENT;
-    struct span s = span_of(o, 0, o->n_tensors, micro, gradients);
+    struct hstep_span s = span_of(o, 0, o->n_tensors, micro, gradients);
     s.norms_made = &o->norms_made;
     s.call.weights = weights;
     s.call.verdict = o->verdict;
@@ -355,19 +303,19 @@ struct room {
     struct hstep_verdict verdict;
 };
 
-static int call_one(halfstep_optimizer *o, enum call call, int micro, int32_t tensor, void *weight,
+static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int32_t tensor, void *weight,
                     const void *gradient, const int64_t *statistics)
 {
-    if (!o || (call != ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || (call != HSTEP_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
     int result = hstep_check_tensor(o, tensor);
     if (result) return result;
     struct room here, *room = &here;
     if (!o->device->shared && (result = o->device->allocate(&o->context, sizeof *room, (void **)&room)))
         return hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name);
-    struct span s = span_of(o, tensor, 1, micro, &gradient);
+    struct hstep_span s = span_of(o, tensor, 1, micro, &gradient);
     s.norms_made = &o->labels[tensor].norms_made;
     s.call.single = 1;
-    s.call.weights = micro || call == BEGIN ? NULL : &weight;
+    s.call.weights = micro || call == HSTEP_BEGIN ? NULL : &weight;
     s.call.verdict = &room->verdict;
     struct hstep_fp fp = hstep_fp_enter();
     result = make(&s, call, (int64_t *)(uintptr_t)statistics, room->statistics);
@@ -378,77 +326,77 @@ static int call_one(halfstep_optimizer *o, enum call call, int micro, int32_t te
 
 int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, BEGIN, 0, NULL, gradients, statistics);
+    return call_all(o, HSTEP_BEGIN, 0, NULL, gradients, statistics);
 }
 
 int halfstep_step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, NORMS, 0, weights, gradients, statistics);
+    return call_all(o, HSTEP_NORMS, 0, weights, gradients, statistics);
 }
 
 int halfstep_step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients,
                          const int64_t *statistics)
 {
-    return call_all(o, FINISH, 0, weights, gradients, statistics);
+    return call_all(o, HSTEP_FINISH, 0, weights, gradients, statistics);
 }
 
 int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
 {
-    return call_all(o, ALONE, 0, weights, gradients, NULL);
+    return call_all(o, HSTEP_ALONE, 0, weights, gradients, NULL);
 }
 
 int halfstep_step_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient, int64_t *statistics)
 {
-    return call_one(o, BEGIN, 0, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_BEGIN, 0, tensor, NULL, gradient, statistics);
 }
 
 int halfstep_step_tensor_norms(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
                                int64_t *statistics)
 {
-    return call_one(o, NORMS, 0, tensor, weight, gradient, statistics);
+    return call_one(o, HSTEP_NORMS, 0, tensor, weight, gradient, statistics);
 }
 
 int halfstep_step_tensor_finish(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
                                 const int64_t *statistics)
 {
-    return call_one(o, FINISH, 0, tensor, weight, gradient, statistics);
+    return call_one(o, HSTEP_FINISH, 0, tensor, weight, gradient, statistics);
 }
 
 int halfstep_step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient)
 {
-    return call_one(o, ALONE, 0, tensor, weight, gradient, NULL);
+    return call_one(o, HSTEP_ALONE, 0, tensor, weight, gradient, NULL);
 }
 
 int halfstep_accumulate_states(halfstep_optimizer *o, const void *const *gradients)
 {
-    return call_all(o, ALONE, 1, NULL, gradients, NULL);
+    return call_all(o, HSTEP_ALONE, 1, NULL, gradients, NULL);
 }
 
 int halfstep_accumulate_states_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, BEGIN, 1, NULL, gradients, statistics);
+    return call_all(o, HSTEP_BEGIN, 1, NULL, gradients, statistics);
 }
 
 int halfstep_accumulate_states_finish(halfstep_optimizer *o, const void *const *gradients, const int64_t *statistics)
 {
-    return call_all(o, FINISH, 1, NULL, gradients, statistics);
+    return call_all(o, HSTEP_FINISH, 1, NULL, gradients, statistics);
 }
 
 int halfstep_accumulate_states_tensor(halfstep_optimizer *o, int32_t tensor, const void *gradient)
 {
-    return call_one(o, ALONE, 1, tensor, NULL, gradient, NULL);
+    return call_one(o, HSTEP_ALONE, 1, tensor, NULL, gradient, NULL);
 }
 
 int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient,
                                             int64_t *statistics)
 {
-    return call_one(o, BEGIN, 1, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_BEGIN, 1, tensor, NULL, gradient, statistics);
 }
 
 int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tensor, const void *gradient,
                                              const int64_t *statistics)
 {
-    return call_one(o, FINISH, 1, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_FINISH, 1, tensor, NULL, gradient, statistics);
 }
 
 /* ---- Rounds of release ---- */
@@ -457,7 +405,7 @@ int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tens
 static int end_round(halfstep_optimizer *o, const int64_t *statistics)
 {
     struct hstep_verdict verdict;
-    struct span s = span_of(o, 0, 0, 0, NULL);
+    struct hstep_span s = span_of(o, 0, 0, 0, NULL);
     s.call.statistics = (int64_t *)(uintptr_t)statistics;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();

@@ -1,7 +1,5 @@
 #include "core/tables.h"
 
-#include <stdarg.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "rng.h"
@@ -71,25 +69,35 @@ const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 /* clang-format on */
 
 const struct hstep_rule hstep_rules[HSTEP_RULES] = {
-#define STATE(name, role, beta, unless) {name, role, beta, unless}
+#define STATE(name, role, beta, unless) {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS}
+#define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS}
+#define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS}
 #define HYPER(name, title, initial, minimum, maximum, exclusive) {name, title, initial, minimum, maximum, exclusive}
 #define STATES(...) {__VA_ARGS__}
 #define HYPERS(...) {__VA_ARGS__}
 #define SCALARS(...) {__VA_ARGS__}
 #define SCALAR(name, minimum, maximum) {name, minimum, maximum}
-#define NO_NORMS 0
-#define NORMS_1 1
-#define NORMS_2 2
-#define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM
-#define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM
-#define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name
+#define NO_NORMS 0, 0
+#define NORMS_1 1, 0
+#define NORMS_2 2, 0
+#define TOTALS_1 1, 1
+#define TOTALS_2 2, 1
+#define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM, 0
+#define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM, 0
+#define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name, 0
+#define FACTORED_1 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 1
+#define FACTORED_2 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 2
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
     {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
 #include "rules/rules.def"
 #undef RULE
+#undef FACTORED_2
+#undef FACTORED_1
 #undef MATRIX
 #undef RAW_GRADIENT
 #undef ELEMENTWISE
+#undef TOTALS_2
+#undef TOTALS_1
 #undef NORMS_2
 #undef NORMS_1
 #undef NO_NORMS
@@ -97,6 +105,8 @@ const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #undef SCALARS
 #undef STATES
 #undef HYPERS
+#undef COLUMN_STATE
+#undef ROW_STATE
 #undef STATE
 #undef HYPER
 };
@@ -200,33 +210,36 @@ static int find_part(const char *const *names, size_t stride, int n, const char 
     return -1;
 }
 
-static int find_rule(const char *text, size_t length)
+int hstep_find_rule(const char *text, size_t length)
 {
     return find_part(&hstep_rules[0].name, sizeof hstep_rules[0], HSTEP_RULES, text, length);
 }
 
-static int find_format(const char *text, size_t length)
+int hstep_find_format(const char *text, size_t length)
 {
     return find_part(&hstep_formats[0].name, sizeof hstep_formats[0], HSTEP_FORMATS, text, length);
 }
 
-static int fail(int code, char *detail, size_t size, const char *format, ...)
+static int has_matrix_shape(int ndim, int64_t rows, int64_t row_length)
 {
-    va_list arguments;
-    va_start(arguments, format);
-    if (size) vsnprintf(detail, size, format, arguments);
-    va_end(arguments);
-    return code;
+    return ndim >= 2 && rows > 1 && row_length > 1;
 }
 
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length)
 {
-    return hstep_rules[rule].kind == HSTEP_MATRIX && ndim >= 2 && rows > 1 && row_length > 1;
+    return hstep_rules[rule].kind == HSTEP_MATRIX && has_matrix_shape(ndim, rows, row_length);
+}
+
+int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length)
+{
+    return has_matrix_shape(ndim, rows, row_length) ? hstep_rules[rule].pairs : 0;
 }
 
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length)
 {
-    return !hstep_is_matrix(rule, ndim, rows, row_length) || hstep_rules[rule].state[state].role != NONNEG;
+    const struct hstep_state *s = &hstep_rules[rule].state[state];
+    int special = hstep_is_matrix(rule, ndim, rows, row_length) || hstep_pairs(rule, ndim, rows, row_length);
+    return s->extent != HALFSTEP_EXTENT_ELEMENTS ? special : !special || s->role != NONNEG;
 }
 
 int hstep_format_serves(int format, int role)
@@ -234,124 +247,6 @@ int hstep_format_serves(int format, int role)
     const struct hstep_format *f = &hstep_formats[format];
     /* A state that holds gradients has either sign, and no block to share with a larger neighbour. */
     return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
-}
-
-/* States that a recipe names a format for: all but copies of the weight. The last `optional` of them need not be
- * named. */
-static int named_states(int rule, int *which, int *optional)
-{
-    int n = 0;
-    *optional = 0;
-    for (int i = 0; i < hstep_rule_states(rule); i++) {
-        if (hstep_rules[rule].state[i].role == WEIGHT) continue;
-        *optional += hstep_rules[rule].state[i].unless != NULL;
-        which[n++] = i;
-    }
-    return n;
-}
-
-/* An optional state that was not named is stored as the last one before it of its role. */
-static int inherited_format(const struct hstep_recipe *recipe, int state)
-{
-    const struct hstep_state *states = hstep_rules[recipe->rule].state;
-    for (int i = state - 1; i >= 0; i--)
-        if (states[i].role == states[state].role) return recipe->state[i];
-    return recipe->state[0];
-}
-
-/* The part of a recipe that names the formats of states. */
-static int parse_states(const char *text, const char *part, struct hstep_recipe *recipe, char *detail, size_t size)
-{
-    int which[HALFSTEP_MAX_STATES], optional, given = 0, formats[HALFSTEP_MAX_STATES];
-    int named = named_states(recipe->rule, which, &optional);
-    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
-    for (;; part++) {
-        size_t length = strcspn(part, "+/");
-        int format = find_format(part, length);
-        if (format < 0)
-            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
-                        part);
-        if (given >= named)
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for",
-                        text, rule->name, named, named == 1 ? "" : "s");
-        formats[given++] = format;
-        part += length;
-        if (*part != '+') break;
-    }
-    if (*part)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
-    if (given != 1 && given < named - optional)
-        return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
-                    "recipe '%s': give one state format, or one for each of the %d states of %s", text,
-                    named - optional, rule->name);
-    for (int i = 0; i < named; i++) {
-        int state = which[i], role = rule->state[state].role;
-        /* One format for all of them leaves out the states that hold gradients, if it cannot serve them. */
-        if (given == 1 && named > 1 && role == GRADIENT && !hstep_format_serves(formats[0], role)) continue;
-        recipe->state[state] = given == 1 ? formats[0] : i < given ? formats[i] : inherited_format(recipe, state);
-        if (!hstep_format_serves(recipe->state[state], role))
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store %s", text,
-                        hstep_formats[recipe->state[state]].name, rule->state[state].name);
-    }
-    return HALFSTEP_OK;
-}
-
-int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size)
-{
-    size_t length = strcspn(text, "/");
-    recipe->rule = find_rule(text, length);
-    if (recipe->rule < 0)
-        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length,
-                    text);
-    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
-    const char *part = text + length;
-
-    recipe->weight = HSTEP_FORMAT_f32;
-    if (*part) {
-        part++;
-        length = strcspn(part, "/");
-        recipe->weight = find_format(part, length);
-        if (recipe->weight < 0)
-            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
-                        part);
-        if (!(hstep_formats[recipe->weight].roles & WEIGHT))
-            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store weights", text,
-                        hstep_formats[recipe->weight].name);
-        part += length;
-    }
-
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
-        recipe->state[i] = i >= hstep_rule_states(recipe->rule) ? HSTEP_FORMAT_NONE
-                           : rule->state[i].role == WEIGHT      ? recipe->weight
-                           : recipe->weight == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32
-                                                                : HSTEP_FORMAT_bf16_sr;
-    if (*part) return parse_states(text, part + 1, recipe, detail, size);
-    return rule->formats ? parse_states(text, rule->formats, recipe, detail, size) : HALFSTEP_OK;
-}
-
-int hstep_recipe_text(const struct hstep_recipe *r, char *text, size_t size)
-{
-    char full[160];
-    int n = snprintf(full, sizeof full, "%s/%s", hstep_rules[r->rule].name, hstep_formats[r->weight].name);
-    int which[HALFSTEP_MAX_STATES], optional, named = named_states(r->rule, which, &optional), same = 1, inherits = 1;
-    for (int i = 1; i < named; i++) {
-        same &= r->state[which[i]] == r->state[which[0]];
-        if (i >= named - optional) inherits &= r->state[which[i]] == inherited_format(r, which[i]);
-    }
-    int shown = same && named ? 1 : inherits ? named - optional : named;
-    for (int i = 0; i < shown; i++)
-        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r->state[which[i]]].name);
-    if ((size_t)n >= size) return HALFSTEP_ERROR_RANGE;
-    memcpy(text, full, (size_t)n + 1);
-    return HALFSTEP_OK;
-}
-
-int halfstep_recipe_full(const char *recipe, char *text, size_t size)
-{
-    struct hstep_recipe r;
-    if (!recipe || !text) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
-    return error ? error : hstep_recipe_text(&r, text, size);
 }
 
 int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
@@ -386,39 +281,10 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns)
     return scales * (uint64_t)f->scale_bits / 8;
 }
 
-/* With the rule's default hyper-parameters. */
-static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
-{
-    const char *unless = hstep_rules[rule].state[state].unless;
-    for (int i = 0; unless && i < hstep_rule_hypers(rule); i++)
-        if (!strcmp(hstep_rules[rule].hyper[i].name, unless)) return hstep_rules[rule].hyper[i].initial != 0.0;
-    return hstep_state_of_shape(rule, state, ndim, rows, row_length);
-}
-
-int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
-                          uint64_t *weight_extra, uint64_t *states)
-{
-    struct hstep_recipe r;
-    if (!recipe) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
-    if (error) return error;
-    if (rows < 0 || row_length < 0 || (row_length && rows > (INT64_MAX >> 6) / row_length)) return HALFSTEP_ERROR_SHAPE;
-    if (weight) *weight = hstep_code_bytes(r.weight, rows, row_length);
-    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, rows, row_length);
-    if (!states) return HALFSTEP_OK;
-    *states = 0;
-    for (int i = 0; i < hstep_rule_states(r.rule); i++) {
-        if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
-        int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length);
-        *states += hstep_code_bytes(format, rows, row_length) + hstep_extra_bytes(format, rows, row_length);
-    }
-    return HALFSTEP_OK;
-}
-
 int32_t halfstep_rule_count(void) { return HSTEP_RULES; }
 int32_t halfstep_format_count(void) { return HSTEP_FORMATS; }
-int32_t halfstep_rule_find(const char *name) { return name ? find_rule(name, strlen(name)) : -1; }
-int32_t halfstep_format_find(const char *name) { return name ? find_format(name, strlen(name)) : -1; }
+int32_t halfstep_rule_find(const char *name) { return name ? hstep_find_rule(name, strlen(name)) : -1; }
+int32_t halfstep_format_find(const char *name) { return name ? hstep_find_format(name, strlen(name)) : -1; }
 
 int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
 {
@@ -434,12 +300,14 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     for (int i = 0; i < info->states; i++) {
         info->state_role[i] = rule->state[i].role;
         info->state_name[i] = rule->state[i].name;
+        info->state_extent[i] = rule->state[i].extent;
         info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
     }
     info->scalars = hstep_rule_scalars(row);
     for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
     info->two_pass = rule->norms > 0;
-    info->matrix = rule->kind == HSTEP_MATRIX;
+    info->totals = rule->totals;
+    info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
     info->accumulates = rule->keeps != NULL;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);

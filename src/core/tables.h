@@ -57,10 +57,11 @@ struct hstep_state {
     const char *name;
     int role;
     const char *beta, *unless;
+    int extent;
 };
 
 /* What a rule needs beyond one pass over independent elements. */
-enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX };
+enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX, HSTEP_FACTORED };
 
 struct hstep_rule {
     int id;
@@ -70,10 +71,10 @@ struct hstep_rule {
     struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */
     const char *formats;                               /* default formats of the states, as in a recipe, or NULL */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
-    int norms;
+    int norms, totals; /* totals: they are sums over all tensors */
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
     const char *keeps;
-    int kind, transform;
+    int kind, transform, pairs;
 };
 
 extern const struct hstep_format hstep_formats[HSTEP_FORMATS];
@@ -126,9 +127,13 @@ struct hstep_recipe {
     int rule, weight, state[HALFSTEP_MAX_STATES];
 };
 
-/* HALFSTEP_OK, or an error with a sentence in detail[size]. */
+/* Rows by names of that many characters, or -1. */
+int hstep_find_rule(const char *text, size_t length);
+int hstep_find_format(const char *text, size_t length);
+
+/* Of recipe.c. HALFSTEP_OK, or an error with a sentence in detail[size]. */
 int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size);
-/* The full form; errors with RANGE where size is too small. */
+/* Of recipe.c too: the full form; errors with RANGE where size is too small. */
 int hstep_recipe_text(const struct hstep_recipe *recipe, char *text, size_t size);
 
 /* What a block format becomes for a tensor that it cannot serve. */
@@ -136,6 +141,13 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
 /* Whether a tensor of that shape is stepped as a matrix, and whether it has a state at all: second moments serve the
  * rest. */
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
+int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* of vectors that a matrix has */
+/* The rows and columns of a state of that extent. */
+static inline void hstep_extend(int extent, int64_t *rows, int64_t *columns)
+{
+    if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
+    if (extent == HALFSTEP_EXTENT_COLUMNS) *rows = 1;
+}
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
 /* Whether a format can store a state of that role. */
 int hstep_format_serves(int format, int role);

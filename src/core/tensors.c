@@ -14,8 +14,10 @@
 static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
 {
     if (slot->format < 0) return;
-    slot->code_bytes = hstep_code_bytes(slot->format, t->n_rows, t->n_columns);
-    slot->extra_bytes = hstep_extra_bytes(slot->format, t->n_rows, t->n_columns);
+    int64_t rows = t->n_rows, columns = t->n_columns;
+    hstep_extend(slot->extent, &rows, &columns);
+    slot->code_bytes = hstep_code_bytes(slot->format, rows, columns);
+    slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
 }
 
 /* Whether the part held here can be cut into the blocks of a format. */
@@ -49,6 +51,7 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
             continue;
         slot->format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
         slot->fell_back = slot->format != g->recipe.state[i];
+        slot->extent = hstep_rules[g->recipe.rule].state[i].extent;
         slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
         slot->root = slot->nonneg ? hstep_formats[slot->format].root : 0;
         size_slot(t, slot);
@@ -133,8 +136,8 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
                               "their random bits",
                               o->labels[i].name, d->name, (unsigned long long)t.id);
 
-    if (hstep_is_matrix(o->groups[t.group].recipe.rule, t.ndim, t.rows, t.row_length) && t.n_rows && t.n_columns &&
-        (t.n_rows != t.rows || t.n_columns != t.row_length))
+    if ((hstep_is_matrix(t.rule, t.ndim, t.rows, t.row_length) || hstep_pairs(t.rule, t.ndim, t.rows, t.row_length)) &&
+        t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
                           "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld", d->name,
                           hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows, (long long)t.n_columns,

@@ -10,7 +10,7 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     for (int s = HALFSTEP_SLOT_STATE + 2; s < HSTEP_SLOTS; s++)
         if (t->slot[s].format >= 0) return -1;
-    if (t->sums || rule->kind != HSTEP_ELEMENTWISE) return -1;
+    if (t->sums || t->pairs || rule->kind != HSTEP_ELEMENTWISE) return -1;
     for (int i = 0; i < c->kernels->fused_rows; i++) {
         const struct hstep_fused_row *row = &c->kernels->fused[i];
         if (!strcmp(row->rule, rule->kernel) && row->weight == t->slot[HALFSTEP_SLOT_WEIGHT].format &&
@@ -20,6 +20,11 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
             return i;
     }
     return -1;
+}
+
+static size_t workspace(const struct hstep_tensor *t)
+{
+    return t->matrix ? hstep_host_workspace(t) : hstep_host_cross_workspace(t);
 }
 
 static int carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
@@ -44,11 +49,12 @@ const struct hstep_device hstep_host_device = {
     .copy = hstep_host_copy,
     .wait = wait,
     .find_fused = find_fused,
-    .workspace = hstep_host_workspace,
+    .workspace = workspace,
     .scan = hstep_host_scan,
     .decide = hstep_decide,
     .sum = hstep_host_sum,
     .decide_sums = hstep_decide_sums,
+    .cross = hstep_host_cross,
     .carry = carry,
     .update = hstep_host_update,
     .transform = hstep_host_transform,

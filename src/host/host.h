@@ -8,8 +8,10 @@
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
 
 /* Entries of the table, by file. */
-int hstep_host_scan(const struct hstep_call *call);                                           /* statistics.c */
-int hstep_host_sum(const struct hstep_call *call, int first, int n);                          /* norms.c */
+int hstep_host_scan(const struct hstep_call *call);                        /* statistics.c */
+int hstep_host_sum(const struct hstep_call *call, int first, int n);       /* norms.c */
+int hstep_host_cross(const struct hstep_call *call, int tensor, int pair); /* cross.c */
+size_t hstep_host_cross_workspace(const struct hstep_tensor *t);
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass); /* update.c */
 size_t hstep_host_workspace(const struct hstep_tensor *t);                                    /* matrix.c */
 int hstep_host_transform(const struct hstep_call *call, int tensor);

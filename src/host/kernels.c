@@ -47,6 +47,8 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define NO_NORMS(id)
 #define NORMS_1(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
 #define NORMS_2(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
+#define TOTALS_1 NORMS_1
+#define TOTALS_2 NORMS_2
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
 #include "rules/rules.def"
 #undef RULE
@@ -54,8 +56,22 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .matrix = {
 #define ELEMENTWISE(id)
 #define RAW_GRADIENT(id)
+#define FACTORED_1(id)
+#define FACTORED_2(id)
 #define MATRIX(name) MATRIX_ROW
 #define MATRIX_ROW(id) [HSTEP_RULE_ROW_##id] = {{direction_##id##_0, direction_##id##_1}, change_##id},
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id)
+#include "rules/rules.def"
+#undef RULE
+    },
+    .factored = {
+#undef MATRIX
+#undef FACTORED_1
+#undef FACTORED_2
+#define MATRIX(name) ELEMENTWISE
+#define FACTORED_PAIR(id, pair) [pair] = {{cross_##id##_##pair##_0, cross_##id##_##pair##_1}, vector_##id##_##pair},
+#define FACTORED_1(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0)},
+#define FACTORED_2(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0) FACTORED_PAIR(id, 1)},
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) kind(id)
 #include "rules/rules.def"
 #undef RULE

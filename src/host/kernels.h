@@ -57,16 +57,23 @@ struct hstep_matrix_kernels {
     void (*change)(const float *k, const float *w, const float *u, float *d, int64_t n);
 };
 
+/* Of one pair of vectors: the value of each element, by RULE_CLAMP, and the new vector in the place of the old. */
+struct hstep_factored_kernels {
+    void (*cross[2])(const float *k, const float *w, const float *g, float *x, float *const *s, int64_t n);
+    void (*vector)(const float *k, float *vector, const float *mean, int64_t n);
+};
+
 struct hstep_kernels {
     const char *name;
     int lanes;
     struct hstep_format_kernels format[HSTEP_FORMATS];
     void (*rule[HSTEP_RULES][RULE_MODES])(const float *k, const float *w, const float *g, float *d, float *const *s,
                                           int64_t n);
-    /* Two-pass rules: new states and the values whose squares are summed; by RULE_CLAMP. */
+    /* Two-pass rules: new states and the values that are summed, or their squares; by RULE_CLAMP. */
     void (*norms[HSTEP_RULES][2])(const float *k, const float *w, const float *g, float *const *x, float *const *s,
                                   int64_t n);
     struct hstep_matrix_kernels matrix[HSTEP_RULES];
+    struct hstep_factored_kernels factored[HSTEP_RULES][HSTEP_MAX_PAIRS];
     void (*product)(float *c, const float *a, const float *b, int64_t k); /* product.h */
     /* g = g * scale - mean + l2 * w */
     void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);

@@ -10,8 +10,9 @@
 #include "host/tile.h"
 #include "squares.h"
 
-/* What the update will see in one tile: values to be squared, x[j][0 .. n) in the order of elements. */
-static void values_of(const struct hstep_work *w, const struct hstep_places *places, float (*x)[HSTEP_TILE], int64_t n)
+/* What the update will see in one tile: values to be summed, x[j][0 .. n) in the order of elements. */
+static void values_of(const struct hstep_work *w, int pair, const struct hstep_places *places, float (*x)[HSTEP_TILE],
+                      int64_t n)
 {
     const struct hstep_kernels *kernels = w->kernels;
     int rule = w->t->rule, count = hstep_rules[rule].norms;
@@ -20,6 +21,12 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
     float *out[HSTEP_MAX_SUMS];
     for (int j = 0; j < HSTEP_MAX_SUMS; j++) out[j] = room[j];
     hstep_load(w, places, &tile, n);
+    if (pair >= 0) {
+        kernels->factored[rule][pair].cross[w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, room[0],
+                                                                     tile.state, n);
+        kernels->to_plain(room[0], x[0], n);
+        return;
+    }
     if (w->t->matrix)
         kernels->matrix[rule].direction[w->u->mode & RULE_CLAMP](w->u->k, tile.gradient, tile.change, tile.state, n);
     else if (count)
@@ -33,13 +40,11 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
     for (int j = 0; j < count; j++) kernels->to_plain(room[j], x[j], n);
 }
 
-/* `count` elements from `element` on, all in one chunk of columns. */
-static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly,
-                      int64_t *limbs)
+int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint64_t index, int64_t count,
+                     float (*x)[HSTEP_TILE])
 {
-    HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
-    int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit,
-            n = (lead + count + unit - 1) / unit * unit;
+    int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit;
+    int64_t n = (lead + count + unit - 1) / unit * unit;
     struct hstep_places places;
     struct hstep_room room;
     struct hstep_part part[HSTEP_TILE / HSTEP_GROUP];
@@ -54,21 +59,35 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
         }
         hstep_gather(w, part, parts, &room, &places);
     }
-    values_of(w, &places, x, n);
+    values_of(w, pair, &places, x, n);
+    return lead;
+}
+
+/* `count` elements from `element` on, all in one chunk of columns. */
+static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly,
+                      int64_t *limbs)
+{
+    HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
+    int64_t lead = hstep_values(w, -1, element, index, count, x),
+            n = (lead + count + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+    const struct hstep_rule *rule = &hstep_rules[w->t->rule];
     for (int j = 0; j < w->t->sums; j++) {
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        /* An infinite square has no place in the limbs; the rule's own bounds keep the rest finite. */
+        int squared = !rule->totals || j >= rule->norms;
+        /* What is not finite has no place in the limbs; the rule's own bounds keep the rest finite. */
         if (singly) {
             for (int64_t i = lead; i < lead + count; i++)
-                if (isfinite(x[j][i])) hstep_exact_add(sum, (double)x[j][i] * (double)x[j][i]);
+                if (isfinite(x[j][i])) hstep_exact_add(sum, (double)x[j][i] * (squared ? (double)x[j][i] : 1.0));
             continue;
         }
-        double sums[16];
-        uint32_t largest;
+        double sums[16], total;
+        uint32_t largest = 0;
         memset(x[j], 0, (size_t)lead * 4);
         memset(x[j] + lead + count, 0, (size_t)(n - lead - count) * 4);
-        w->kernels->format[HSTEP_FORMAT_f32].squares((const char *)x[j], n, sums, &largest);
-        if (largest < 0x7f800000u) hstep_exact_add(sum, hstep_tree_sum(sums));
+        if (squared) w->kernels->format[HSTEP_FORMAT_f32].squares((const char *)x[j], n, sums, &largest);
+        else w->kernels->format[HSTEP_FORMAT_f32].sums((const char *)x[j], n, sums);
+        total = hstep_tree_sum(sums);
+        if (largest < 0x7f800000u && isfinite(total)) hstep_exact_add(sum, total);
     }
 }
 

@@ -49,11 +49,37 @@ struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
 
 /* ---- Places ---- */
 
+/* The vectors of HSTEP_SLOTS slots hold a number for each row or column; WORK is of elements. */
+static int extent_of(const struct hstep_work *w, int s)
+{
+    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
+}
+
+/* The numbers that n elements from `element` on find in a vector. */
+static void spread(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
+{
+    const float *vector = (const float *)(void *)w->code[s];
+    int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
+    for (int64_t i = 0; i < n; i++) {
+        out[i] = vector[extent_of(w, s) == HALFSTEP_EXTENT_ROWS ? row : column];
+        if (++column < columns) continue;
+        column = 0;
+        row++;
+    }
+}
+
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places)
 {
+    int64_t left = w->t->n_rows * w->t->n_columns - element;
+    int vectors = 0;
     for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
         places->code[s] = places->extra[s] = NULL;
         if (w->format[s] < 0) continue;
+        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+            places->code[s] = (char *)places->vector[vectors];
+            spread(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
+            continue;
+        }
         places->code[s] = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         if (w->extra[s]) places->extra[s] = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
     }
@@ -85,6 +111,12 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
         if (w->format[s] < 0) continue;
         memset(room->code[s], 0, sizeof room->code[s]);
         memset(room->extra[s], 0, sizeof room->extra[s]);
+        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+            for (int i = 0; i < n; i++)
+                spread(w, s, part[i].element, part[i].count,
+                       (float *)(void *)room->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+            continue;
+        }
         move_parts(w, part, n, s, room->code[s], room->extra[s], 0);
     }
 }
@@ -92,7 +124,7 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
 void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
-        if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT || extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (w->pass == HSTEP_PASS_DIRECTION ? s == HALFSTEP_SLOT_WEIGHT : s == HSTEP_SLOT_WORK) continue;
         struct hstep_work one = *w;
         /* The scale of a whole tensor is written once, after its update. */

@@ -29,9 +29,10 @@ struct hstep_tile {
     float *state[HALFSTEP_MAX_STATES];
 };
 
-/* Places of one tile in every slot. */
+/* Places of one tile in every slot. Of a vector over rows or columns it is a copy, one number for each element. */
 struct hstep_places {
     char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS];
+    HSTEP_ALIGNED float vector[2 * HSTEP_MAX_PAIRS][HSTEP_TILE];
 };
 
 /* Room for units of which only a part is held here. */
@@ -66,6 +67,10 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
 void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
+/* What the update will see of `count` elements from `element` on, in their order from x[j][lead] on; returns lead. They
+ * are in one row, or all in memory one after another. pair: of vectors; -1: the values of the tensor's sums. */
+int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint64_t index, int64_t count,
+                     float (*x)[HSTEP_TILE]);
 /* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n);

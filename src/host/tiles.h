@@ -138,6 +138,8 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
 
 /* How many states a row has: the length of a list with one entry each. */
 #define STATE(...) 0
+#define ROW_STATE STATE
+#define COLUMN_STATE STATE
 #define STATES(...) (int)sizeof((char[]){__VA_ARGS__})
 #define HYPERS(...)
 #define SCALARS(...)
@@ -191,6 +193,27 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
     for (int64_t i = 0; i < n; i += VL) v_store(d + i, change(kv, v_load(w + i), v_load(u + i)));
 }
 
+/* Of a pair of vectors: what is summed over rows and columns, and the vector that the means make. */
+V_OP void cross_tile(vf (*cross)(const vf *, vf, vf, vf *, int, int), const int states, const int pair, const int mode,
+                     const float *k, const float *w, const float *g, float *x, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES];
+        for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
+        v_store(x + i, cross(kv, v_load(w + i), v_load(g + i), sv, mode, pair));
+    }
+}
+
+V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, const float *k, float *x,
+                      const float *mean, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) v_store(x + i, vector(kv, v_load(x + i), v_load(mean + i), pair));
+}
+
 #define RULE_FUNCTION(id, fn, states, mode)                                                                   \
     static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
                                    int64_t n)                                                                 \
@@ -206,6 +229,8 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
 #define NO_NORMS(id, fn, states)
 #define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
 #define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
+#define TOTALS_1 NORMS_1
+#define TOTALS_2 NORMS_2
 #define NORMS_FUNCTION(id, fn, states, count, mode)                                                                   \
     static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x, float *const *s, \
                                     int64_t n)                                                                        \
@@ -218,11 +243,28 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
 #undef NO_NORMS
 #undef NORMS_1
 #undef NORMS_2
+#undef TOTALS_1
+#undef TOTALS_2
 
-#define ELEMENTWISE(id, fn)
-#define RAW_GRADIENT(id, fn)
+#define ELEMENTWISE(id, fn, states)
+#define RAW_GRADIENT(id, fn, states)
+#define FACTORED_1(id, fn, states) FACTORED_TILES(id, fn, states, 0)
+#define FACTORED_2(id, fn, states) FACTORED_TILES(id, fn, states, 0) FACTORED_TILES(id, fn, states, 1)
+#define CROSS_FUNCTION(id, fn, states, pair, mode)                                                     \
+    static void cross_##id##_##pair##_##mode(const float *k, const float *w, const float *g, float *x, \
+                                             float *const *s, int64_t n)                               \
+    {                                                                                                  \
+        cross_tile(fn##_cross, states, pair, mode, k, w, g, x, s, n);                                  \
+    }
+#define FACTORED_TILES(id, fn, states, pair)                                                 \
+    CROSS_FUNCTION(id, fn, states, pair, 0)                                                  \
+    CROSS_FUNCTION(id, fn, states, pair, 1)                                                  \
+    static void vector_##id##_##pair(const float *k, float *x, const float *mean, int64_t n) \
+    {                                                                                        \
+        vector_tile(fn##_vector, pair, k, x, mean, n);                                       \
+    }
 #define MATRIX(name) MATRIX_TILES
-#define MATRIX_TILES(id, fn)                                                                             \
+#define MATRIX_TILES(id, fn, states)                                                                     \
     static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n) \
     {                                                                                                    \
         direction_tile(fn##_direction, 0, k, g, u, s, n);                                                \
@@ -236,11 +278,13 @@ V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const fl
         change_tile(fn##_change, k, w, u, d, n);                                                         \
     }
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
-    kind(id, fn)
+    kind(id, fn, (states))
 #include "rules/rules.def"
 #undef RULE
 #undef ELEMENTWISE
 #undef RAW_GRADIENT
+#undef FACTORED_1
+#undef FACTORED_2
 #undef MATRIX
 
 static void gradient_tile(float *g, const float *w, float scale, float mean, float l2, int64_t n)

@@ -59,7 +59,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     }
     for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
         int s = HALFSTEP_SLOT_STATE + i;
-        if (w->format[s] < 0) continue;
+        if (w->format[s] < 0 || w->t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (hstep_slot_role(w->t, s) != HALFSTEP_ROLE_WEIGHT) {
             encode_state(w, places, s, tile.states[i], words[s], n);
         } else if (!u->still) {

@@ -39,7 +39,8 @@ static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->dtype = format->code_dtype;
     stream->data = slot->code;
     stream->bytes = slot->code_bytes;
-    if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
+    if ((uint64_t)slot->rows * (uint64_t)slot->columns != elements_of(tensor)) shape_as(stream, 1, elements, 0);
+    else if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
     else if (format->geometry == HALFSTEP_GEOMETRY_ROWS && elements % rows == 0)
         shape_as(stream, 2, rows, elements / rows);
     else shape_as(stream, 1, elements, 0);

@@ -10,7 +10,16 @@
  *       all-zero states: padding relies on it;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
- *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. */
+ *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
+ *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule, and reach the
+ *       second prepare() of each as p->total;
+ *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
+ *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
+ *       kind FACTORED_n only, for tensors that are matrices: a value of each element, and the new number of a row or a
+ *       column from its old one and the mean of those values over the row or column. Pair 0 is made before the sums of
+ *       NORMS, pair 1 after them; then prepare() is called again with p->mean, the mean over each new vector of
+ *       rows. In NAME_rule() and the others the number of an element's row and column are s[] of those states; what
+ *       is done to them there is not stored. */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
@@ -19,6 +28,7 @@
 #define HSTEP_MAX_SCALARS 16
 #define HSTEP_MAX_NORMS 4
 #define HSTEP_MAX_NAMED_SCALARS 4
+#define HSTEP_MAX_PAIRS 2 /* of vectors over rows and columns */
 
 /* mode, a constant at every call. */
 #define RULE_CLAMP 1  /* a state is block-quantized: impose the bound |m| <= C sqrt(v) that the exact rule obeys */
@@ -30,7 +40,7 @@ struct hstep_own {
     uint64_t id;
     int64_t rows, row_length;
     double elements;    /* of the whole tensor; 1 where there are none */
-    int matrix;         /* stepped as a matrix */
+    int matrix;         /* stepped as a matrix, by a transformation or by vectors over rows and columns */
     double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
 };
 
@@ -41,6 +51,9 @@ struct hstep_prepare {
     uint64_t t;          /* this update of the states, from 1; micro-steps count */
     uint64_t full;       /* this update of the weight, from 1 */
     const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
+    const double *total; /* the sums that TOTALS asks for, likewise */
+    const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
+    int means;
     int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;

@@ -1,0 +1,123 @@
+/* What a step must find before anything of it is done: bound states, gradients and weights, and nothing that would need
+ * to know the elements of a tensor that other processes hold. */
+#include "core/ready.h"
+
+#include "core/prepare.h"
+
+static int check_bound(const struct hstep_span *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    if (!o->settled) {
+        if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+        return HALFSTEP_OK;
+    }
+    int error = hstep_check_bound(o, c->first, c->n);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[c->first];
+    for (int i = 0; c->weights && i < c->n; i++)
+        if (!c->weights[i] && c->gradients[i] && t[i].runs)
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
+                              o->labels[c->first + i].name);
+    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < c->n; i++)
+        if (!c->gradients[i])
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
+    return HALFSTEP_OK;
+}
+
+/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
+static int check_alone(const struct hstep_span *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
+        const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
+                           : hstep_is_clipped(c)         ? "clipping needs the norm of all of it"
+                           : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
+                                                         : NULL;
+        if (what)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
+                              what);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Sums over a tensor can be made by the way only where all of it is. */
+static int check_norms(const struct hstep_span *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; !*s->norms_made && i < c->first + c->n; i++)
+        if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
+                              o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
+    return HALFSTEP_OK;
+}
+
+/* Micro-steps keep the gradient only where a state does. */
+static int check_accumulates(const struct hstep_span *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; c->micro && i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_group *g = &o->groups[t->group];
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        int state = hstep_rule_state(g->recipe.rule, rule->keeps);
+        if (!c->gradients[i - c->first]) continue;
+        if (state < 0 || !hstep_state_needed(g, state))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
+                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+        if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
+                              o->labels[i].name);
+        if (t->pairs)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s takes no micro-steps of matrices",
+                              o->labels[i].name, rule->name);
+        if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
+                              o->labels[i].name);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Sums over all tensors are made in one call for all. */
+static int check_single(const struct hstep_span *s)
+{
+    const struct hstep_call *c = &s->call;
+    const struct hstep_rule *rule = c->single ? &hstep_rules[s->o->tensors[c->first].rule] : NULL;
+    if (!rule || !rule->totals || c->micro) return HALFSTEP_OK;
+    return hstep_fail(s->o, HALFSTEP_ERROR_UNSUPPORTED,
+                      "tensor '%s': %s needs sums over all tensors first: step them together",
+                      s->o->labels[c->first].name, rule->name);
+}
+
+/* Why constants cannot be worked out. */
+static int check_preparable(const struct hstep_span *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        int code;
+        const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;
+        if (why) return hstep_fail(o, code, "tensor '%s': %s", o->labels[i].name, why);
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_check_ready(const struct hstep_span *s, enum hstep_part part)
+{
+    int error = check_bound(s);
+    if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
+        (part != HSTEP_BEGIN && (error = check_preparable(s))) || (part == HSTEP_FINISH && (error = check_norms(s))) ||
+        (part == HSTEP_ALONE && (error = check_alone(s))))
+        return error;
+    return HALFSTEP_OK;
+}

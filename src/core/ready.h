@@ -1,0 +1,20 @@
+/* One call of core/step.c, and whether it may begin. */
+#ifndef HSTEP_READY_H
+#define HSTEP_READY_H
+
+#include "core/optimizer.h"
+
+/* All tensors, or one, beside what the device is told of them. */
+struct hstep_span {
+    halfstep_optimizer *o;
+    struct hstep_call call;
+    int *norms_made; /* by the call between begin and finish */
+};
+
+/* What a call does with its span; ALONE is all of it. */
+enum hstep_part { HSTEP_BEGIN, HSTEP_NORMS, HSTEP_FINISH, HSTEP_ALONE };
+
+/* What stands against it, as a sentence; nothing has been asked of the device then. */
+int hstep_check_ready(const struct hstep_span *s, enum hstep_part part);
+
+#endif

@@ -1,0 +1,38 @@
+/* For tests/new_rows_test.sh: a rule in the manner of Prodigy (Mishchenko and Defazio 2023), whose step is estimated
+ * from sums over all tensors:
+ *
+ *   a = sum of g (x0 - w), b = sum of |g|, over all tensors;  D = max(D, a / b), from 1e-3;  d = lr D sign(g) + decay w
+ *
+ * State: x0, the weights it started from, stored as weights are. Scalar: D. */
+#ifndef HSTEP_ESTIMATE_H
+#define HSTEP_ESTIMATE_H
+
+#include "rules/rule.h"
+
+enum { ESTIMATE_LR, ESTIMATE_DECAY, estimate_constants };
+
+HSTEP_INLINE void estimate_prepare(float *k, struct hstep_prepare *p)
+{
+    const struct hstep_own *own = hstep_own(p);
+    double now = own->scalar[0] > 0.0 ? own->scalar[0] : 1e-3;
+    if (p->total && p->total[0] > now * p->total[1]) now = p->total[0] / p->total[1];
+    own->scalar[0] = now;
+    k[ESTIMATE_LR] = (float)(p->lr * now);
+    k[ESTIMATE_DECAY] = (float)p->decay;
+}
+
+V_OP void estimate_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    (void)k, (void)mode;
+    x[0] = v_mul(g, v_sub(s[0], w));
+    x[1] = v_abs(g);
+}
+
+V_OP vf estimate_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    s[0] = v_set(0.0f); /* its change */
+    return v_add(v_mul(k[ESTIMATE_LR], v_sign(g)), v_mul(k[ESTIMATE_DECAY], w));
+}
+
+#endif
