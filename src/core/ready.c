@@ -4,7 +4,7 @@
 
 #include "core/prepare.h"
 
-static int check_bound(const struct hstep_span *s)
+static int check_bound(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -26,7 +26,7 @@ static int check_bound(const struct hstep_span *s)
 }
 
 /* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
-static int check_alone(const struct hstep_span *s)
+static int check_alone(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -46,7 +46,7 @@ static int check_alone(const struct hstep_span *s)
 }
 
 /* Sums over a tensor can be made by the way only where all of it is. */
-static int check_norms(const struct hstep_span *s)
+static int check_norms(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -58,7 +58,7 @@ static int check_norms(const struct hstep_span *s)
 }
 
 /* Micro-steps keep the gradient only where a state does. */
-static int check_accumulates(const struct hstep_span *s)
+static int check_accumulates(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -88,7 +88,7 @@ static int check_accumulates(const struct hstep_span *s)
 }
 
 /* Sums over all tensors are made in one call for all. */
-static int check_single(const struct hstep_span *s)
+static int check_single(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     const struct hstep_rule *rule = c->single ? &hstep_rules[s->o->tensors[c->first].rule] : NULL;
@@ -99,7 +99,7 @@ static int check_single(const struct hstep_span *s)
 }
 
 /* Why constants cannot be worked out. */
-static int check_preparable(const struct hstep_span *s)
+static int check_preparable(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -112,7 +112,7 @@ static int check_preparable(const struct hstep_span *s)
     return HALFSTEP_OK;
 }
 
-int hstep_check_ready(const struct hstep_span *s, enum hstep_part part)
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||

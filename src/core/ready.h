@@ -5,7 +5,7 @@
 #include "core/optimizer.h"
 
 /* All tensors, or one, beside what the device is told of them. */
-struct hstep_span {
+struct hstep_request {
     halfstep_optimizer *o;
     struct hstep_call call;
     int *norms_made; /* by the call between begin and finish */
@@ -15,6 +15,6 @@ struct hstep_span {
 enum hstep_part { HSTEP_BEGIN, HSTEP_NORMS, HSTEP_FINISH, HSTEP_ALONE };
 
 /* What stands against it, as a sentence; nothing has been asked of the device then. */
-int hstep_check_ready(const struct hstep_span *s, enum hstep_part part);
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
 
 #endif

@@ -8,7 +8,7 @@
 
 /* ---- What a call is about ---- */
 
-static struct hstep_span span_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
+static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
 {
     struct hstep_plan plan = o->plan;
     /* Of a handle without tensors, which may never settle. */
@@ -16,7 +16,7 @@ static struct hstep_span span_of(halfstep_optimizer *o, int first, int n, int mi
         plan.groups = o->groups;
         plan.n_groups = o->n_groups;
     }
-    return (struct hstep_span){
+    return (struct hstep_request){
         .o = o,
         .call = {.context = &o->context,
                  .plan = plan,
@@ -48,18 +48,18 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 }
 
 /* Numbers in the statistics: of sums alone, and all. */
-static int64_t sums_count(const struct hstep_span *s)
+static int64_t sums_count(const struct hstep_request *s)
 {
     return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
 }
-static int64_t statistics_count(const struct hstep_span *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
+static int64_t statistics_count(const struct hstep_request *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
 
 #define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
 
 /* ---- Memory of the device ---- */
 
 /* Tensors of a span, and groups where all are stepped, to a device with memory of its own; or what it made of them. */
-static int hand_over(const struct hstep_span *s, int back)
+static int hand_over(const struct hstep_request *s, int back)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -74,7 +74,7 @@ static int hand_over(const struct hstep_span *s, int back)
 }
 
 /* Waits, and tells what was decided. */
-static int wait_for_verdict(const struct hstep_span *s, struct hstep_verdict *verdict)
+static int wait_for_verdict(const struct hstep_request *s, struct hstep_verdict *verdict)
 {
     const halfstep_optimizer *o = s->o;
     int error = hand_over(s, 1);
@@ -84,7 +84,7 @@ static int wait_for_verdict(const struct hstep_span *s, struct hstep_verdict *ve
 
 /* ---- Steps ---- */
 
-static int begin(const struct hstep_span *s)
+static int begin(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
@@ -92,7 +92,7 @@ static int begin(const struct hstep_span *s)
     return error ? error : s->o->device->scan(c);
 }
 
-static int zero_sums(const struct hstep_span *s)
+static int zero_sums(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
@@ -102,7 +102,7 @@ static int zero_sums(const struct hstep_span *s)
 }
 
 /* Sums of n tensors, but for those that make vectors first, and so their sums by the way (factor()). */
-static int sum_tensors(const struct hstep_span *s, int first, int n)
+static int sum_tensors(const struct hstep_request *s, int first, int n)
 {
     const struct hstep_tensor *tensors = s->o->tensors;
     int error = HALFSTEP_OK;
@@ -115,7 +115,7 @@ static int sum_tensors(const struct hstep_span *s, int first, int n)
 }
 
 /* What finish will refuse is skipped, and needs no sums. */
-static int norms(const struct hstep_span *s)
+static int norms(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
@@ -130,7 +130,7 @@ static int norms(const struct hstep_span *s)
 }
 
 /* Three passes: the direction into the workspace, its transformation, the change of the weight. */
-static int update_matrix(const struct hstep_span *s, int tensor)
+static int update_matrix(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -145,7 +145,7 @@ static int update_matrix(const struct hstep_span *s, int tensor)
 }
 
 /* The vectors of a matrix, the sums that are made with them, and its update. */
-static int update_factored(const struct hstep_span *s, int tensor)
+static int update_factored(const struct hstep_request *s, int tensor)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -163,7 +163,7 @@ static int update_factored(const struct hstep_span *s, int tensor)
     return error;
 }
 
-static int update_tensors(const struct hstep_span *s, int first, int n)
+static int update_tensors(const struct hstep_request *s, int first, int n)
 {
     const halfstep_optimizer *o = s->o;
     if (o->tensors[first].pairs) return update_factored(s, first);
@@ -178,7 +178,7 @@ static int update_tensors(const struct hstep_span *s, int first, int n)
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
-static int has_totals(const struct hstep_span *s)
+static int has_totals(const struct hstep_request *s)
 {
     for (int i = s->call.first; i < s->call.first + s->call.n; i++)
         if (hstep_rules[s->o->tensors[i].rule].totals) return !s->call.micro;
@@ -186,7 +186,7 @@ static int has_totals(const struct hstep_span *s)
 }
 
 /* Tensors from `first` on that are updated together: a matrix with vectors is by itself. */
-static int end_of_batch(const struct hstep_span *s, int first)
+static int end_of_batch(const struct hstep_request *s, int first)
 {
     const halfstep_optimizer *o = s->o;
     int end = first;
@@ -200,7 +200,7 @@ static int end_of_batch(const struct hstep_span *s, int first)
 }
 
 /* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. */
-static int update_all(const struct hstep_span *s)
+static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -222,7 +222,7 @@ static int update_all(const struct hstep_span *s)
 }
 
 /* What a refused step, or a tensor that was left out, is told as. */
-static int refuse(const struct hstep_span *s, const struct hstep_verdict *v)
+static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
 {
     halfstep_optimizer *o = s->o;
     atomic_fetch_add(&o->skipped, v->refused ? 1 : (uint64_t)v->offenders);
@@ -232,7 +232,7 @@ static int refuse(const struct hstep_span *s, const struct hstep_verdict *v)
 }
 
 /* The decision and the update. weights are NULL in a micro-step. */
-static int finish(const struct hstep_span *s)
+static int finish(const struct hstep_request *s)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
@@ -249,7 +249,7 @@ static int finish(const struct hstep_span *s)
 }
 
 /* statistics: written by HSTEP_BEGIN and HSTEP_NORMS, read by HSTEP_FINISH. own: room of the device for as many. */
-static int make(struct hstep_span *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+static int make(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
 {
     const halfstep_optimizer *o = s->o;
     int error = hstep_check_ready(s, call);
@@ -287,7 +287,7 @@ static int call_all(halfstep_optimizer *o, enum hstep_part call, int micro, void
     if (!o || (call != HSTEP_ALONE && !statistics) ||
         (o->n_tensors && (!gradients || (!weights && !micro && call != HSTEP_BEGIN))))
         return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_span s = span_of(o, 0, o->n_tensors, micro, gradients);
+    struct hstep_request s = request_of(o, 0, o->n_tensors, micro, gradients);
     s.norms_made = &o->norms_made;
     s.call.weights = weights;
     s.call.verdict = o->verdict;
@@ -312,7 +312,7 @@ static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int3
     struct room here, *room = &here;
     if (!o->device->shared && (result = o->device->allocate(&o->context, sizeof *room, (void **)&room)))
         return hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name);
-    struct hstep_span s = span_of(o, tensor, 1, micro, &gradient);
+    struct hstep_request s = request_of(o, tensor, 1, micro, &gradient);
     s.norms_made = &o->labels[tensor].norms_made;
     s.call.single = 1;
     s.call.weights = micro || call == HSTEP_BEGIN ? NULL : &weight;
@@ -405,7 +405,7 @@ int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tens
 static int end_round(halfstep_optimizer *o, const int64_t *statistics)
 {
     struct hstep_verdict verdict;
-    struct hstep_span s = span_of(o, 0, 0, 0, NULL);
+    struct hstep_request s = request_of(o, 0, 0, 0, NULL);
     s.call.statistics = (int64_t *)(uintptr_t)statistics;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
