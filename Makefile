@@ -40,6 +40,13 @@ bench: build
 golden: build
 	@HALFSTEP_ISA=scalar $(BUILD)/halfstep verify --write tests/golden/hashes.txt
 
+# Rewrites bench/instructions.csv, the most instructions that steps may need, for the compiler of this build. Where `make test`
+# has built for the other processor, for that too.
+budgets: build
+	@python3 lab/instructions.py $(BUILD) --write bench/instructions.csv
+	@if [ -e $(BUILD)/aarch64/CMakeCache.txt ]; then cmake --build $(BUILD)/aarch64 --target halfstep --parallel $(JOBS) -- -s && \
+	    python3 lab/instructions.py $(BUILD)/aarch64 --write bench/instructions.csv; fi
+
 # Long statistics of the random bits, for docs/random.md: hours on one core.
 GENERATORS ?= philox7 mixer lattice
 stats:
@@ -70,4 +77,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test check format coverage bench golden stats faults fuzz experiments install clean
+.PHONY: build demo test check format coverage bench golden budgets stats faults fuzz experiments install clean

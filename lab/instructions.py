@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Instructions that steps execute, by recipe and instruction set: the same numbers on every run and every machine.
+
+    instructions.py BUILD                 counts of one build, as Markdown; --by-rule: in short
+    instructions.py OLD NEW               of two, with new / old
+    instructions.py BUILD --write FILE    records them as budgets (`make budgets`: bench/instructions.csv)
+    instructions.py BUILD --check FILE    the alarm: fails where a row needs more than its budget
+
+BUILD is a build folder or a libhalfstep.so, of any version, or what --write wrote of one. --rows takes parts of names, or whole rows where nothing that is
+listed has such a part ("muon/f32/f32 rows=4 ns_steps=1"); without it every rule in four formats and every recipe of
+bench/results.csv. --isa takes names; without it all that this machine has but scalar, whose speed nobody counts. A library
+for the other processor is counted by qemu, with a cross compiler: instructions.py build/aarch64. lab/instructions.c does the
+counting and says how; it is compiled with $CC, or cc.
+
+A budget belongs to the compiler that made the library: exceeding it by 3 % for each element, or by 10 % for a small tensor,
+is an alarm. Other compilers, or other options (--loose), may exceed the largest that is recorded by 30 %.
+"""
+import argparse
+import concurrent.futures
+import csv
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+COLUMNS = ["compiler", "isa", "row", "per_element", "small_tensor", "step"]
+ELEMENT, TENSOR, STEP = range(3)
+WHAT = ["instructions for each element", "instructions for a small tensor"]
+TOLERANCE, LOOSE = [1.03, 1.10], [1.30, 1.30]
+CANNOT = 77
+MACHINES = {62: "x86_64", 183: "aarch64"}
+
+
+def library_of(path):
+    library = os.path.join(path, "libhalfstep.so") if os.path.isdir(path) else path
+    if not os.path.exists(library):
+        sys.exit(f"instructions.py: {library} is not there")
+    return os.path.abspath(library)
+
+
+def machine_of(library):
+    with open(library, "rb") as file:
+        return MACHINES.get(struct.unpack_from("<H", file.read(20), 18)[0], "unknown")
+
+
+def compiler_of(library):
+    """Name and major version, as the compiler left them in the library."""
+    text = subprocess.run(["readelf", "-p", ".comment", library], capture_output=True, text=True).stdout
+    clang, gcc = re.search(r"clang version (\d+)", text), re.search(r"GCC: \(.*\) (\d+)", text)
+    return f"clang {clang[1]}" if clang else f"gcc {gcc[1]}" if gcc else "unknown"
+
+
+class Recorded:
+    """Counts of a file that --write wrote."""
+
+    def __init__(self, path):
+        self.budgets = read_budgets(path)
+        compilers = {key[0] for key in self.budgets}
+        if len(compilers) != 1:
+            sys.exit(f"instructions.py: {path} has counts of {len(compilers)} compilers; leave one in it")
+        self.compiler = compilers.pop()
+
+    def isas(self):
+        return sorted({isa for _, isa, _ in self.budgets})
+
+    def rows(self, patterns):
+        rows = sorted({row for _, _, row in self.budgets})
+        return [row for row in rows if not patterns or any(p in row for p in patterns)]
+
+    def count(self, isas, rows):
+        return {key[1:]: counts for key, counts in self.budgets.items() if key[1] in isas and key[2] in rows}
+
+
+class Counter:
+    """lab/instructions.c, compiled for the processor of a library."""
+
+    def __init__(self, library, folder):
+        self.compiler = compiler_of(library)
+        self.library, self.machine = library, machine_of(library)
+        self.program = os.path.join(folder, f"instructions_{self.machine}")
+        here = self.machine == platform.machine()
+        compiler = os.environ.get("CC", "cc") if here else f"{self.machine}-linux-gnu-gcc"
+        self.before = [] if here else [f"qemu-{self.machine}", "-L", f"/usr/{self.machine}-linux-gnu"]
+        for tool in [compiler.split()[0], *self.before[:1]]:
+            if not shutil.which(tool):
+                sys.exit(f"instructions.py: {library} is for {self.machine}, and {tool} is not installed")
+        if not os.path.exists(self.program):
+            subprocess.run([*compiler.split(), "-std=c11", "-O1", "-I", os.path.join(ROOT, "include"), "-o", self.program,
+                            os.path.join(ROOT, "lab", "instructions.c"), "-ldl"], check=True)
+
+    def run(self, *arguments):
+        run = subprocess.run([*self.before, self.program, self.library, *arguments], stdout=subprocess.PIPE, text=True)
+        if run.returncode:
+            sys.exit(CANNOT if run.returncode == CANNOT else f"instructions.py: {self.library} could not be counted")
+        return run.stdout.splitlines()
+
+    def isas(self):
+        return self.run("--isas")
+
+    def rows(self, patterns):
+        listed = self.run("--list")
+        with open(os.path.join(ROOT, "bench", "results.csv"), encoding="utf-8") as file:
+            listed += [row["recipe"] for row in csv.DictReader(file)]
+        listed = sorted(set(listed))
+        if not patterns:
+            return listed
+        return sorted({row for p in patterns for row in ([row for row in listed if p in row] or [p])})
+
+    def count(self, isas, rows):
+        """{(isa, row): (for each element, for each small tensor, for a step)}; what the library does not know is left out."""
+        found = {}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for lines in pool.map(lambda isa: self.run("--isa", isa, *rows), isas):
+                for line in lines:
+                    row, isa, *counts = line.rsplit(",", 4)
+                    found[isa, row] = tuple(float(c) for c in counts)
+        return found
+
+
+# ---- Tables ----
+
+
+def print_table(head, left, rows):
+    print("| " + " | ".join(head) + " |\n|" + "---|" * left + "---:|" * (len(head) - left))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def number(value, digits):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def print_counts(isas, rows, found):
+    head = ["row", *[f"{isa}, {what}" for what in ("element", "small tensor", "step") for isa in isas]]
+    print_table(head, 1, [[f"`{row}`", *[number(found[isa, row][what] if (isa, row) in found else None, 2 if what == ELEMENT else 0)
+                                         for what in (ELEMENT, TENSOR, STEP) for isa in isas]] for row in rows])
+
+
+def print_by_rule(isas, rows, found):
+    """Short enough for a page: rules by formats, the instruction sets in one cell, then what is left."""
+    formats = ["f32/f32", "bf16-sr/bf16-sr", "bf16-sr/int8", "bf16-ecc8/int8"]
+
+    def cell(row, what):
+        return "; ".join(number(found[isa, row][what] if (isa, row) in found else None, 1 if what == ELEMENT else 0) for isa in isas)
+
+    left, lines = set(rows), []
+    for rule in dict.fromkeys(row.split("/")[0] for row in rows):
+        cells = [f"`{rule}`"]
+        for weight, state in (f.split("/") for f in formats):
+            # States that the format does not serve take their defaults; ema has none.
+            fits = [row for row in sorted(left) if re.fullmatch(rf"{rule}/{weight}(/{state}(\+{state})*(\+bf16-sr)?)?", row)]
+            cells.append(cell(fits[0], ELEMENT) if fits else "")
+            left.difference_update(fits[:1])
+        lines.append([*cells, cell(f"{rule}/f32/f32" if f"{rule}/f32/f32" in rows else f"{rule}/f32", TENSOR)])
+    print(f"{'; '.join(isas)}:\n")
+    print_table(["rule", *[f"`{f}`" for f in formats], "small tensor, `f32/f32`"], 1, lines)
+    print_table(["row", "element", "small tensor"], 1, [[f"`{row}`", cell(row, ELEMENT), cell(row, TENSOR)] for row in sorted(left)])
+
+
+def print_comparison(isas, rows, old, new):
+    for what, title in ((ELEMENT, "Instructions for each element"), (TENSOR, "Instructions for each small tensor"),
+                        (STEP, "Instructions for a step of one tensor, whatever its size")):
+        print(f"{title}:\n")
+        lines = []
+        for row in rows:
+            cells = [f"`{row}`"]
+            for isa in isas:
+                a, b = (found[isa, row][what] if (isa, row) in found else None for found in (old, new))
+                digits = 2 if what == ELEMENT else 0
+                cells += [number(a, digits), number(b, digits), f"{b / a:.3f}" if a and b else ""]
+            lines.append(cells)
+        print_table(["row", *[f"{isa}{column}" for isa in isas for column in (", old", ", new", ", new / old")]], 1, lines)
+
+
+# ---- Budgets ----
+
+
+def read_budgets(path):
+    """{(compiler, isa, row): counts}"""
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return {(r["compiler"], r["isa"], r["row"]): tuple(float(r[c]) for c in COLUMNS[3:]) for r in csv.DictReader(file)}
+
+
+def write_budgets(path, compiler, isas, found):
+    """What this compiler has for these instruction sets is replaced, all else stays."""
+    budgets = {key: counts for key, counts in read_budgets(path).items() if key[0] != compiler or key[1] not in isas}
+    budgets.update({(compiler, isa, row): counts for (isa, row), counts in found.items()})
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for key in sorted(budgets):
+            writer.writerow([*key, f"{budgets[key][ELEMENT]:.3f}", *[f"{c:.0f}" for c in budgets[key][TENSOR:]]])
+
+
+def check_budgets(path, compiler, isas, rows, found, loose, listed):
+    budgets = read_budgets(path)
+    failures, checked, below, exact = [], 0, 0, 0
+    for isa in isas:
+        recorded = any(key[:2] == (compiler, isa) for key in budgets)
+        if not any(key[1] == isa for key in budgets):
+            print(f"{isa}: no budgets are recorded for it")
+            continue
+        if recorded:
+            failures += [f"{row}, {isa}: has a budget, and is no row any more"
+                         for c, i, row in sorted(budgets) if (c, i) == (compiler, isa) and row not in listed]
+        tolerance = TOLERANCE if recorded and not loose else LOOSE
+        for row in rows:
+            counts = found.get((isa, row))
+            if counts is None:
+                failures.append(f"{row}, {isa}: could not be counted")
+                continue
+            known = [b for (c, i, r), b in budgets.items() if i == isa and r == row and (c == compiler or not recorded)]
+            if not known:
+                failures.append(f"{row}, {isa}: has no budget")
+                continue
+            checked += 1
+            exact += tolerance is TOLERANCE
+            for what in (ELEMENT, TENSOR):
+                budget = max(b[what] for b in known)
+                digits = 3 if what == ELEMENT else 0
+                if counts[what] > budget * tolerance[what]:
+                    failures.append(f"{row}, {isa}: {counts[what]:.{digits}f} {WHAT[what]}; its budget is {budget:.{digits}f}, "
+                                    f"and {budget * tolerance[what]:.{digits}f} the most that passes ({compiler})")
+                below += what == ELEMENT and tolerance is TOLERANCE and counts[what] * TOLERANCE[what] < budget
+    for failure in failures:
+        print(f"FAIL {failure}")
+    if failures:
+        print("What is meant to be so is recorded by `make budgets`, and reviewed as a diff of bench/instructions.csv.")
+        return 1
+    if not checked:
+        print("skipped: nothing has a budget here")
+        return CANNOT
+    print(f"ok   {checked} rows within their budgets, {exact} of them those of {compiler}")
+    if below:
+        print(f"     {below} rows need 3 % less than recorded: `make budgets`")
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("build", nargs="+")
+    parser.add_argument("--rows", nargs="+")
+    parser.add_argument("--isa", nargs="+")
+    parser.add_argument("--write")
+    parser.add_argument("--check")
+    parser.add_argument("--by-rule", action="store_true")
+    parser.add_argument("--loose", action="store_true")
+    a = parser.parse_args()
+    if len(a.build) > 2 or (len(a.build) == 2 and (a.write or a.check)):
+        parser.error("one build, or two to compare")
+    if a.write and a.rows:
+        parser.error("--write records every row")
+    with tempfile.TemporaryDirectory() as folder:
+        counters = [Recorded(path) if path.endswith(".csv") else Counter(library_of(path), folder) for path in a.build]
+        last = counters[-1]
+        available = last.isas()
+        isas = [isa for isa in available if isa in a.isa] if a.isa else [isa for isa in available if isa != "scalar"]
+        if not isas:
+            print(f"skipped: none of {' '.join(a.isa or ['the vector instruction sets'])} runs here")
+            return CANNOT
+        listed, rows = last.rows(None), last.rows(a.rows)
+        found = [counter.count(isas, rows) for counter in counters]
+    if a.write:
+        write_budgets(a.write, last.compiler, isas, found[-1])
+    elif a.check:
+        return check_budgets(a.check, last.compiler, isas, rows, found[-1], a.loose, listed)
+    elif len(found) == 2:
+        print_comparison(isas, rows, *found)
+    elif a.by_rule:
+        print_by_rule(isas, rows, found[-1])
+    else:
+        print_counts(isas, rows, found[-1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
