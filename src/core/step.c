@@ -1,5 +1,6 @@
 /* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
- * micro-steps are the same steps, with a public face each. */
+ * micro-steps are the same steps, with a public face each. Over 500 lines because of these: one place for what is checked,
+ * in which order, before anything changes. */
 #include "core/layout.h"
 #include "core/lock.h"
 #include "core/optimizer.h"
@@ -45,6 +46,7 @@ static struct span span_of(halfstep_optimizer *o, int first, int n, int micro, c
 static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
+    if (o->settled && (!o->sums || n == o->n_tensors)) return o->sums;
     for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
     for (int i = first; i < first + n && !o->settled; i++) {
         struct hstep_tensor t = o->tensors[i];
@@ -65,16 +67,19 @@ static int64_t statistics_count(const struct span *s) { return hstep_sums_offset
 
 /* ---- Checks ---- */
 
+/* What steps look for in every tensor, and hardly ever find, is counted when the handle is settled or remembered: a
+ * thousand small tensors would pay for each look. */
 static int check_ready(const struct span *s)
 {
-    const halfstep_optimizer *o = s->o;
+    halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
         if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
         return HALFSTEP_OK;
     }
-    int error = hstep_check_bound(o, c->first, c->n);
+    int error = o->bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
     if (error) return error;
+    if (!c->single && !o->bound) o->bound = 1;
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
@@ -91,7 +96,7 @@ static int check_alone(const struct span *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
+    for (int i = c->first; o->parts && i < c->first + c->n; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
         const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
@@ -111,7 +116,7 @@ static int check_norms(const struct span *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; !*s->norms_made && i < c->first + c->n; i++)
+    for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
         if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
                               o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
@@ -150,7 +155,9 @@ static int check_preparable(const struct span *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
+    int preparable = 1;
+    for (int i = 0; i < o->n_groups; i++) preparable &= hstep_is_preparable(&o->groups[i]);
+    for (int i = c->first; !preparable && i < c->first + c->n; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         int code;
         const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;
@@ -238,7 +245,7 @@ static int update_tensors(const struct span *s, int first, int n)
 {
     const halfstep_optimizer *o = s->o;
     int matrices = 0, error;
-    for (int i = first; i < first + n; i++) matrices += o->tensors[i].matrix;
+    for (int i = first; o->matrices && i < first + n; i++) matrices += o->tensors[i].matrix;
     if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
     for (int i = first; matrices && i < first + n; i++)
         if (o->tensors[i].matrix && (error = update_matrix(s, i))) return error;
@@ -254,10 +261,11 @@ static int update_all(const struct span *s)
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     int error;
+    if (!o->sums) return update_tensors(s, c->first, c->n);
     for (int first = c->first, end; first < c->first + c->n; first = end) {
         int64_t elements = 0;
         int sums = 0;
-        for (end = first; end < c->first + c->n && (end == first || !o->sums || elements < BATCH_ELEMENTS); end++) {
+        for (end = first; end < c->first + c->n && (end == first || elements < BATCH_ELEMENTS); end++) {
             elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
             sums |= c->gradients[end - c->first] && hstep_needs_sums(&o->tensors[end], c->micro);
         }
