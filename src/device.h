@@ -25,6 +25,7 @@ struct hstep_plan {
     struct hstep_group *groups;
     int n_tensors, n_groups;
     const struct hstep_chunk *chunks;
+    const int64_t *tasks; /* the first chunk of each, and at the end the number of chunks */
     struct hstep_update *updates;
     int64_t *statistics;    /* of steps whose caller keeps none */
     float *workspace;       /* for matrices, the largest of which it fits; one at a time */

@@ -35,6 +35,7 @@ struct hstep_tensor {
     int matrix; /* stepped as a matrix */
     int pairs;  /* of vectors over rows and columns */
     int fused;  /* the device's row for just these formats, or -1 */
+    int like;   /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
@@ -59,15 +60,18 @@ static inline int hstep_slot_role(const struct hstep_tensor *t, int slot)
     return slot < HALFSTEP_SLOT_STATE ? 0 : hstep_rules[t->rule].state[slot - HALFSTEP_SLOT_STATE].role;
 }
 
-/* A stretch of one tensor that one task handles: whole runs, or a part of one. */
+/* A stretch of one tensor that one thread handles: whole runs, or a part of one. */
 struct hstep_chunk {
     int tensor;
     int64_t run, runs, offset, length; /* length: elements of each run, from offset */
+    int64_t task;                      /* that handles it, alone or with those beside it */
 };
 
 /* Elements of a chunk: enough to hide a task's cost, few enough to share among many threads. It divides the segments of
  * the mixer. */
 #define HSTEP_CHUNK ((int64_t)32768)
+/* What a chunk of a few elements costs, in elements: so many small tensors make one task that it is about a chunk. */
+#define HSTEP_CHUNK_COST ((int64_t)512)
 
 /* What one update of one tensor needs, worked out once per step. */
 struct hstep_update {

@@ -54,7 +54,8 @@ int hstep_decide(const struct hstep_call *call)
         u->means = 0;
         int same = before && !updates[last].own && before->group == t->group && before->state_steps == t->state_steps &&
                    before->full_steps == t->full_steps;
-        hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
+        if (same && before->like == t->like) hstep_repeat_update(call, i, before, &updates[last], u);
+        else hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
         last = i;
     }
     return HALFSTEP_OK;

@@ -76,8 +76,8 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
         int64_t per_chunk = HSTEP_CHUNK / t->run_length;
         for (int64_t run = 0; run < t->runs; run += per_chunk, n++)
             if (out)
-                out[n] = (struct hstep_chunk){index, run, t->runs - run < per_chunk ? t->runs - run : per_chunk, 0,
-                                              t->run_length};
+                out[n] = (struct hstep_chunk){
+                    index, run, t->runs - run < per_chunk ? t->runs - run : per_chunk, 0, t->run_length, 0};
         return n;
     }
     for (int64_t run = 0; run < t->runs; run++) {
@@ -89,11 +89,27 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
         for (int64_t offset = 0; offset < t->run_length; n++) {
             int64_t length = HSTEP_CHUNK - (start + offset) % HSTEP_CHUNK;
             if (length > t->run_length - offset) length = t->run_length - offset;
-            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, length};
+            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, length, 0};
             offset += length;
         }
     }
     return n;
+}
+
+int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks)
+{
+    int64_t room = 0, count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t cost = chunks[i].runs * chunks[i].length + HSTEP_CHUNK_COST;
+        if (cost > room) {
+            tasks[count++] = i;
+            room = HSTEP_CHUNK;
+        }
+        room -= cost;
+        chunks[i].task = count - 1;
+    }
+    tasks[count] = n;
+    return count;
 }
 
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index)

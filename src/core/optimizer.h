@@ -33,11 +33,15 @@ struct halfstep_optimizer {
     /* Once it is settled what exists: */
     int settled;
     struct hstep_plan plan;
-    struct hstep_chunk *chunks;    /* as the plan has them */
+    struct hstep_chunk *chunks; /* as the plan has them */
+    int64_t *tasks;
     struct hstep_verdict *verdict; /* of calls about all tensors, in the memory of the device */
     int sums;                      /* of all tensors */
-    int norms_made;                /* by halfstep_step_norms(), for the next finish */
-    void *memory;                  /* the library's own, or NULL */
+    /* How many are stepped as matrices, have vectors, a rule with sums over all tensors, are parts of one. */
+    int matrices, factored, totals, parts;
+    int bound;      /* all slots have their memory */
+    int norms_made; /* by halfstep_step_norms(), for the next finish */
+    void *memory;   /* the library's own, or NULL */
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 

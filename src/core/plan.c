@@ -27,11 +27,22 @@ int hstep_first_plan(halfstep_optimizer *o)
     return o->device->zero(&o->context, o->plan.round_squares, limbs);
 }
 
+/* Whether the updates of two tensors that have made as many steps differ in nothing but words, grids and scalars:
+ * hstep_repeat_update() relies on it. */
+static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
+{
+    int alike = a->group == b->group && a->fused == b->fused && a->matrix == b->matrix && a->pairs == b->pairs &&
+                (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
+    for (int s = 0; alike && s < HSTEP_SLOTS; s++)
+        alike = a->slot[s].format == b->slot[s].format && a->slot[s].root == b->slot[s].root;
+    return alike;
+}
+
 static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *workspace)
 {
     *n_chunks = 0;
     *workspace = 0;
-    o->sums = 0;
+    o->sums = o->matrices = o->factored = o->totals = o->parts = 0;
     for (int i = 0; i < o->n_tensors; i++) {
         struct hstep_tensor *t = &o->tensors[i];
         hstep_lay_out(t);
@@ -40,7 +51,12 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         *n_chunks += t->chunks;
         t->first_sum = o->sums;
         o->sums += t->sums;
+        o->matrices += t->matrix;
+        o->factored += t->pairs > 0;
+        o->totals += hstep_rules[t->rule].totals;
+        o->parts += !hstep_is_whole(t);
         t->fused = o->device->find_fused(&o->context, t);
+        t->like = i && are_alike(t - 1, t) ? t[-1].like : i;
         size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
         if (floats > *workspace) *workspace = floats;
     }
@@ -57,14 +73,19 @@ int hstep_settle(halfstep_optimizer *o)
     plan.n_tensors = o->n_tensors;
     plan.n_groups = o->n_groups;
     plan.chunks = NULL;
+    plan.tasks = NULL;
     plan.statistics = NULL;
     int64_t statistics_count = hstep_sums_offset(o->n_tensors) + (int64_t)o->sums * HSTEP_EXACT_LIMBS;
-    uint64_t chunk_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->chunks, count = (uint64_t)o->n_tensors + 1;
+    uint64_t chunk_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->chunks, count = (uint64_t)o->n_tensors + 1,
+             task_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->tasks;
     o->chunks = malloc((size_t)chunk_bytes);
-    int error = o->chunks ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
+    o->tasks = malloc((size_t)task_bytes);
+    int error = o->chunks && o->tasks ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
     for (int i = 0; !error && i < o->n_tensors; i++)
         hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
+    if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;
     if (error || (error = share(o, o->chunks, chunk_bytes, &plan.chunks)) ||
+        (error = share(o, o->tasks, task_bytes, &plan.tasks)) ||
         (error = share(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
         (error = share(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
         (error = allocate(o, count * sizeof *plan.updates, &plan.updates)) ||
@@ -72,7 +93,8 @@ int hstep_settle(halfstep_optimizer *o)
         (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||
         (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
         (!device->shared &&
-         (error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)))) {
+         ((error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)) ||
+          (error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes))))) {
         int64_t *first = o->plan.statistics;
         o->plan = plan;
         hstep_release_plan(o);
@@ -91,6 +113,7 @@ void hstep_release_plan(halfstep_optimizer *o)
     struct hstep_plan *plan = &o->plan;
     if (!o->device->shared) {
         o->device->release((void *)(uintptr_t)plan->chunks);
+        o->device->release((void *)(uintptr_t)plan->tasks);
         o->device->release(plan->tensors);
         o->device->release(plan->groups);
     }
@@ -98,7 +121,9 @@ void hstep_release_plan(halfstep_optimizer *o)
     o->device->release(plan->statistics);
     o->device->release(plan->workspace);
     free(o->chunks);
+    free(o->tasks);
     o->chunks = NULL;
+    o->tasks = NULL;
 }
 
 void hstep_show(const halfstep_optimizer *o, int first, int n)

@@ -128,6 +128,11 @@ static double reference_lr(const struct hstep_group *g)
     return g->hyper[HSTEP_REFERENCE_LR] != 0.0 ? g->hyper[HSTEP_REFERENCE_LR] : g->first_lr;
 }
 
+int hstep_is_preparable(const struct hstep_group *g)
+{
+    return g->hyper[HSTEP_CENTRALIZE] == 0.0 && g->decay != HSTEP_DECAY_FULLY;
+}
+
 static int is_centralized(const struct hstep_group *g, const struct hstep_tensor *t)
 {
     return hstep_rules[t->rule].kind != HSTEP_RAW_GRADIENT && g->hyper[HSTEP_CENTRALIZE] != 0.0 && t->ndim >= 2 &&
@@ -173,6 +178,24 @@ static struct hstep_key slot_stream(uint64_t seed, int generator, const struct h
         return hstep_key_stream(seed, t->id, t->writes, (uint32_t)s);
     int weight = s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT;
     return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
+}
+
+void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
+                         const struct hstep_update *same, struct hstep_update *u)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const int generator = hstep_generator_id(call->generator);
+    *u = *same;
+    memcpy(u->scalar, t->scalar, sizeof u->scalar);
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->root && slot->grid != before->slot[s].grid) {
+            const struct hstep_group *g = &call->plan.groups[t->group];
+            u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+            u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
+        }
+        if (u->stochastic >> s & 1) u->stream[s] = slot_stream(call->seed, generator, t, s);
+    }
 }
 
 void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,

@@ -23,11 +23,18 @@ float hstep_tensor_scale(int format, double norm, double elements);
  * can. */
 const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code);
 
+/* Whether no tensor of this group can be unpreparable. */
+int hstep_is_preparable(const struct hstep_group *g);
+
 /* The update of a tensor that is not unpreparable. same: the update of a tensor with the same group and step counts,
  * whose constants are taken over, or NULL; they must not be its own. norms: roots of the tensor's sums, or NULL before
  * they are known. */
 void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
                           const struct hstep_update *same, struct hstep_update *u);
+/* The same, before sums are known, where it differs little from that of tensor `before`, which is like this one and has
+ * made as many steps; that may not be its own. */
+void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
+                         const struct hstep_update *same, struct hstep_update *u);
 
 /* What devices whose memory these can read have as the entries of those names (device.h). */
 int hstep_decide(const struct hstep_call *call);

@@ -4,16 +4,19 @@
 
 #include "core/prepare.h"
 
+/* What steps look for in every tensor, and hardly ever find, is counted when the handle is settled or remembered: a
+ * thousand small tensors would pay for each look. */
 static int check_bound(const struct hstep_request *s)
 {
-    const halfstep_optimizer *o = s->o;
+    halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
         if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
         return HALFSTEP_OK;
     }
-    int error = hstep_check_bound(o, c->first, c->n);
+    int error = o->bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
     if (error) return error;
+    if (!c->single && !o->bound) o->bound = 1;
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
@@ -30,7 +33,7 @@ static int check_alone(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
+    for (int i = c->first; o->parts && i < c->first + c->n; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
         const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
@@ -50,7 +53,7 @@ static int check_norms(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; !*s->norms_made && i < c->first + c->n; i++)
+    for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
         if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
                               o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
@@ -103,7 +106,9 @@ static int check_preparable(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = c->first; i < c->first + c->n; i++) {
+    int preparable = 1;
+    for (int i = 0; i < o->n_groups; i++) preparable &= hstep_is_preparable(&o->groups[i]);
+    for (int i = c->first; !preparable && i < c->first + c->n; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         int code;
         const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;

@@ -11,7 +11,7 @@ struct hstep_request {
     int *norms_made; /* by the call between begin and finish */
 };
 
-/* What a call does with its span; ALONE is all of it. */
+/* What a call does of its request; ALONE is all of it. */
 enum hstep_part { HSTEP_BEGIN, HSTEP_NORMS, HSTEP_FINISH, HSTEP_ALONE };
 
 /* What stands against it, as a sentence; nothing has been asked of the device then. */

@@ -38,6 +38,7 @@ static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, 
 static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
+    if (o->settled && (!o->sums || n == o->n_tensors)) return o->sums;
     for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
     for (int i = first; i < first + n && !o->settled; i++) {
         struct hstep_tensor t = o->tensors[i];
@@ -58,7 +59,8 @@ static int64_t statistics_count(const struct hstep_request *s) { return hstep_su
 
 /* ---- Memory of the device ---- */
 
-/* Tensors of a span, and groups where all are stepped, to a device with memory of its own; or what it made of them. */
+/* Tensors of a request, and groups where all are stepped, to a device with memory of its own; or what it made of
+ * them. */
 static int hand_over(const struct hstep_request *s, int back)
 {
     const halfstep_optimizer *o = s->o;
@@ -168,7 +170,7 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
     const halfstep_optimizer *o = s->o;
     if (o->tensors[first].pairs) return update_factored(s, first);
     int matrices = 0, error;
-    for (int i = first; i < first + n; i++) matrices += o->tensors[i].matrix;
+    for (int i = first; o->matrices && i < first + n; i++) matrices += o->tensors[i].matrix;
     if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
     for (int i = first; matrices && i < first + n; i++)
         if (o->tensors[i].matrix && (error = update_matrix(s, i))) return error;
@@ -177,13 +179,6 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
 
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
-
-static int has_totals(const struct hstep_request *s)
-{
-    for (int i = s->call.first; i < s->call.first + s->call.n; i++)
-        if (hstep_rules[s->o->tensors[i].rule].totals) return !s->call.micro;
-    return 0;
-}
 
 /* Tensors from `first` on that are updated together: a matrix with vectors is by itself. */
 static int end_of_batch(const struct hstep_request *s, int first)
@@ -204,10 +199,11 @@ static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    int error, totals = has_totals(s), made = *s->norms_made || totals;
+    int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
     if (totals && ((!*s->norms_made && (error = sum_tensors(s, c->first, c->n))) ||
                    (error = o->device->decide_sums(c, c->first, c->n))))
         return error;
+    if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
     for (int first = c->first, end; first < c->first + c->n; first = end) {
         int sums = 0;
         end = end_of_batch(s, first);

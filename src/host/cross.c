@@ -116,7 +116,7 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
 {
     struct hstep_tensor *t = &call->plan.tensors[tensor];
     if (call->plan.updates[tensor].skip) return HALFSTEP_OK;
-    struct hstep_batch batch = {call, tensor, HSTEP_PASS_SUMS};
+    struct hstep_batch batch = {.call = call, .pass = HSTEP_PASS_SUMS};
     double *sums = (double *)(void *)call->plan.workspace;
     struct cross c = {&batch, tensor, pair, sums, sums + t->rows};
     hstep_run(call->context, sum_block, &c, blocks_of(t));

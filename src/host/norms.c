@@ -91,13 +91,10 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
     }
 }
 
-static void sum_task(void *argument, int64_t i)
+static void sum_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
-    const struct hstep_batch *b = argument;
-    const struct hstep_chunk *c = hstep_batch_chunk(b, i);
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
     if (!t->sums || b->call->plan.updates[c->tensor].skip) return;
-    struct hstep_fp fp = hstep_fp_enter();
     int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
     struct hstep_work w = hstep_work_start(b, c->tensor);
     int64_t row = t->index_stride, mean_of = -1;
@@ -131,12 +128,18 @@ static void sum_task(void *argument, int64_t i)
     int64_t *total = b->call->statistics + hstep_sum_offset(b->call, c->tensor);
     for (int64_t j = 0; j < t->sums; j++)
         hstep_merge_squares(total + j * HSTEP_EXACT_LIMBS, limbs + j * HSTEP_EXACT_LIMBS);
+}
+
+static void sum_task(void *argument, int64_t i)
+{
+    struct hstep_span span = hstep_task_span(argument, i);
+    struct hstep_fp fp = hstep_fp_enter();
+    for (const struct hstep_chunk *c = span.first; c < span.end; c++) sum_chunk(argument, c);
     hstep_fp_leave(fp);
 }
 
 int hstep_host_sum(const struct hstep_call *call, int first, int n)
 {
-    struct hstep_batch b = {call, first, HSTEP_PASS_SUMS};
-    if (n) hstep_run_batch(&b, n, sum_task);
+    hstep_run_batch(call, HSTEP_PASS_SUMS, first, n, sum_task);
     return HALFSTEP_OK;
 }

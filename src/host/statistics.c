@@ -94,18 +94,14 @@ static double threshold(const struct hstep_call *call, int raw)
     return raw || hstep_is_clipped_by_own_norm(call) ? INFINITY : GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
 }
 
-static void scan_task(void *argument, int64_t i)
+/* Adds to the squares where they are wanted. */
+static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int64_t *squares)
 {
-    const struct hstep_batch *b = argument;
-    const struct hstep_call *call = b->call;
-    const struct hstep_chunk *c = hstep_batch_chunk(b, i);
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const char *gradient = call->gradients[c->tensor - call->first];
     if (!gradient) return;
-    struct hstep_fp fp = hstep_fp_enter();
-    int64_t squares[HSTEP_EXACT_LIMBS] = {0};
     uint32_t largest = 0;
-    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = hstep_is_clipped(call) && !raw;
+    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = squares && !raw;
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
         int64_t offset = c->offset, length = c->length;
@@ -119,14 +115,25 @@ static void scan_task(void *argument, int64_t i)
     memcpy(&magnitude, &largest, 4);
     if (call->scan != HSTEP_SCAN_NONE && !((double)magnitude < threshold(call, raw)))
         __atomic_store_n(&call->statistics[hstep_flags_offset() + c->tensor - call->first], 1, __ATOMIC_RELAXED);
+}
+
+static void scan_task(void *argument, int64_t i)
+{
+    const struct hstep_call *call = ((const struct hstep_batch *)argument)->call;
+    struct hstep_span span = hstep_task_span(argument, i);
+    struct hstep_fp fp = hstep_fp_enter();
+    int64_t squares[HSTEP_EXACT_LIMBS];
+    int summed = hstep_is_clipped(call);
+    if (summed) memset(squares, 0, sizeof squares);
+    for (const struct hstep_chunk *c = span.first; c < span.end; c++) scan_chunk(call, c, summed ? squares : NULL);
     if (summed) hstep_merge_squares(call->statistics, squares);
     hstep_fp_leave(fp);
 }
 
 int hstep_host_scan(const struct hstep_call *call)
 {
-    struct hstep_batch b = {call, call->first, HSTEP_PASS_SUMS};
-    if (call->n && (call->scan != HSTEP_SCAN_NONE || hstep_is_clipped(call))) hstep_run_batch(&b, call->n, scan_task);
+    if (call->scan != HSTEP_SCAN_NONE || hstep_is_clipped(call))
+        hstep_run_batch(call, HSTEP_PASS_SUMS, call->first, call->n, scan_task);
     hstep_exact_normalize(call->statistics);
     return HALFSTEP_OK;
 }

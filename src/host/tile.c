@@ -9,15 +9,24 @@
 
 /* ---- Batches ---- */
 
-void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task)
+void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, halfstep_task task)
 {
-    const struct hstep_tensor *t = &b->call->plan.tensors[b->first], *last = t + n - 1;
-    hstep_run(b->call->context, task, (void *)(uintptr_t)b, last->first_chunk + last->chunks - t->first_chunk);
+    if (!n) return;
+    const struct hstep_chunk *chunks = call->plan.chunks;
+    const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
+    struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
+    if (b.first == b.end) return;
+    b.task = chunks[b.first].task;
+    hstep_run(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
 }
 
-const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i)
+/* Tensors at either end of a batch may share a task with others that are not in it. */
+struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
 {
-    return &b->call->plan.chunks[b->call->plan.tensors[b->first].first_chunk + i];
+    const struct hstep_plan *plan = &b->call->plan;
+    int64_t first = plan->tasks[b->task + i], end = plan->tasks[b->task + i + 1];
+    return (struct hstep_span){plan->chunks + (first < b->first ? b->first : first),
+                               plan->chunks + (end > b->end ? b->end : end)};
 }
 
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
@@ -26,20 +35,27 @@ struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     const struct hstep_update *u = &call->plan.updates[tensor];
     enum hstep_pass pass = b->pass;
-    struct hstep_work w = {.kernels = call->context->kernels, .t = t, .u = u, .pass = pass};
+    struct hstep_work w;
+    w.kernels = call->context->kernels;
+    w.t = t;
+    w.u = u;
+    w.pass = pass;
+    w.mean = 0.0f;
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         w.format[s] = t->slot[s].format;
         w.code[s] = t->slot[s].code;
         w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
-        /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
+    }
+    /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
+    for (int s = 0; s < HSTEP_SLOTS && (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE || u->micro); s++)
         if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
             (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
             (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
             w.format[s] = HSTEP_FORMAT_NONE;
-    }
     w.code[HALFSTEP_SLOT_WEIGHT] = call->weights ? call->weights[tensor - call->first] : NULL;
     w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
     w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_NONE;
+    w.code[HSTEP_SLOT_WORK] = w.extra[HSTEP_SLOT_WORK] = NULL;
     if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
         w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
         w.code[HSTEP_SLOT_WORK] = (char *)call->plan.workspace;
@@ -80,6 +96,11 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
             spread(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
             continue;
         }
+        if (!element) {
+            places->code[s] = w->code[s];
+            places->extra[s] = w->extra[s];
+            continue;
+        }
         places->code[s] = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         if (w->extra[s]) places->extra[s] = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
     }
@@ -109,8 +130,8 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
         places->code[s] = room->code[s];
         places->extra[s] = room->extra[s];
         if (w->format[s] < 0) continue;
-        memset(room->code[s], 0, sizeof room->code[s]);
-        memset(room->extra[s], 0, sizeof room->extra[s]);
+        memset(room->code[s], 0, (size_t)(n * w->t->unit) * 4);
+        memset(room->extra[s], 0, (size_t)(n * w->t->unit) * 2);
         if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
                 spread(w, s, part[i].element, part[i].count,

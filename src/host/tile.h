@@ -48,16 +48,22 @@ struct hstep_part {
     int lead, count;
 };
 
-/* What all tasks of one pass over n tensors from `first` on share. */
+/* What all tasks of one pass over some tensors share: chunks first .. end - 1, the first of which is of task `task`. */
 struct hstep_batch {
     const struct hstep_call *call;
-    int first;
     enum hstep_pass pass;
+    int64_t first, end, task;
 };
 
-/* The task, with the batch as its argument, for every chunk of n tensors. */
-void hstep_run_batch(const struct hstep_batch *b, int n, halfstep_task task);
-const struct hstep_chunk *hstep_batch_chunk(const struct hstep_batch *b, int64_t i);
+/* The chunks of one task, from `first` to before `end`. */
+struct hstep_span {
+    const struct hstep_chunk *first, *end;
+};
+
+/* A pass over n tensors from `first` on: the task is called with the batch as its argument. */
+void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, halfstep_task task);
+/* Of call number i of a task. */
+struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);
 /* Places in the slots themselves, for whole units. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);

@@ -69,17 +69,18 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
     }
 }
 
-static void default_words(const struct hstep_work *w, uint32_t (*words)[HSTEP_TILE_WORDS])
+static void default_words(const struct hstep_work *w, uint32_t (*words)[HSTEP_TILE_WORDS], int64_t n)
 {
+    int64_t count = (n < HSTEP_TILE ? n : HSTEP_TILE) / 2;
     for (int s = 0; s < HSTEP_SLOTS; s++)
         if (!(w->u->stochastic >> s & 1))
-            for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[s][i] = 0x80008000u;
+            for (int64_t i = 0; i < count; i++) words[s][i] = 0x80008000u;
 }
 
 static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
     HSTEP_ALIGNED uint32_t words[HSTEP_SLOTS][HSTEP_TILE_WORDS];
-    default_words(w, words);
+    default_words(w, words, n);
     while (n > 0) {
         int64_t count = n < HSTEP_TILE ? n : HSTEP_TILE;
         struct hstep_places places;
@@ -136,7 +137,7 @@ static void flush_staging(const struct hstep_work *w, struct staging *st)
     struct hstep_room room;
     struct hstep_places places;
     HSTEP_ALIGNED uint32_t words[HSTEP_SLOTS][HSTEP_TILE_WORDS];
-    default_words(w, words);
+    default_words(w, words, (int64_t)st->n * w->t->unit);
     hstep_gather(w, st->part, st->n, &room, &places);
     for (int s = 0; s < HSTEP_SLOTS; s++)
         if (w->u->stochastic >> s & 1)
@@ -188,16 +189,14 @@ static void update_rows(struct hstep_work *w, struct staging *st, int64_t elemen
     }
 }
 
-static void update_task(void *argument, int64_t i)
+static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
-    const struct hstep_batch *b = argument;
-    const struct hstep_chunk *c = hstep_batch_chunk(b, i);
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
     const struct hstep_update *u = &b->call->plan.updates[c->tensor];
     if (u->skip || (t->matrix && b->pass == HSTEP_PASS_UPDATE) || (u->still && b->pass == HSTEP_PASS_CHANGE)) return;
-    struct hstep_fp fp = hstep_fp_enter();
     struct hstep_work w = hstep_work_start(b, c->tensor);
-    struct staging st = {0};
+    struct staging st;
+    st.n = 0;
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         int64_t element = run * t->run_length + c->offset;
         uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
@@ -206,12 +205,18 @@ static void update_task(void *argument, int64_t i)
         else update_stretch(&w, &st, element, index, c->length);
     }
     flush_staging(&w, &st);
+}
+
+static void update_task(void *argument, int64_t i)
+{
+    struct hstep_span span = hstep_task_span(argument, i);
+    struct hstep_fp fp = hstep_fp_enter();
+    for (const struct hstep_chunk *c = span.first; c < span.end; c++) update_chunk(argument, c);
     hstep_fp_leave(fp);
 }
 
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
-    struct hstep_batch b = {call, first, pass};
-    hstep_run_batch(&b, n, update_task);
+    hstep_run_batch(call, pass, first, n, update_task);
     return HALFSTEP_OK;
 }

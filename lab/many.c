@@ -1,0 +1,169 @@
+/* Times one step of many small tensors against one of a single tensor with as many elements, in turn in one process:
+ * many LIBRARY RECIPE SHAPES THREADS SCAN ROUNDS [LIBRARY]. Each round steps both, the order changing; prints
+ * the medians, the median of the quotients many / one of the rounds, which a busy machine disturbs least, and what a
+ * tensor costs above its elements. A second library steps the many as well, and what it takes is printed over what the
+ * first takes. lab/many.sh runs a list.
+ *
+ * SHAPES: ROWSxCOLUMNS*COUNT and FROM-TOxCOLUMNS*COUNT (rows from FROM to TO in turn), with + between; or `model`, the
+ * tensors of a small transformer: 12 layers of 64 columns, biases and norms. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "halfstep.h"
+
+enum { WARM_UP = 20, MOST = 1 << 16 };
+
+struct shape {
+    int64_t rows, columns;
+};
+
+struct subject {
+    halfstep_optimizer *o;
+    int (*step)(halfstep_optimizer *, void *const *, const void *const *);
+    void **weights;
+    const void **gradients;
+};
+
+static void *must(void *result, const char *what)
+{
+    if (result) return result;
+    fprintf(stderr, "many: %s\n", what);
+    exit(1);
+}
+
+static void *function(void *library, const char *name) { return must(dlsym(library, name), name); }
+
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, int n)
+{
+    qsort(x, (size_t)n, sizeof *x, ascending);
+    return x[n / 2];
+}
+
+static const char *const model =
+    "512x64*1+192x64*12+192x1*12+64x64*12+64x1*12+256x64*12+256x1*12+64x256*12+64x1*60+512x64*1";
+
+static int parse_shapes(const char *text, struct shape *shape)
+{
+    int n = 0;
+    for (const char *at = strcmp(text, "model") ? text : model; *at; at += *at == '+') {
+        long long from, to, columns, count;
+        int used = 0;
+        if (sscanf(at, "%lld-%lldx%lld*%lld%n", &from, &to, &columns, &count, &used) != 4 || !used) {
+            used = 0;
+            if (sscanf(at, "%lldx%lld*%lld%n", &from, &columns, &count, &used) != 3 || !used) must(NULL, at);
+            to = from;
+        }
+        if (from < 1 || to < from || columns < 1 || count < 1 || count > MOST - n) must(NULL, at);
+        for (long long i = 0; i < count; i++) shape[n++] = (struct shape){from + i % (to - from + 1), columns};
+        at += used;
+    }
+    return n;
+}
+
+/* 16-bit gradients are written as BF16, from 0.008 to 0.03 with either sign. */
+static void fill(void *gradient, int wide, size_t n, uint32_t seed)
+{
+    for (size_t i = 0; i < n; i++) {
+        seed = seed * 1664525 + 1013904223;
+        if (wide) ((float *)gradient)[i] = (float)(int32_t)seed * 1e-10f;
+        else ((uint16_t *)gradient)[i] = (uint16_t)(0x3c00 | (seed >> 16 & 0x80ff));
+    }
+}
+
+/* Weights and gradients lie one after another, each at a cache line, as a packed model's do. */
+static struct subject open_subject(const char *path, const char *recipe, const struct shape *shape, int tensors,
+                                   int threads, const char *scan)
+{
+    /* A name space of its own, for two builds have the same symbols. */
+    void *library = must(dlmopen(LM_ID_NEWLM, path, RTLD_NOW | RTLD_LOCAL), path);
+    int (*create)(const halfstep_options *, halfstep_optimizer **) = function(library, "halfstep_create");
+    int (*choose)(halfstep_optimizer *, int32_t, const char *, const char *) = function(library, "halfstep_set_choice");
+    int (*add_group)(halfstep_optimizer *, const char *, int32_t *) = function(library, "halfstep_add_group");
+    int (*add_tensor)(halfstep_optimizer *, const halfstep_tensor *, int32_t *) =
+        function(library, "halfstep_add_tensor");
+    int (*allocate)(halfstep_optimizer *) = function(library, "halfstep_allocate_states");
+    struct subject s = {.step = function(library, "halfstep_step"),
+                        .weights = must(calloc((size_t)tensors, sizeof(void *)), "no memory"),
+                        .gradients = must(calloc((size_t)tensors, sizeof(void *)), "no memory")};
+    halfstep_options options = {.struct_size = sizeof options, .threads = threads};
+    int32_t index;
+    int wide = !strstr(recipe, "/bf16");
+    size_t size = wide ? 4 : 2, bytes = 0;
+    if (create(&options, &s.o) || choose(s.o, HALFSTEP_ALL_GROUPS, "scan", scan) || add_group(s.o, recipe, &index))
+        must(NULL, recipe);
+    for (int i = 0; i < tensors; i++) bytes += ((size_t)(shape[i].rows * shape[i].columns) * size + 63) / 64 * 64;
+    char *weight = must(aligned_alloc(64, bytes), "no memory"), *gradient = must(aligned_alloc(64, bytes), "no memory");
+    memset(weight, 0, bytes);
+    fill(gradient, wide, bytes / size, 1);
+    for (int i = 0; i < tensors; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "t%d", i);
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .name = name,
+                             .ndim = 2,
+                             .rows = shape[i].rows,
+                             .row_length = shape[i].columns,
+                             .gradient = wide ? "f32" : "bf16"};
+        if (add_tensor(s.o, &t, &index)) must(NULL, name);
+        s.weights[i] = weight;
+        s.gradients[i] = gradient;
+        size_t here = ((size_t)(shape[i].rows * shape[i].columns) * size + 63) / 64 * 64;
+        weight += here;
+        gradient += here;
+    }
+    if (allocate(s.o)) must(NULL, "no memory for states");
+    return s;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 7 && argc != 8) must(NULL, "LIBRARY RECIPE SHAPES THREADS SCAN ROUNDS [LIBRARY]");
+    static struct shape shape[MOST];
+    int tensors = parse_shapes(argv[3], shape), threads = atoi(argv[4]), rounds = atoi(argv[6]),
+        subjects = argc == 8 ? 3 : 2;
+    int64_t elements = 0;
+    for (int i = 0; i < tensors; i++) elements += shape[i].rows * shape[i].columns;
+    struct shape whole = {elements / 64, 64};
+    struct subject subject[3] = {open_subject(argv[1], argv[2], &whole, 1, threads, argv[5]),
+                                 open_subject(argv[1], argv[2], shape, tensors, threads, argv[5])};
+    if (subjects == 3) subject[2] = open_subject(argv[7], argv[2], shape, tensors, threads, argv[5]);
+    double *time[3], *quotient = must(calloc((size_t)rounds, sizeof *quotient), "no memory");
+    double *other = must(calloc((size_t)rounds, sizeof *other), "no memory");
+    for (int i = 0; i < subjects; i++) time[i] = must(calloc((size_t)rounds, sizeof **time), "no memory");
+    for (int r = -WARM_UP; r < rounds; r++) {
+        double spent[3] = {0};
+        for (int k = 0; k < subjects; k++) {
+            int i = ((r & 1 ? subjects - 1 - k : k) + (r >> 1 & 1)) % subjects;
+            double start = seconds();
+            if (subject[i].step(subject[i].o, subject[i].weights, subject[i].gradients)) must(NULL, "a step failed");
+            spent[i] = seconds() - start;
+        }
+        if (r < 0) continue;
+        for (int i = 0; i < subjects; i++) time[i][r] = spent[i];
+        quotient[r] = spent[1] / spent[0];
+        other[r] = spent[2] / spent[1];
+    }
+    double one = median(time[0], rounds), many = median(time[1], rounds);
+    printf("| `%s` | %s | %d | %s | %.1f | %.1f | %.3f | %.0f |", argv[2], argv[3], threads, argv[5], one * 1e6,
+           many * 1e6, median(quotient, rounds), (many - one) / tensors * 1e9);
+    if (subjects == 3) printf(" %.3f |", median(other, rounds));
+    putchar('\n');
+    return 0;
+}
