@@ -1,7 +1,7 @@
 /* Defects of other optimizers' low-precision arithmetic, each as a test that passes here and fails on the arithmetic
  * named in its comment; where it is cheap, that arithmetic runs beside as a counter-check, so that the test is seen
  * to tell them apart. Over 500 lines because every defect needs its own small experiment. --short shortens the long
- * runs. */
+ * runs. Not for an emulator. */
 #include <math.h>
 
 #include "ref/fixture.h"

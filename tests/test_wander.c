@@ -5,7 +5,8 @@
  *   test_wander [STEPS]     steps of each run (1200); docs/random.md quotes 12000
  *   test_wander --short     without those runs, for builds that run slowly
  *
- * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass. */
+ * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass.
+ * Not for an emulator. */
 #include <math.h>
 
 #include "ref/fixture.h"
