@@ -5,7 +5,7 @@
  *
  * A row is a recipe, followed by settings separated by spaces: choices and hyper-parameters of the library by name
  * (scan=scan, ns_steps=1), and rows=R, which makes the tensor a matrix of R rows. Prints row,isa,instructions for each
- * element, for each further tensor of 2 x 64 in a step of many, and for the step of one tensor whatever its size.
+ * element, for each further tensor of 128 in a step of many, and for the step of one tensor whatever its size.
  * Without --isa every instruction set that runs here is counted. --list prints the rows of every rule, --isas
  * the instruction sets.
  *
@@ -144,13 +144,13 @@ static int64_t count_step(const struct row *row, int tensors, int64_t rows, int6
         snprintf(name, sizeof name, "t%d", i);
         halfstep_tensor t = {.struct_size = sizeof t,
                              .name = name,
-                             .ndim = rows ? 2 : 1,
-                             .rows = rows ? rows : 1,
+                             .ndim = row->rows ? 2 : 1,
+                             .rows = rows,
                              .row_length = columns,
                              .gradient = row->gradients};
         if (call.halfstep_add_tensor(o, &t, &index)) stop("%s: %s", row->recipe, call.halfstep_error_detail(o));
-        weight[i] = filled(weight_bits, t.rows * columns, 2 * (uint32_t)i);
-        gradient[i] = filled(gradient_bits, t.rows * columns, 2 * (uint32_t)i + 1);
+        weight[i] = filled(weight_bits, rows * columns, 2 * (uint32_t)i);
+        gradient[i] = filled(gradient_bits, rows * columns, 2 * (uint32_t)i + 1);
     }
     if (call.halfstep_allocate_states(o)) stop("%s: no states", row->recipe);
     int status = 0;
@@ -177,12 +177,13 @@ static void print_row(const char *text, const struct row *row, const char *isa, 
 {
     int64_t rows = row->rows ? row->rows : 1;
     if (blocks) now.edge = must(calloc(EDGES, sizeof *now.edge), "no memory");
-    int64_t small = count_step(row, 1, row->rows, row->size / rows);
+    int64_t small = count_step(row, 1, rows, row->size / rows);
     now.size = 1;
-    int64_t large = count_step(row, 1, row->rows, (row->size + MORE) / rows);
+    int64_t large = count_step(row, 1, rows, (row->size + MORE) / rows);
     struct edge *edge = now.edge;
     now.edge = NULL;
-    int64_t one = count_step(row, 1, 2, 64), many = count_step(row, MANY, 2, 64);
+    int64_t few = row->rows ? 2 : 128, one = count_step(row, 1, few, 128 / few),
+            many = count_step(row, MANY, few, 128 / few);
     double element = (double)(large - small) / MORE;
     printf("%s,%s,%.3f,%.0f,%.0f\n", text, isa, element, (double)(many - one) / (MANY - 1),
            (double)small - (double)row->size * element);
