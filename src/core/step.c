@@ -1,6 +1,6 @@
 /* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
- * micro-steps are the same steps, with a public face each. Over 500 lines because of these: one place for what is checked,
- * in which order, before anything changes. */
+ * micro-steps are the same steps, with a public face each. Over 500 lines because of these: one place for what is
+ * checked, in which order, before anything changes. */
 #include "core/layout.h"
 #include "core/lock.h"
 #include "core/optimizer.h"
@@ -255,19 +255,21 @@ static int update_tensors(const struct span *s, int first, int n)
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
-/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. */
+/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From the
+ * last tensor on, whose gradient the scan has left in the caches. */
 static int update_all(const struct span *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     int error;
     if (!o->sums) return update_tensors(s, c->first, c->n);
-    for (int first = c->first, end; first < c->first + c->n; first = end) {
+    for (int end = c->first + c->n, first = end; end > c->first; end = first) {
         int64_t elements = 0;
         int sums = 0;
-        for (end = first; end < c->first + c->n && (end == first || elements < BATCH_ELEMENTS); end++) {
-            elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
-            sums |= c->gradients[end - c->first] && hstep_needs_sums(&o->tensors[end], c->micro);
+        while (first > c->first && (first == end || elements < BATCH_ELEMENTS)) {
+            first--;
+            elements += o->tensors[first].n_rows * o->tensors[first].n_columns;
+            sums |= c->gradients[first - c->first] && hstep_needs_sums(&o->tensors[first], c->micro);
         }
         if ((sums && !*s->norms_made && (error = o->device->sum(c, first, end - first))) ||
             (sums && (error = o->device->decide_sums(c, first, end - first))) ||

@@ -133,7 +133,7 @@ static void scan_task(void *argument, int64_t i)
 int hstep_host_scan(const struct hstep_call *call)
 {
     if (call->scan != HSTEP_SCAN_NONE || hstep_is_clipped(call))
-        hstep_run_batch(call, HSTEP_PASS_SUMS, call->first, call->n, scan_task);
+        hstep_run_batch(call, HSTEP_PASS_SUMS, call->first, call->n, 0, scan_task);
     hstep_exact_normalize(call->statistics);
     return HALFSTEP_OK;
 }
