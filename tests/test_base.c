@@ -4,6 +4,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
+#include <time.h>
 
 #ifndef _WIN32
 #include <pthread.h>
@@ -16,6 +17,7 @@
 #include "detmath.h"
 #include "exact.h"
 #include "rng.h"
+#include "core/lock.h"
 #include "core/schedule.h"
 #include "test.h"
 #include "host/threads.h"
@@ -433,6 +435,44 @@ static int64_t run_and_count(int threads, int64_t n)
     return wrong;
 }
 
+static _Thread_local int is_caller;
+
+/* Which tasks ran, and how many of the caller's came after one with a higher number. */
+struct order {
+    int64_t last, falls;
+    atomic_int ran[1000];
+};
+
+static void order_task(void *arg, int64_t i)
+{
+    struct order *o = arg;
+    atomic_fetch_add(&o->ran[i], 1);
+    if (!is_caller) return;
+    o->falls += i < o->last;
+    o->last = i;
+}
+
+/* What two threads run first: the caller, and the other. Each waits for the other, so that nobody takes what is not his
+ * before both have begun. */
+struct meeting {
+    int first[2];
+    atomic_int met[2], alone; /* alone: nobody else came for a second or two */
+};
+
+static void meeting_task(void *arg, int64_t i)
+{
+    struct meeting *m = arg;
+    int self = !is_caller;
+    if (atomic_load(&m->met[self])) return;
+    m->first[self] = (int)i;
+    atomic_store(&m->met[self], 1);
+    time_t start = time(NULL);
+    while (!atomic_load(&m->met[!self]) && !atomic_load(&m->alone)) {
+        if (!self && time(NULL) - start > 1) atomic_store(&m->alone, 1);
+        hstep_yield();
+    }
+}
+
 static void plain_write(void *arg, int64_t i) { ((int *)arg)[i]++; }
 
 static void nested_task(void *arg, int64_t i)
@@ -526,6 +566,31 @@ static void test_threads(void)
                 CHECK(wrong == 0, "%d threads, %lld tasks: %lld not done once", threads[a], (long long)tasks[b],
                       (long long)wrong);
             }
+    }
+    is_caller = 1;
+    TEST("threads: backwards, every task once, and a lone thread's last first") {
+        static const int threads[] = {1, 2, 3, 8};
+        static const int64_t tasks[] = {0, 1, 2, 7, 64, 1000};
+        for (size_t a = 0; a < sizeof threads / sizeof threads[0]; a++)
+            for (size_t b = 0; b < sizeof tasks / sizeof tasks[0]; b++) {
+                struct order o = {.last = INT64_MAX};
+                int64_t wrong = 0;
+                hstep_run_tasks_backwards(threads[a], order_task, &o, tasks[b]);
+                for (int64_t i = 0; i < tasks[b]; i++) wrong += o.ran[i] != 1;
+                CHECK(!wrong, "%d threads, %lld tasks: %lld not done once", threads[a], (long long)tasks[b],
+                      (long long)wrong);
+                CHECK(threads[a] > 1 || o.falls == tasks[b], "%lld of %lld tasks came before a lower one",
+                      (long long)o.falls, (long long)tasks[b]);
+            }
+    }
+    TEST("threads: a thread goes through its share in the direction that was asked for") {
+        struct meeting forward = {.alone = 0}, backward = {.alone = 0};
+        hstep_run_tasks(2, meeting_task, &forward, 64);
+        CHECK(forward.first[0] == 0 && (forward.alone || forward.first[1] == 32), "forwards: tasks %d and %d first",
+              forward.first[0], forward.first[1]);
+        hstep_run_tasks_backwards(2, meeting_task, &backward, 64);
+        CHECK(backward.first[0] == 31 && (backward.alone || backward.first[1] == 63),
+              "backwards: tasks %d and %d first", backward.first[0], backward.first[1]);
     }
     TEST("threads: what tasks wrote is seen by the caller, run after run") {
         static int value[257];

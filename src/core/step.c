@@ -180,21 +180,22 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
-/* Tensors from `first` on that are updated together: a matrix with vectors is by itself. */
-static int end_of_batch(const struct hstep_request *s, int first)
+/* The first of the tensors before `end` that are updated together: a matrix with vectors is by itself. */
+static int start_of_batch(const struct hstep_request *s, int end)
 {
     const halfstep_optimizer *o = s->o;
-    int end = first;
+    int first = end;
     int64_t elements = 0;
     do {
-        elements += o->tensors[end].n_rows * o->tensors[end].n_columns;
-        end++;
-    } while (end < s->call.first + s->call.n && !o->tensors[first].pairs && !o->tensors[end].pairs &&
+        first--;
+        elements += o->tensors[first].n_rows * o->tensors[first].n_columns;
+    } while (first > s->call.first && !o->tensors[first].pairs && !o->tensors[first - 1].pairs &&
              (!o->sums || elements < BATCH_ELEMENTS));
-    return end;
+    return first;
 }
 
-/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. */
+/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From
+ * the last tensor on, whose gradient the scan has left in the caches. */
 static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
@@ -204,9 +205,9 @@ static int update_all(const struct hstep_request *s)
                    (error = o->device->decide_sums(c, c->first, c->n))))
         return error;
     if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
-    for (int first = c->first, end; first < c->first + c->n; first = end) {
+    for (int end = c->first + c->n, first; end > c->first; end = first) {
         int sums = 0;
-        end = end_of_batch(s, first);
+        first = start_of_batch(s, end);
         for (int i = first; i < end && !o->tensors[i].pairs; i++)
             sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
         if ((sums && !made && (error = o->device->sum(c, first, end - first))) ||

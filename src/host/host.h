@@ -6,6 +6,9 @@
 
 /* n tasks on the caller's threads or the pool. */
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
+/* From the last task on, for a pass over what another pass has just gone through: caches hold its end. Hosts that lend
+ * threads are given the tasks in that order. */
+void hstep_run_backwards(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n);
 
 /* Entries of the table, by file. */
 int hstep_host_scan(const struct hstep_call *call);                        /* statistics.c */

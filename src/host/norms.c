@@ -140,6 +140,6 @@ static void sum_task(void *argument, int64_t i)
 
 int hstep_host_sum(const struct hstep_call *call, int first, int n)
 {
-    hstep_run_batch(call, HSTEP_PASS_SUMS, first, n, sum_task);
+    hstep_run_batch(call, HSTEP_PASS_SUMS, first, n, 1, sum_task);
     return HALFSTEP_OK;
 }

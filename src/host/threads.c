@@ -101,7 +101,7 @@ enum { SPIN_ROUNDS = 64, SPIN_LOOKS = 32 };
 #define GATE_NUMBER_SHIFT 18
 
 /* What is left of one thread's share: begin in the low half, end in the high half. The owner takes from the begin,
- * others from the end. */
+ * others from the end; in a backward run it is the other way round. */
 struct share {
     _Alignas(64) _Atomic uint64_t range;
 };
@@ -119,6 +119,7 @@ static struct {
     int registered;
     void (*task)(void *, int64_t);
     void *arg;
+    int backward;
     int64_t n, unit; /* `unit` consecutive tasks are taken at once, so that a share fits 32-bit ends */
     os_thread thread[HSTEP_MAX_THREADS];
     struct share share[HSTEP_MAX_THREADS];
@@ -131,16 +132,16 @@ static void run_unit(uint32_t unit)
 }
 
 /* Takes one unit of a share; 0 if it is empty. */
-static int take(struct share *share, int own, uint32_t *unit)
+static int take(struct share *share, int from_begin, uint32_t *unit)
 {
     uint64_t range = atomic_load_explicit(&share->range, memory_order_relaxed);
     for (;;) {
         uint32_t begin = (uint32_t)range, end = (uint32_t)(range >> 32);
         if (begin == end) return 0;
-        uint64_t left = own ? range + 1 : range - ((uint64_t)1 << 32);
+        uint64_t left = from_begin ? range + 1 : range - ((uint64_t)1 << 32);
         if (atomic_compare_exchange_weak_explicit(&share->range, &range, left, memory_order_relaxed,
                                                   memory_order_relaxed)) {
-            *unit = own ? begin : end - 1;
+            *unit = from_begin ? begin : end - 1;
             return 1;
         }
     }
@@ -149,10 +150,11 @@ static int take(struct share *share, int own, uint32_t *unit)
 static void work(int self, int threads)
 {
     uint32_t unit;
-    while (take(&pool.share[self], 1, &unit)) run_unit(unit);
+    int forward = !pool.backward;
+    while (take(&pool.share[self], forward, &unit)) run_unit(unit);
     for (int k = 1; k < threads; k++) {
         struct share *other = &pool.share[(self + k) % threads];
-        while (take(other, 0, &unit)) run_unit(unit);
+        while (take(other, !forward, &unit)) run_unit(unit);
     }
 }
 
@@ -267,7 +269,7 @@ static int start_workers(int threads)
     return pool.started < threads - 1 ? pool.started + 1 : threads;
 }
 
-void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n)
+static void run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n, int backward)
 {
     if (threads > HSTEP_MAX_THREADS) threads = HSTEP_MAX_THREADS;
     if (threads > n) threads = (int)n;
@@ -277,6 +279,7 @@ void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg,
             pool.task = task;
             pool.arg = arg;
             pool.n = n;
+            pool.backward = backward;
             pool.unit = 1 + (n >> 31);
             uint64_t units = (uint64_t)((n - 1) / pool.unit + 1);
             for (int t = 0; t < threads; t++) {
@@ -296,7 +299,17 @@ void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg,
         }
         release_pool();
     }
-    for (int64_t i = 0; i < n; i++) task(arg, i);
+    for (int64_t i = 0; i < n; i++) task(arg, backward ? n - 1 - i : i);
+}
+
+void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n)
+{
+    run_tasks(threads, task, arg, n, 0);
+}
+
+void hstep_run_tasks_backwards(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n)
+{
+    run_tasks(threads, task, arg, n, 1);
 }
 
 void hstep_pool_shutdown(void)
@@ -342,5 +355,24 @@ int32_t halfstep_default_threads(void) { return hstep_default_threads(); }
 void hstep_run(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n)
 {
     if (c->run) c->run(c->host, task, argument, n);
-    else hstep_run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n);
+    else run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n, 0);
+}
+
+struct backward_run {
+    halfstep_task task;
+    void *argument;
+    int64_t n;
+};
+
+static void backward_task(void *argument, int64_t i)
+{
+    const struct backward_run *r = argument;
+    r->task(r->argument, r->n - 1 - i);
+}
+
+void hstep_run_backwards(const struct hstep_context *c, halfstep_task task, void *argument, int64_t n)
+{
+    struct backward_run r = {task, argument, n};
+    if (c->run) c->run(c->host, backward_task, &r, n);
+    else run_tasks(c->threads ? c->threads : hstep_default_threads(), task, argument, n, 1);
 }

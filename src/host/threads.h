@@ -12,6 +12,9 @@
  * so tasks may not wait for each other. Threads that cannot be had are done without. Nothing is allocated once the pool
  * has run with that many threads. A task must not fork a child that then returns from it. */
 void hstep_run_tasks(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
+/* The same, and every thread goes through its share from the end to the begin: what a run before it has left in the
+ * thread's caches comes first. */
+void hstep_run_tasks_backwards(int threads, void (*task)(void *arg, int64_t i), void *arg, int64_t n);
 
 /* HALFSTEP_THREADS, else the first number of OMP_NUM_THREADS, else the processors this process may use; at most
  * HSTEP_MAX_THREADS. A malformed variable counts as not set. */

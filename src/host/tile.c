@@ -9,7 +9,8 @@
 
 /* ---- Batches ---- */
 
-void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, halfstep_task task)
+void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
+                     halfstep_task task)
 {
     if (!n) return;
     const struct hstep_chunk *chunks = call->plan.chunks;
@@ -17,7 +18,7 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
     struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
     if (b.first == b.end) return;
     b.task = chunks[b.first].task;
-    hstep_run(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
+    (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
 }
 
 /* Tensors at either end of a batch may share a task with others that are not in it. */

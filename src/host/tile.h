@@ -60,8 +60,12 @@ struct hstep_span {
     const struct hstep_chunk *first, *end;
 };
 
-/* A pass over n tensors from `first` on: the task is called with the batch as its argument. */
-void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, halfstep_task task);
+/* A pass over n tensors from `first` on: the task is called with the batch as its argument. Each pass goes the other
+ * way than the one before it, so that what was read last, which caches still hold, is read again first: scans forwards,
+ * sums backwards, updates forwards where there were sums and else backwards. Chunks know nothing of each other: no bit
+ * depends on their order. */
+void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
+                     halfstep_task task);
 /* Of call number i of a task. */
 struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);

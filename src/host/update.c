@@ -217,6 +217,6 @@ static void update_task(void *argument, int64_t i)
 
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
-    hstep_run_batch(call, pass, first, n, update_task);
+    hstep_run_batch(call, pass, first, n, !n || !call->plan.tensors[first].sums, update_task);
     return HALFSTEP_OK;
 }
