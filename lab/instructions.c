@@ -97,7 +97,8 @@ static halfstep_rule_info rule_of(const char *recipe)
     halfstep_rule_info info = {.struct_size = sizeof info};
     char rule[64];
     snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
-    call.halfstep_get_rule_info(call.halfstep_rule_find(rule), &info);
+    if (call.halfstep_get_rule_info(call.halfstep_rule_find(rule), &info) || !info.decay)
+        stop("this library has another header than this program was compiled with");
     return info;
 }
 

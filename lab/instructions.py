@@ -6,7 +6,7 @@
     instructions.py BUILD --write FILE    records them as budgets (`make budgets`: bench/instructions.csv)
     instructions.py BUILD --check FILE    the alarm: fails where a row needs more than its budget
 
-BUILD is a build folder or a libhalfstep.so, of any version, or what --write wrote of one. --rows takes parts of names, or whole rows where nothing that is
+BUILD is a build folder of any version, a libhalfstep.so of this one's header, or what --write wrote of one. --rows takes parts of names, or whole rows where nothing that is
 listed has such a part ("muon/f32/f32 rows=4 ns_steps=1"); without it every rule in four formats and every recipe of
 bench/results.csv. --isa takes names; without it all that this machine has but scalar, whose speed nobody counts. A library
 for the other processor is counted by qemu, with a cross compiler: instructions.py build/aarch64. lab/instructions.c does the
@@ -55,6 +55,17 @@ def compiler_of(library):
     return f"clang {clang[1]}" if clang else f"gcc {gcc[1]}" if gcc else "unknown"
 
 
+def header_of(library):
+    """The folder of the header that it was built with, where its build folder tells; this tree's otherwise."""
+    cache = os.path.join(os.path.dirname(library), "CMakeCache.txt")
+    if os.path.exists(cache):
+        with open(cache, encoding="utf-8") as file:
+            source = re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", file.read(), re.MULTILINE)
+        if source and os.path.exists(os.path.join(source[1], "include", "halfstep.h")):
+            return os.path.join(source[1], "include")
+    return os.path.join(ROOT, "include")
+
+
 class Recorded:
     """Counts of a file that --write wrote."""
 
@@ -77,21 +88,20 @@ class Recorded:
 
 
 class Counter:
-    """lab/instructions.c, compiled for the processor of a library."""
+    """lab/instructions.c, compiled for the processor of a library and with its header, whose structures may differ from ours."""
 
     def __init__(self, library, folder):
         self.compiler = compiler_of(library)
         self.library, self.machine = library, machine_of(library)
-        self.program = os.path.join(folder, f"instructions_{self.machine}")
+        self.program = os.path.join(tempfile.mkdtemp(dir=folder), "instructions")
         here = self.machine == platform.machine()
         compiler = os.environ.get("CC", "cc") if here else f"{self.machine}-linux-gnu-gcc"
         self.before = [] if here else [f"qemu-{self.machine}", "-L", f"/usr/{self.machine}-linux-gnu"]
         for tool in [compiler.split()[0], *self.before[:1]]:
             if not shutil.which(tool):
                 sys.exit(f"instructions.py: {library} is for {self.machine}, and {tool} is not installed")
-        if not os.path.exists(self.program):
-            subprocess.run([*compiler.split(), "-std=c11", "-O1", "-I", os.path.join(ROOT, "include"), "-o", self.program,
-                            os.path.join(ROOT, "lab", "instructions.c"), "-ldl"], check=True)
+        subprocess.run([*compiler.split(), "-std=c11", "-O1", "-I", header_of(library), "-o", self.program,
+                        os.path.join(ROOT, "lab", "instructions.c"), "-ldl"], check=True)
 
     def run(self, *arguments):
         run = subprocess.run([*self.before, self.program, self.library, *arguments], stdout=subprocess.PIPE, text=True)
