@@ -34,6 +34,7 @@ struct hstep_tensor {
     int unit, dense;
     int matrix; /* stepped as a matrix */
     int pairs;  /* of vectors over rows and columns */
+    int slots;  /* that its rule has, stored or not, and at least one state */
     int fused;  /* the device's row for just these formats, or -1 */
     int like;   /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];

@@ -64,6 +64,8 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->run_length = t->dense ? rows * columns : columns;
     if (!rows || !columns) t->runs = t->run_length = 0;
     t->matrix = hstep_is_matrix(t->rule, t->ndim, t->rows, t->row_length);
+    /* Kernels of a rule without states take the list of one that is nothing. */
+    t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
     t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
     t->sums = count_sums(t);
 }

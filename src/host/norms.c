@@ -32,7 +32,7 @@ static void values_of(const struct hstep_work *w, int pair, const struct hstep_p
     else if (count)
         kernels->norms[rule][w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, out, tile.state, n);
     else kernels->rule[rule][w->u->mode](w->u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+    for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
         const struct hstep_slot *slot = &w->t->slot[HALFSTEP_SLOT_STATE + i];
         if (slot->format >= 0 && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             kernels->format[slot->format].norm[slot->nonneg](tile.states[i], room[count++], n);

@@ -42,13 +42,13 @@ struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
     w.u = u;
     w.pass = pass;
     w.mean = 0.0f;
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
+    for (int s = 0; s < t->slots; s++) {
         w.format[s] = t->slot[s].format;
         w.code[s] = t->slot[s].code;
         w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
     }
     /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
-    for (int s = 0; s < HSTEP_SLOTS && (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE || u->micro); s++)
+    for (int s = 0; s < t->slots && (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE || u->micro); s++)
         if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
             (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
             (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
@@ -65,6 +65,9 @@ struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
 }
 
 /* ---- Places ---- */
+
+/* Those of the rule, then WORK. */
+static int next_slot(const struct hstep_work *w, int s) { return s + 1 == w->t->slots ? HSTEP_SLOT_WORK : s + 1; }
 
 /* The vectors of HSTEP_SLOTS slots hold a number for each row or column; WORK is of elements. */
 static int extent_of(const struct hstep_work *w, int s)
@@ -89,7 +92,7 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
 {
     int64_t left = w->t->n_rows * w->t->n_columns - element;
     int vectors = 0;
-    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         places->code[s] = places->extra[s] = NULL;
         if (w->format[s] < 0) continue;
         if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
@@ -127,7 +130,7 @@ static void move_parts(const struct hstep_work *w, const struct hstep_part *part
 void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
                   struct hstep_places *places)
 {
-    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         places->code[s] = room->code[s];
         places->extra[s] = room->extra[s];
         if (w->format[s] < 0) continue;
@@ -145,7 +148,7 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
 
 void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room)
 {
-    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT || extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (w->pass == HSTEP_PASS_DIRECTION ? s == HALFSTEP_SLOT_WEIGHT : s == HSTEP_SLOT_WORK) continue;
         struct hstep_work one = *w;
@@ -182,7 +185,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
         kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
         kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
     }
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+    for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
         int s = HALFSTEP_SLOT_STATE + i, from = w->u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
         tile->state[i] = tile->states[i];
         if (w->format[s] >= 0)

@@ -40,7 +40,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
         return;
     }
     float old[HALFSTEP_MAX_STATES][HSTEP_TILE] HSTEP_ALIGNED;
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+    for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
         int s = HALFSTEP_SLOT_STATE + i;
         if (w->format[s] >= 0 && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT)
             memcpy(old[i], tile.states[i], (size_t)n * 4);
@@ -51,13 +51,13 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
                                                     1.0f);
     } else {
         kernels->rule[rule][u->mode](u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+        for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++)
             if (u->first >> s & 1 && w->format[s] >= 0) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
         if (!u->still && !u->micro)
             kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0],
                                                 n);
     }
-    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+    for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
         int s = HALFSTEP_SLOT_STATE + i;
         if (w->format[s] < 0 || w->t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (hstep_slot_role(w->t, s) != HALFSTEP_ROLE_WEIGHT) {
@@ -72,7 +72,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
 static void default_words(const struct hstep_work *w, uint32_t (*words)[HSTEP_TILE_WORDS], int64_t n)
 {
     int64_t count = (n < HSTEP_TILE ? n : HSTEP_TILE) / 2;
-    for (int s = 0; s < HSTEP_SLOTS; s++)
+    for (int s = 0; s < w->t->slots; s++)
         if (!(w->u->stochastic >> s & 1))
             for (int64_t i = 0; i < count; i++) words[s][i] = 0x80008000u;
 }
@@ -85,7 +85,7 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
         int64_t count = n < HSTEP_TILE ? n : HSTEP_TILE;
         struct hstep_places places;
         hstep_place(w, element, &places);
-        for (int s = 0; s < HSTEP_SLOTS; s++)
+        for (int s = 0; s < w->t->slots; s++)
             if (w->u->stochastic >> s & 1)
                 hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], index, words[s], count);
         run_tile(w, &places, words, count);
@@ -114,7 +114,7 @@ static void update_fused(const struct hstep_work *w, int64_t element, uint64_t i
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
         memset(keys, 0, sizeof keys);
-        for (int s = 0; s < HSTEP_SLOTS; s++)
+        for (int s = 0; s < w->t->slots; s++)
             if (w->u->stochastic >> s & 1)
                 keys[s] = hstep_key_segment(&w->u->stream[s], index / (uint64_t)HSTEP_SEGMENT);
         w->kernels->fused[w->t->fused].step(&f);
@@ -139,7 +139,7 @@ static void flush_staging(const struct hstep_work *w, struct staging *st)
     HSTEP_ALIGNED uint32_t words[HSTEP_SLOTS][HSTEP_TILE_WORDS];
     default_words(w, words, (int64_t)st->n * w->t->unit);
     hstep_gather(w, st->part, st->n, &room, &places);
-    for (int s = 0; s < HSTEP_SLOTS; s++)
+    for (int s = 0; s < w->t->slots; s++)
         if (w->u->stochastic >> s & 1)
             for (int i = 0; i < st->n; i++)
                 hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], st->part[i].index,
