@@ -285,6 +285,8 @@ class Plain:
                 held[0].append(state)
                 held[1].append(tensor)
         self.streams = [(key, *held) for key, held in streams.items()]
+        #: made when a step has found everything as it was: of all weights and of all gradients, or None; and how often
+        self.guards, self.guarded = None, 0
 
 
 def declare(handle, optimizer, wanted):

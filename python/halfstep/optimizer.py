@@ -15,6 +15,7 @@ from ._abi import check, lib
 from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, caller, check_device, check_gradient, check_parameter,
                       create_handle, declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format,
                       write_rows)
+from ._guards import guard
 from ._watch import Watch, version, versions
 
 _Tensor = torch.Tensor
@@ -22,6 +23,8 @@ _Tensor = torch.Tensor
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
+# How often one handle may be wrong about what gradients will look like.
+_MOST_GUARDS = 4
 # From this version on torch itself takes (name, tensor) pairs.
 _NAMED = VERSION >= (2, 6)
 #: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
@@ -416,15 +419,11 @@ class Optimizer(torch.optim.Optimizer):
         if plain is None or len(plain.params) != len(self._flat) - len(self._empty):
             return False
         try:
-            grads = list(map(_get_grad, plain.params))
-            if set(map(type, grads)) != _PLAIN_TYPES:
-                return False
-            if list(map(_get_dtype, plain.params)) != plain.weight_dtypes or list(map(_get_shape, plain.params)) != plain.shapes \
-                    or not all(map(_is_contiguous, plain.params)):
-                return False
-            if list(map(_get_dtype, grads)) != plain.dtypes or list(map(_numel, grads)) != plain.numels \
-                    or not all(map(_is_contiguous, grads)):
-                return False
+            grads = [p.grad for p in plain.params]
+            if not plain.guards or not plain.guards[0](*plain.params) or not plain.guards[1](*grads):
+                if not self._are_plain(plain, grads):
+                    return False
+                self._guard(plain, grads)
             addresses = list(map(_data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return False
@@ -449,6 +448,24 @@ class Optimizer(torch.optim.Optimizer):
             engine.weights[:] = plain.weights
             engine.weights_are_plain = True
         return True
+
+    @staticmethod
+    def _are_plain(plain, grads):
+        """The same as the guards of `plain`, attribute by attribute; gradients may have any shape of as many elements."""
+        if set(map(type, grads)) != _PLAIN_TYPES:
+            return False
+        if list(map(_get_dtype, plain.params)) != plain.weight_dtypes or list(map(_get_shape, plain.params)) != plain.shapes \
+                or not all(map(_is_contiguous, plain.params)):
+            return False
+        return (list(map(_get_dtype, grads)) == plain.dtypes and list(map(_numel, grads)) == plain.numels
+                and all(map(_is_contiguous, grads)))
+
+    @staticmethod
+    def _guard(plain, grads):
+        """Takes tensors that are plain as those to come. Where they keep changing all the same, guards do not pay."""
+        plain.guarded += 1
+        guards = [guard(plain.params), guard(grads)] if plain.guarded <= _MOST_GUARDS else [None]
+        plain.guards = None if None in guards else guards
 
     # ---- Residuals of weights that others write ----
 
