@@ -96,30 +96,34 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
 
 static void update_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
-    const int second = HALFSTEP_SLOT_STATE + 1;
+    const struct hstep_kernels *kernels = w->kernels;
+    const int row = w->t->fused / HSTEP_FUSED_VARIANTS, variant = w->t->fused % HSTEP_FUSED_VARIANTS;
+    struct hstep_key keys[HSTEP_SLOTS];
+    struct hstep_fused f = {
+        .k = w->u->k, .gradient_scale = w->u->gradient_scale, .first = w->u->first, .copy = w->u->copy, .key = keys};
+    memset(keys, 0, sizeof keys);
+    memcpy(f.onto, w->u->onto, sizeof f.onto);
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        f.format[s] = w->format[s];
+        f.grid[s] = w->t->slot[s].grid;
+        if (w->t->slot[s].nonneg) f.nonneg |= 1u << s;
+        if (w->format[s] >= 0 && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT) f.as_weight |= 1u << s;
+    }
     while (n > 0) {
-        struct hstep_key keys[HSTEP_SLOTS];
         struct hstep_places places;
-        int64_t count = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
-        if (count > n) count = n;
-        struct hstep_fused f = {.index = index,
-                                .n = count,
-                                .k = w->u->k,
-                                .gradient_scale = w->u->gradient_scale,
-                                .grid = w->t->slot[second].grid,
-                                .onto_grid = w->u->onto[second],
-                                .key = keys};
+        f.index = index;
+        f.n = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
+        if (f.n > n) f.n = n;
         hstep_place(w, element, &places);
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
-        memset(keys, 0, sizeof keys);
         for (int s = 0; s < HSTEP_SLOTS; s++)
             if (w->u->stochastic >> s & 1)
                 keys[s] = hstep_key_segment(&w->u->stream[s], index / (uint64_t)HSTEP_SEGMENT);
-        w->kernels->fused[w->t->fused].step(&f);
-        element += count;
-        index += (uint64_t)count;
-        n -= count;
+        kernels->fused_step(&f, kernels->fused[w->t->rule][row][variant]);
+        element += f.n;
+        index += (uint64_t)f.n;
+        n -= f.n;
     }
 }
 
