@@ -1,4 +1,5 @@
-/* What a byte costs under every rule, in cache on one thread, against AdamW with the same formats: every_rule [ROUNDS].
+/* What a byte costs under every rule, in cache on one thread, against AdamW with the same formats: every_rule
+ * [ROUNDS [RULES]].
  *
  *   cc -O2 -Iinclude lab/every_rule.c -o every_rule -Lbuild -lhalfstep && HALFSTEP_ISA=avx2 LD_LIBRARY_PATH=build ./every_rule
  *
@@ -149,7 +150,10 @@ int main(int argc, char **argv)
     printf("\n");
     for (int32_t i = 0; i < halfstep_rule_count(); i++) {
         halfstep_rule_info info = {.struct_size = sizeof info};
+        int wanted = argc < 3;
         must(halfstep_get_rule_info(i, &info), "rule");
+        for (int j = 2; j < argc; j++) wanted |= !strcmp(argv[j], info.name);
+        if (!wanted) continue;
         row(info.name, NULL, 0, rounds);
         for (size_t k = 0; k < sizeof options / sizeof *options; k++)
             if (!strcmp(options[k].rule, info.name)) row(info.name, options[k].option, options[k].value, rounds);

@@ -174,7 +174,7 @@ int main(int argc, char **argv)
         if (!halfstep_isa_available(isa)) continue;
         MUST(halfstep_set_isa(halfstep_isa_name(isa)));
         const struct hstep_kernels *kernels = hstep_isa_kernels(isa);
-        if (!kernels->fused) continue;
+        if (!kernels->find_fused) continue;
         for (int rule = 0; rule < HSTEP_RULES; rule++) {
             char name[128];
             halfstep_rule_info info = {.struct_size = sizeof info};
@@ -185,7 +185,7 @@ int main(int argc, char **argv)
                 for (int row = 0; row < ROWS; row++)
                     for (int variant = 0; variant < HSTEP_FUSED_VARIANTS; variant++) {
                         int found = 0;
-                        if (!kernels->fused[rule][row][variant]) continue;
+                        if (kernels->find_fused(rule, row, variant) < 0) continue;
                         for (int w = 0; w < HSTEP_FORMATS; w++) {
                             char recipe[160];
                             const char *generator = halfstep_choice_value("generator", cases % 2);

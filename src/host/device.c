@@ -5,8 +5,7 @@
 #include "host/host.h"
 #include "host/kernels.h"
 
-/* A row of fused.def that is stored as the tensor is, and the variant of the rule: row * HSTEP_FUSED_VARIANTS +
- * variant. */
+/* By the row of fused.def that is stored as the tensor is, and the conditional states that are. */
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t)
 {
     static const struct {
@@ -19,7 +18,7 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     const int weight = t->slot[HALFSTEP_SLOT_WEIGHT].format;
     int variant = 0, conditional = 0;
-    if (!c->kernels->fused || t->matrix) return -1;
+    if (!c->kernels->find_fused || t->matrix) return -1;
     for (int j = 0; j < hstep_rule_states(t->rule); j++)
         if (rule->state[j].unless) variant |= (t->slot[HALFSTEP_SLOT_STATE + j].format >= 0) << conditional++;
     if (variant >= HSTEP_FUSED_VARIANTS) return -1;
@@ -42,8 +41,9 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
             plain = plain && format == HSTEP_FORMAT_f32;
         }
         /* Where all else is f32 and in the order of memory, so is the weight. */
-        if (fits && c->kernels->fused[t->rule][i][variant] && (!plain || weight == HSTEP_FORMAT_f32))
-            return i * HSTEP_FUSED_VARIANTS + variant;
+        if (!fits || (plain && weight != HSTEP_FORMAT_f32)) continue;
+        int step = c->kernels->find_fused(t->rule, i, variant);
+        if (step >= 0) return step;
     }
     return -1;
 }

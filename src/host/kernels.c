@@ -71,6 +71,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
         HSTEP_GENERATORS(GENERATOR)
 #undef GENERATOR
     },
-    .fused = FUSED_TILES,
-    .fused_step = FUSED_STEP,
+    .find_fused = FUSED_FIND,
+    .fused = FUSED_STEP,
+    .fused_sums = FUSED_SUM,
 };

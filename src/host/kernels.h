@@ -34,10 +34,6 @@ struct hstep_fused {
     const struct hstep_key *key;                /* segment keys of the mixer */
 };
 
-/* What comes before the weight, of n elements from t on, at most 512. */
-struct fused_room;
-typedef void hstep_fused_tile(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n);
-
 /* The format of a state in a row of fused.def, by its role; one of weights goes by the weight's. block: whether `first`
  * has blocks, which a state of gradients has not: it then has the default of states beside such gradients. */
 HSTEP_INLINE int hstep_fused_format(const int role, const int gradient, const int first, const int second,
@@ -101,9 +97,12 @@ struct hstep_kernels {
     /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the
      * lattice; by generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
-    /* NULL where a row serves no rule, or in place of all. */
-    hstep_fused_tile *const (*fused)[HSTEP_FUSED_ROWS][HSTEP_FUSED_VARIANTS]; /* by rule */
-    void (*fused_step)(const struct hstep_fused *a, hstep_fused_tile *tile);
+    /* The number of a fused step of a rule by row of fused.def and variant, or -1; the step itself; and for rules of two
+     * passes the sums that come before it: HSTEP_MAX_NORMS for each 256 elements. NULL where there are no such
+     * steps. */
+    int (*find_fused)(int rule, int row, int variant);
+    void (*fused)(const struct hstep_fused *a, int step);
+    void (*fused_sums)(const struct hstep_fused *a, int step, double *sums);
 };
 
 /* The one order in which 16 partial sums are added. */

@@ -121,9 +121,9 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
 
 /* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up,
  * still decodes to a finite number. */
-V_OP vf onto_grid(const int format, vf stashed, vf factor)
+V_OP vf onto_grid(const int root, vf stashed, vf factor)
 {
-    return v_min(v_mul(stashed, factor), v_set(columns_of(format).root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
+    return v_min(v_mul(stashed, factor), v_set(root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
 }
 
 /* What a block's maximum is taken over: signed values themselves, of others what is stashed. */

@@ -66,6 +66,8 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
 void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
+/* What fused steps of the tensor have in common; where, how many and their words are still to be said. */
+struct hstep_fused hstep_fused_start(const struct hstep_work *w);
 /* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n);

@@ -96,19 +96,10 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
 
 static void update_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
-    const struct hstep_kernels *kernels = w->kernels;
-    const int row = w->t->fused / HSTEP_FUSED_VARIANTS, variant = w->t->fused % HSTEP_FUSED_VARIANTS;
     struct hstep_key keys[HSTEP_SLOTS];
-    struct hstep_fused f = {
-        .k = w->u->k, .gradient_scale = w->u->gradient_scale, .first = w->u->first, .copy = w->u->copy, .key = keys};
+    struct hstep_fused f = hstep_fused_start(w);
+    f.key = keys;
     memset(keys, 0, sizeof keys);
-    memcpy(f.onto, w->u->onto, sizeof f.onto);
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        f.format[s] = w->format[s];
-        f.grid[s] = w->t->slot[s].grid;
-        if (w->t->slot[s].nonneg) f.nonneg |= 1u << s;
-        if (w->format[s] >= 0 && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT) f.as_weight |= 1u << s;
-    }
     while (n > 0) {
         struct hstep_places places;
         f.index = index;
@@ -120,7 +111,7 @@ static void update_fused(const struct hstep_work *w, int64_t element, uint64_t i
         for (int s = 0; s < HSTEP_SLOTS; s++)
             if (w->u->stochastic >> s & 1)
                 keys[s] = hstep_key_segment(&w->u->stream[s], index / (uint64_t)HSTEP_SEGMENT);
-        kernels->fused_step(&f, kernels->fused[w->t->rule][row][variant]);
+        w->kernels->fused(&f, w->t->fused);
         element += f.n;
         index += (uint64_t)f.n;
         n -= f.n;
