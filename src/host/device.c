@@ -5,19 +5,45 @@
 #include "host/host.h"
 #include "host/kernels.h"
 
+/* By the row of fused.def that is stored as the tensor is, and the conditional states that are. */
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t)
 {
+    static const struct {
+        int gradient, first, second;
+    } rows[HSTEP_FUSED_ROWS] = {
+#define FUSED_ROW(gradient, first, second, ...) {HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second},
+        HSTEP_FUSED_RECIPES(FUSED_ROW, )
+#undef FUSED_ROW
+    };
     const struct hstep_rule *rule = &hstep_rules[t->rule];
-    for (int s = HALFSTEP_SLOT_STATE + 2; s < HSTEP_SLOTS; s++)
-        if (t->slot[s].format >= 0) return -1;
-    if (t->sums || t->pairs || rule->kind != HSTEP_ELEMENTWISE) return -1;
-    for (int i = 0; i < c->kernels->fused_rows; i++) {
-        const struct hstep_fused_row *row = &c->kernels->fused[i];
-        if (!strcmp(row->rule, rule->kernel) && row->weight == t->slot[HALFSTEP_SLOT_WEIGHT].format &&
-            row->gradient == t->slot[HALFSTEP_SLOT_GRADIENT].format &&
-            row->state[0] == t->slot[HALFSTEP_SLOT_STATE].format &&
-            row->state[1] == t->slot[HALFSTEP_SLOT_STATE + 1].format)
-            return i;
+    const int weight = t->slot[HALFSTEP_SLOT_WEIGHT].format;
+    int variant = 0, conditional = 0;
+    if (!c->kernels->find_fused || t->matrix || t->pairs || hstep_rule_states(t->rule) > HSTEP_FUSED_STATES) return -1;
+    for (int j = 0; j < hstep_rule_states(t->rule); j++)
+        if (rule->state[j].unless) variant |= (t->slot[HALFSTEP_SLOT_STATE + j].format >= 0) << conditional++;
+    if (variant >= HSTEP_FUSED_VARIANTS) return -1;
+    for (int i = 0; i < HSTEP_FUSED_ROWS; i++) {
+        int plain = rows[i].gradient == HSTEP_FORMAT_f32,
+            fits = rows[i].gradient == t->slot[HALFSTEP_SLOT_GRADIENT].format;
+        for (int j = 0; fits && j < hstep_rule_states(t->rule); j++) {
+            int format = t->slot[HALFSTEP_SLOT_STATE + j].format;
+            if (format < 0) {
+                fits = rule->state[j].unless != NULL;
+                continue;
+            }
+            const int role = rule->state[j].role;
+            if (role == HALFSTEP_ROLE_WEIGHT) {
+                fits = format == weight;
+                continue;
+            }
+            fits = format == hstep_fused_format(role, rows[i].gradient, rows[i].first, rows[i].second,
+                                                hstep_formats[rows[i].first].block);
+            plain = plain && format == HSTEP_FORMAT_f32;
+        }
+        /* Where all else is f32 and in the order of memory, so is the weight. */
+        if (!fits || (plain && weight != HSTEP_FORMAT_f32)) continue;
+        int step = c->kernels->find_fused(t->rule, i, variant);
+        if (step >= 0) return step;
     }
     return -1;
 }

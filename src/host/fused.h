@@ -1,4 +1,9 @@
-/* Steps fused in registers: the rows of fused.def. For kernels.c. */
+/* Whole steps over tiles that stay in the first cache, for the recipes of fused.def under every rule. For kernels.c.
+ *
+ * A tile goes through short loops, each with a chain of instructions that a processor sees to its end while it waits
+ * for the divider: what comes before the weight (gradient and states decoded, the rule, states encoded), the weight,
+ * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. Over 500
+ * lines because the loops and the tables that pair them with rules and formats are of no use apart. */
 #ifndef HSTEP_FUSED_H
 #define HSTEP_FUSED_H
 
@@ -6,199 +11,812 @@
 
 /* Sixteen groups: their maxima fill one vector of the widest instruction set. */
 #define FUSED_TILE 512
+#define FUSED_GROUPS (FUSED_TILE / HSTEP_GROUP)
 
-/* What a block format needs for a tile; scales are the stored ones as fp32, so that a loop reads them at no cost. */
-struct fused_room {
+/* Of a state that is stored as the weight is: fp32 scratch, which the driver decodes and encodes. */
+#define FUSED_AS_WEIGHT (-2)
+
+/* What one state keeps of a tile: new values, or what a block format makes of them; scales are the stored ones as fp32,
+ * so that a loop reads them at no cost. */
+struct fused_state {
     HSTEP_ALIGNED float stash[FUSED_TILE];
-    HSTEP_ALIGNED float scales[16];
-    HSTEP_ALIGNED float inverses[16];
-    HSTEP_ALIGNED uint32_t maxima[16][VL];
+    HSTEP_ALIGNED float old[FUSED_TILE]; /* of one that is stored as the weight is */
+    HSTEP_ALIGNED float scales[FUSED_GROUPS];
+    HSTEP_ALIGNED float inverses[FUSED_GROUPS];
+    HSTEP_ALIGNED uint32_t maxima[FUSED_GROUPS][VL];
 };
 
-/* One slot on its way through a fused loop. */
-struct fused_slot {
-    char *code, *extra;
-    vi x, k1, factor, offset; /* of its random words */
-    vi largest;               /* of the group's magnitudes */
-    vf grid, onto;            /* of a second moment */
-    struct fused_room *room;
+struct fused_room {
+    HSTEP_ALIGNED float weight[FUSED_TILE];
+    HSTEP_ALIGNED float change[FUSED_TILE]; /* or its numerator, of a rule in parts, */
+    HSTEP_ALIGNED float root[FUSED_TILE];   /* and what that is divided by */
+    struct fused_state state[HALFSTEP_MAX_STATES];
 };
 
-V_OP struct fused_slot fused_start(const struct hstep_fused *a, int slot, struct fused_room *room)
+/* Random words of one slot on their way through a loop. */
+struct fused_words {
+    vi x, k1, factor, offset;
+};
+
+V_OP struct fused_words fused_words_from(const struct hstep_fused *a, int slot, int64_t element)
 {
-    struct fused_slot s = {.code = a->code[slot], .extra = a->extra[slot], .room = room};
-    s.x = mixer_start(&a->key[slot], a->index / 2);
-    s.k1 = vi_set(a->key[slot].k[1]);
-    s.factor = vi_set(a->key[slot].factor);
-    s.offset = vi_set(a->key[slot].offset);
-    s.largest = vi_set(0);
-    s.grid = v_set(a->grid);
-    s.onto = v_set(a->onto_grid);
-    return s;
+    const struct hstep_key *key = &a->key[slot];
+    return (struct fused_words){mixer_start(key, (a->index + (uint64_t)element) / 2), vi_set(key->k[1]),
+                                vi_set(key->factor), vi_set(key->offset)};
 }
 
 /* Words of an element format. Block codes take the mixer's as they are, and do not pay for factor and offset. */
-V_OP vi fused_words(struct fused_slot *s) { return lattice_of(mixer_next(&s->x, s->k1), s->factor, s->offset); }
+V_OP vi fused_words(struct fused_words *w) { return lattice_of(mixer_next(&w->x, w->k1), w->factor, w->offset); }
 
-/* Format and role are constants at every call, and calls are written out instead of looped over: a loop that the
- * compiler leaves rolled would turn the switches on formats into real ones. Element i is the r-th of its tile. */
-V_OP void fused_load(const struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i,
-                     int64_t r, vf *e, vf *o)
+/* ---- What comes before the weight ---- */
+
+/* One state on its way through the first loop of a tile. */
+struct fused_slot {
+    char *code, *extra; /* of the tile */
+    struct fused_words words;
+    vi largest;    /* of the group's magnitudes */
+    vf grid, onto; /* of a second moment */
+    struct fused_state *room;
+};
+
+/* Formats come as functions, by name: a switch over all of them that leaves one case costs more to compile than what is
+ * left. Roles are constants at every call, and calls are written out instead of looped over, so that nothing of a
+ * choice is left. */
+V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_room *room, const int state,
+                                   const int bits, const int extra_bits, int64_t t)
 {
-    if (format == HSTEP_FORMAT_NONE) {
+    const int slot = HALFSTEP_SLOT_STATE + state;
+    return (struct fused_slot){.code = a->code[slot] + t * bits / 8,
+                               .extra = a->extra[slot] + t * extra_bits / 8,
+                               .room = &room->state[state]};
+}
+
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra_dtype, ...)                                        \
+    enum { FUSED_BLOCK_##fn = 0 };                                                                                 \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
+                                            const int nonneg, int64_t t, int64_t n)                                \
+    {                                                                                                              \
+        struct fused_slot s = fused_begin(a, room, state, HSTEP_BITS_##dtype, HSTEP_BITS_##extra_dtype, t);        \
+        (void)nonneg, (void)n;                                                                                     \
+        s.words = fused_words_from(a, HALFSTEP_SLOT_STATE + state, t);                                             \
+        return s;                                                                                                  \
+    }                                                                                                              \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
+    {                                                                                                              \
+        (void)nonneg;                                                                                              \
+        fn##_decode(s->code, s->extra, r, e, o);                                                                   \
+    }                                                                                                              \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
+    {                                                                                                              \
+        (void)nonneg;                                                                                              \
+        fn##_encode(s->code, s->extra, r, e, o, fused_words(&s->words), 1);                                        \
+    }
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)                    \
+    enum { FUSED_BLOCK_##fn = block };                                                                             \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
+                                            const int nonneg, int64_t t, int64_t n)                                \
+    {                                                                                                              \
+        struct fused_slot s = fused_begin(a, room, state, bits, 0, t);                                             \
+        s.largest = vi_set(0);                                                                                     \
+        if (nonneg && (root)) {                                                                                    \
+            s.grid = v_set(a->grid[HALFSTEP_SLOT_STATE + state]);                                                  \
+            s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                                  \
+        }                                                                                                          \
+        s.extra += t / (block) * hstep_scale_bytes(HSTEP_SCALE_##scale);                                           \
+        for (int64_t b = 0; b * (block) < n; b++) {                                                                \
+            uint32_t pattern = hstep_scale_load(HSTEP_SCALE_##scale, s.extra, b);                                  \
+            memcpy(&s.room->scales[b], &pattern, 4);                                                               \
+        }                                                                                                          \
+        return s;                                                                                                  \
+    }                                                                                                              \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
+    {                                                                                                              \
+        vi ce, co;                                                                                                 \
+        vf scales = v_set(s->room->scales[r / (block)]);                                                           \
+        fn##_load(s->code, r, &ce, &co, nonneg);                                                                   \
+        *e = fn##_value(ce, scales, nonneg);                                                                       \
+        *o = fn##_value(co, scales, nonneg);                                                                       \
+        if (nonneg && (root)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                                    \
+    }                                                                                                              \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
+    {                                                                                                              \
+        vf stashed_e = fn##_stash(e, nonneg), stashed_o = fn##_stash(o, nonneg);                                   \
+        if (nonneg && (root)) {                                                                                    \
+            stashed_e = onto_grid(root, stashed_e, s->onto);                                                       \
+            stashed_o = onto_grid(root, stashed_o, s->onto);                                                       \
+        }                                                                                                          \
+        v_store(s->room->stash + r, stashed_e);                                                                    \
+        v_store(s->room->stash + r + VL, stashed_o);                                                               \
+        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));                \
+        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                        \
+        vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);                                                    \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
+typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
+
+/* States of a rule, one byte each: the role, and this where variant v of the rule stores it only if bit i of v is set,
+ * i counting such states. */
+#define FUSED_CONDITIONAL 16
+
+V_OP int fused_role(const int j, const int states, const int variant)
+{
+    const int conditional = states >> 4 & 0x01010101, before = conditional & ((1 << 8 * j) - 1);
+    const int i = (before & 1) + (before >> 8 & 1) + (before >> 16 & 1);
+    if (conditional >> 8 * j & 1 && !(variant >> i & 1)) return 0;
+    return states >> 8 * j & 15;
+}
+
+/* One state by its role, 0 where it is not stored. f1 and f2 are of signed states and of second moments, fg of states
+ * of gradients. plain: scratch is in the order of memory, and what is stored as weights is f32. */
+V_OP struct fused_slot state_start(const int role, fused_starter *f1, fused_starter *f2, fused_starter *fg,
+                                   const struct hstep_fused *a, struct fused_room *room, const int state, int64_t t,
+                                   int64_t n)
+{
+    if (role == HALFSTEP_ROLE_SIGNED) return f1(a, room, state, 0, t, n);
+    if (role == HALFSTEP_ROLE_NONNEG) return f2(a, room, state, 1, t, n);
+    if (role == HALFSTEP_ROLE_GRADIENT) return fg(a, room, state, 0, t, n);
+    /* Codes of states of weights are touched only where they are f32. */
+    return fused_begin(a, room, state, 32, 0, role ? t : 0);
+}
+
+V_OP void state_load(const int role, const int plain, fused_loader *f1, fused_loader *f2, fused_loader *fg,
+                     const struct fused_slot *s, int64_t r, vf *e, vf *o)
+{
+    if (!role) {
         *e = *o = v_set(0.0f);
     } else if (plain) {
-        *e = v_loadu(s->code + 4 * i);
-        *o = v_loadu(s->code + 4 * (i + VL));
-    } else if (is_block(format)) {
-        load_scaled(format, nonneg, s->code, v_set(s->room->scales[r / columns_of(format).block]), i, e, o);
-        if (has_grid(format, nonneg)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);
+        *e = v_loadu(s->code + 4 * r);
+        *o = v_loadu(s->code + 4 * (r + VL));
+    } else if (role == HALFSTEP_ROLE_WEIGHT) {
+        *e = v_load(s->room->old + r);
+        *o = v_load(s->room->old + r + VL);
+    } else if (role == HALFSTEP_ROLE_SIGNED) {
+        f1(s, 0, r, e, o);
+    } else if (role == HALFSTEP_ROLE_NONNEG) {
+        f2(s, 1, r, e, o);
     } else {
-        load_any(format, nonneg, s->code, s->extra, i, e, o);
+        fg(s, 0, r, e, o);
     }
 }
 
-V_OP void fused_store(struct fused_slot *s, const int format, const int nonneg, const int plain, int64_t i, int64_t r,
-                      vf e, vf o)
+V_OP void plain_apply(char *code, int64_t r, vf e, vf o, vf de, vf d_o)
 {
-    if (format == HSTEP_FORMAT_NONE) return;
-    if (plain) {
-        v_storeu(s->code + 4 * i, v_from_bits(hstep_flush(v_bits(e))));
-        v_storeu(s->code + 4 * (i + VL), v_from_bits(hstep_flush(v_bits(o))));
-    } else if (is_block(format)) {
-        vf stashed_e = stash_any(format, e, nonneg), stashed_o = stash_any(format, o, nonneg);
-        if (has_grid(format, nonneg)) {
-            stashed_e = onto_grid(format, stashed_e, s->onto);
-            stashed_o = onto_grid(format, stashed_o, s->onto);
-        }
-        v_store(s->room->stash + r, stashed_e);
-        v_store(s->room->stash + r + VL, stashed_o);
-        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));
-        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;
-        vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);
+    v_storeu(code + 4 * r, v_sub(e, v_add(de, v_set(0.0f))));
+    v_storeu(code + 4 * (r + VL), v_sub(o, v_add(d_o, v_set(0.0f))));
+}
+
+V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_storer *f2, fused_storer *fg,
+                      struct fused_slot *s, int64_t r, vf e, vf o)
+{
+    if (!role) return;
+    if (role == HALFSTEP_ROLE_WEIGHT && plain) {
+        plain_apply(s->code, r, v_loadu(s->code + 4 * r), v_loadu(s->code + 4 * (r + VL)), e, o);
+    } else if (plain) {
+        v_storeu(s->code + 4 * r, v_from_bits(hstep_flush(v_bits(e))));
+        v_storeu(s->code + 4 * (r + VL), v_from_bits(hstep_flush(v_bits(o))));
+    } else if (role == HALFSTEP_ROLE_WEIGHT) {
+        v_store(s->room->stash + r, e);
+        v_store(s->room->stash + r + VL, o);
+    } else if (role == HALFSTEP_ROLE_SIGNED) {
+        f1(s, 0, r, e, o);
+    } else if (role == HALFSTEP_ROLE_NONNEG) {
+        f2(s, 1, r, e, o);
     } else {
-        store_any(format, s->code, s->extra, i, e, o, fused_words(s), 1);
+        fg(s, 0, r, e, o);
     }
 }
 
-V_OP char *fused_extra(const struct fused_slot *s, const int format, int64_t t)
+/* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
+struct fused_what {
+    int parts, states, variant, gradient, first, second, blocks;
+};
+
+V_OP int is_f32_state(const int role, const struct fused_what w)
 {
-    const struct columns c = columns_of(format);
-    return s->extra + t / c.block * hstep_scale_bytes(c.scale);
+    return role == HALFSTEP_ROLE_NONNEG ? w.second == HSTEP_FORMAT_f32
+                                        : !role || role == HALFSTEP_ROLE_WEIGHT || w.first == HSTEP_FORMAT_f32;
 }
 
-/* Scales of the n elements from t on, before a tile. */
-V_OP void fused_read_scales(const struct fused_slot *s, const int format, int64_t t, int64_t n)
+V_OP int fused_mode(const struct fused_what w, const int roles)
 {
-    const struct columns c = columns_of(format);
-    if (!c.block) return;
-    for (int64_t b = 0; b * c.block < n; b++) {
-        uint32_t scale = hstep_scale_load(c.scale, fused_extra(s, format, t), b);
-        memcpy(&s->room->scales[b], &scale, 4);
-    }
+    const int clamp = (w.blocks & 1 && roles & HALFSTEP_ROLE_SIGNED) || (w.blocks & 2 && roles & HALFSTEP_ROLE_NONNEG);
+    return (clamp ? RULE_CLAMP : 0) | (w.variant ? RULE_OPTION : 0);
 }
 
-/* And after it. */
-V_OP void fused_write_scales(const struct fused_slot *s, const int format, const int nonneg, int64_t t, int64_t n)
+/* Of rules that are not in parts. */
+V_OP vf whole_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
-    HSTEP_ALIGNED uint32_t maxima[16];
-    if (!is_block(format)) return;
-    block_maxima(s->room->maxima, n / HSTEP_GROUP, maxima);
-    encode_scales(format, nonneg, maxima, fused_extra(s, format, t), s->room->inverses, n);
+    (void)k, (void)s, (void)mode;
+    *root = g;
+    return g;
 }
 
-/* Codes of both states in one loop: one often waits for roots that the other does not need. */
-V_OP void fused_codes(struct fused_slot *p, struct fused_slot *q, const int s0, const int s1, int64_t t, int64_t n)
+V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+                     vf (*rule)(const vf *, vf, vf, vf *, int), vf (*start)(const vf *, vf, vf *, int, vf *),
+                     fused_loader *lg, fused_starter *b1, fused_loader *l1, fused_storer *w1, fused_starter *b2,
+                     fused_loader *l2, fused_storer *w2, int64_t t, int64_t n)
 {
-    const struct columns c0 = columns_of(s0), c1 = columns_of(s1);
-    const vi half = vi_set(0x80008000);
-    for (int64_t i = 0; i < n; i += PAIR) {
-        if (c0.block)
-            encode_codes(s0, 0, p->room->stash, p->room->inverses, p->code + t * c0.bits / 8, i,
-                         c0.stochastic ? mixer_next(&p->x, p->k1) : half);
-        if (c1.block)
-            encode_codes(s1, 1, q->room->stash, q->room->inverses, q->code + t * c1.bits / 8, i,
-                         c1.stochastic ? mixer_next(&q->x, q->k1) : half);
-    }
-}
-
-V_OP void fused_step(const struct hstep_fused *a, vf (*rule)(const vf *, vf, vf, vf *, int), const int weight,
-                     const int gradient, const int s0, const int s1)
-{
-    const int mode = is_block(s0) || is_block(s1) ? RULE_CLAMP : 0;
+    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
+    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
     /* No 16-bit neighbour asks for pairs: elements stay in memory order and need no shuffles. */
-    const int plain = weight == HSTEP_FORMAT_f32 && gradient == HSTEP_FORMAT_f32 && s0 == HSTEP_FORMAT_f32 &&
-                      (s1 == HSTEP_FORMAT_f32 || s1 == HSTEP_FORMAT_NONE);
-    /* Block codes are decoded one turn ahead: processors look for independent work within about half a turn. */
-    const int early = is_block(s0) || is_block(s1);
-    struct fused_room room0, room1;
-    struct fused_slot w = fused_start(a, HALFSTEP_SLOT_WEIGHT, NULL), g = fused_start(a, HALFSTEP_SLOT_GRADIENT, NULL);
-    struct fused_slot p = fused_start(a, HALFSTEP_SLOT_STATE, &room0),
-                      q = fused_start(a, HALFSTEP_SLOT_STATE + 1, &room1);
-    const int64_t total = a->n;
+    const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
+    /* As hstep_fused_format() says. */
+    fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
+    fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
+    fused_storer *const w3 = !(w.blocks & 1) ? w1 : wide ? fused_store_f32 : fused_store_bf16_sr;
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
+    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
 
-    for (int64_t t = 0; t < total; t += FUSED_TILE) {
-        int64_t n = total - t < FUSED_TILE ? total - t : FUSED_TILE;
-        fused_read_scales(&p, s0, t, n);
-        fused_read_scales(&q, s1, t, n);
-        vf next_e[2], next_o[2];
-        if (early) {
-            fused_load(&p, s0, 0, plain, t, 0, &next_e[0], &next_o[0]);
-            fused_load(&q, s1, 1, plain, t, 0, &next_e[1], &next_o[1]);
-        }
-        for (int64_t b = 0; b < n; b += HSTEP_GROUP)
-            for (int64_t r = b; r < b + HSTEP_GROUP; r += PAIR) {
-                int64_t i = t + r, at = !early ? r : r + PAIR < n ? r + PAIR : r;
-                vf we, wo, ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES];
-                fused_load(&w, weight, 0, plain, i, r, &we, &wo);
-                fused_load(&g, gradient, 0, plain, i, r, &ge, &go);
-                if (early) se[0] = next_e[0], so[0] = next_o[0], se[1] = next_e[1], so[1] = next_o[1];
-                fused_load(&p, s0, 0, plain, t + at, at, &next_e[0], &next_o[0]);
-                fused_load(&q, s1, 1, plain, t + at, at, &next_e[1], &next_o[1]);
-                if (!early) se[0] = next_e[0], so[0] = next_o[0], se[1] = next_e[1], so[1] = next_o[1];
-                vf de = rule(k, we, v_mul(ge, scale), se, mode), d_o = rule(k, wo, v_mul(go, scale), so, mode);
+    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+        for (int64_t r = b; r < b + HSTEP_GROUP; r += PAIR) {
+            vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES];
+            if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
+            else lg(&g, 0, r, &ge, &go);
+            state_load(r0, plain, l1, l2, l3, &s0, r, &se[0], &so[0]);
+            state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
+            state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
+            state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
+            ge = v_mul(ge, scale);
+            go = v_mul(go, scale);
+            if (w.parts) {
+                vf re, ro;
+                v_store(room->change + r, start(k, ge, se, mode, &re));
+                v_store(room->change + r + VL, start(k, go, so, mode, &ro));
+                v_store(room->root + r, re);
+                v_store(room->root + r + VL, ro);
+            } else {
+                vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
+                vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+                vf de = rule(k, we, ge, se, mode), d_o = rule(k, wo, go, so, mode);
                 if (plain) {
-                    v_storeu(w.code + 4 * i, v_sub(we, v_add(de, v_set(0.0f))));
-                    v_storeu(w.code + 4 * (i + VL), v_sub(wo, v_add(d_o, v_set(0.0f))));
+                    plain_apply(weight, r, we, wo, de, d_o);
                 } else {
-                    apply_any(weight, w.code, w.extra, i, we, wo, de, d_o, fused_words(&w));
+                    v_store(room->change + r, de);
+                    v_store(room->change + r + VL, d_o);
                 }
-                fused_store(&p, s0, 0, plain, i, r, se[0], so[0]);
-                fused_store(&q, s1, 1, plain, i, r, se[1], so[1]);
             }
-        fused_write_scales(&p, s0, 0, t, n);
-        fused_write_scales(&q, s1, 1, t, n);
-        fused_codes(&p, &q, s0, s1, t, n);
+            state_store(r0, plain, w1, w2, w3, &s0, r, se[0], so[0]);
+            state_store(r1, plain, w1, w2, w3, &s1, r, se[1], so[1]);
+            state_store(r2, plain, w1, w2, w3, &s2, r, se[2], so[2]);
+            state_store(r3, plain, w1, w2, w3, &s3, r, se[3], so[3]);
+        }
+}
+
+/* ---- Sums over the tensor that come before its update ---- */
+
+/* One sum on its way. */
+struct fused_sum {
+    va lanes;
+    vi largest;
+};
+
+V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
+
+V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *scratch)
+{
+    if (plain) {
+        v_store(scratch, e);
+        v_store(scratch + VL, o);
+        vp_load_f32(scratch, &e, &o);
+    }
+    va_add_product(&s->lanes, part, e, e);
+    va_add_product(&s->lanes, part, o, o);
+    s->largest = vi_max(s->largest, vi_max(v_bits(v_abs(e)), v_bits(v_abs(o))));
+}
+
+V_OP double fused_total(const struct fused_sum *s)
+{
+    double lanes[16];
+    va_store(s->lanes, lanes);
+    return vi_hmax(s->largest) < 0x7f800000 ? hstep_tree_sum(lanes) : 0.0;
+}
+
+/* Of the squares of n elements, at most 256, from t on, in the order that docs/numerics.md gives them: in pairs. A sum
+ * of squares that are not all finite counts as 0. The weight is in the room. */
+V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+                      void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int count, fused_loader *lg,
+                      fused_starter *b1, fused_loader *l1, fused_starter *b2, fused_loader *l2, int64_t t, int64_t n,
+                      double *sums)
+{
+    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
+    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
+    /* What is all in the order of memory becomes pairs where it is summed. */
+    const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
+    const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    struct fused_slot s0 = state_start(r0, b1, b2, b1, a, room, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b1, a, room, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b1, a, room, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b1, a, room, 3, t, n);
+    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
+    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+        for (int part = 0; part < PAIRS; part++) {
+            const int64_t r = b + part * PAIR;
+            vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES], xe[HSTEP_MAX_NORMS], xo[HSTEP_MAX_NORMS];
+            if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
+            else lg(&g, 0, r, &ge, &go);
+            state_load(r0, plain, l1, l2, l1, &s0, r, &se[0], &so[0]);
+            state_load(r1, plain, l1, l2, l1, &s1, r, &se[1], &so[1]);
+            state_load(r2, plain, l1, l2, l1, &s2, r, &se[2], &so[2]);
+            state_load(r3, plain, l1, l2, l1, &s3, r, &se[3], &so[3]);
+            vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
+            vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+            norms(k, we, v_mul(ge, scale), se, xe, mode);
+            norms(k, wo, v_mul(go, scale), so, xo, mode);
+            if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, room->state[0].stash + r);
+            if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, room->state[1].stash + r);
+            if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, room->state[2].stash + r);
+            if (count > 3) fused_square(&sum3, part, xe[3], xo[3], plain, room->state[3].stash + r);
+        }
+    if (count > 0) sums[0] = fused_total(&sum0);
+    if (count > 1) sums[1] = fused_total(&sum1);
+    if (count > 2) sums[2] = fused_total(&sum2);
+    if (count > 3) sums[3] = fused_total(&sum3);
+}
+
+/* ---- The weight, and states that are stored as it is ---- */
+
+V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, const float *old, const float *change,
+                      int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    char *code = a->code[slot] + t * c.bits / 8, *extra = a->extra[slot] + t * c.extra_bits / 8;
+    struct fused_words words = fused_words_from(a, slot, t);
+    for (int64_t r = 0; r < n; r += PAIR)
+        apply_any(format, code, extra, r, v_load(old + r), v_load(old + r + VL), v_load(change + r),
+                  v_load(change + r + VL), fused_words(&words));
+}
+
+/* The weight under a rule in parts. */
+V_OP void fused_end(const int bits, const int extra_bits, const int plain,
+                    void (*decode)(const char *, const char *, int64_t, vf *, vf *),
+                    void (*apply)(char *, char *, int64_t, vf, vf, vf, vf, vi), vf (*end)(const vf *, vf, vf, vf),
+                    const struct hstep_fused *a, const struct fused_room *room, int64_t t, int64_t n)
+{
+    char *code = a->code[HALFSTEP_SLOT_WEIGHT] + t * bits / 8;
+    char *extra = a->extra[HALFSTEP_SLOT_WEIGHT] + t * extra_bits / 8;
+    struct fused_words words = fused_words_from(a, HALFSTEP_SLOT_WEIGHT, t);
+    const vf zero = v_set(0.0f);
+    vf k[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    for (int64_t r = 0; r < n; r += PAIR) {
+        vf we, wo;
+        if (plain) we = v_loadu(code + 4 * r), wo = v_loadu(code + 4 * (r + VL));
+        else decode(code, extra, r, &we, &wo);
+        vf de = end(k, we, v_load(room->change + r), v_load(room->root + r));
+        vf d_o = end(k, wo, v_load(room->change + r + VL), v_load(room->root + r + VL));
+        /* Zeros as in apply_any(). */
+        if (plain) plain_apply(code, r, we, wo, de, d_o);
+        else apply(code, extra, r, we, wo, v_add(de, zero), v_add(d_o, zero), fused_words(&words));
     }
 }
 
-/* In a fused row the first state is signed and the second, if there is one, a second moment. */
+/* The change alone. */
+V_OP void fused_change(vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, struct fused_room *room,
+                       int64_t n)
+{
+    vf k[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    for (int64_t r = 0; r < n; r += VL)
+        v_store(room->change + r, end(k, v_load(room->weight + r), v_load(room->change + r), v_load(room->root + r)));
+}
+
+typedef void fused_end_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+
+typedef void fused_summer(const struct hstep_fused *, struct fused_room *, int64_t, int64_t, double *);
+typedef void fused_tile(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+typedef void fused_apply_function(const struct hstep_fused *, int, const float *, const float *, int64_t, int64_t);
+
 #if VL > 1
-#define HSTEP_FORMAT_none HSTEP_FORMAT_NONE
-#define FUSED(fn, weight, gradient, s0, s1)                                                         \
-    static void fused_##fn##_##weight##_##gradient##_##s0##_##s1(const struct hstep_fused *a)       \
-    {                                                                                               \
-        fused_step(a, fn##_rule, HSTEP_FORMAT_##weight, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##s0, \
-                   HSTEP_FORMAT_##s1);                                                              \
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                      \
+    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change, \
+                                 int64_t t, int64_t n)                                                         \
+    {                                                                                                          \
+        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                            \
     }
-#include "fused.def"
-#undef FUSED
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
 #endif
 
-static const struct hstep_fused_row fused_rows[] = {
+/* ---- Codes of block states ---- */
+
+V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+                       int slot, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    HSTEP_ALIGNED uint32_t maxima[16];
+    block_maxima(room->maxima, n / HSTEP_GROUP, maxima);
+    encode_scales(format, nonneg, maxima, a->extra[slot] + t / c.block * hstep_scale_bytes(c.scale), room->inverses, n);
+}
+
+V_OP void fused_codes(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+                      int slot, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    char *code = a->code[slot] + t * c.bits / 8;
+    struct fused_words words = fused_words_from(a, slot, t);
+    fused_scales(format, nonneg, a, room, slot, t, n);
+    for (int64_t r = 0; r < n; r += PAIR)
+        encode_codes(format, nonneg, room->stash, room->inverses, code, r,
+                     c.stochastic ? mixer_next(&words.x, words.k1) : vi_set(0x80008000));
+}
+
+/* Of a signed state and of a second moment in one loop: the one often waits for roots that the other does not need. */
+V_OP void fused_both(const int first, const int second, const struct hstep_fused *a, struct fused_room *room, int j0,
+                     int j1, int64_t t, int64_t n)
+{
+    const struct columns c0 = columns_of(first), c1 = columns_of(second);
+    const int p = HALFSTEP_SLOT_STATE + j0, q = HALFSTEP_SLOT_STATE + j1;
+    struct fused_state *const s0 = &room->state[j0], *const s1 = &room->state[j1];
+    char *code0 = a->code[p] + t * c0.bits / 8, *code1 = a->code[q] + t * c1.bits / 8;
+    struct fused_words words0 = fused_words_from(a, p, t), words1 = fused_words_from(a, q, t);
+    const vi half = vi_set(0x80008000);
+    fused_scales(first, 0, a, s0, p, t, n);
+    fused_scales(second, 1, a, s1, q, t, n);
+    for (int64_t r = 0; r < n; r += PAIR) {
+        encode_codes(first, 0, s0->stash, s0->inverses, code0, r,
+                     c0.stochastic ? mixer_next(&words0.x, words0.k1) : half);
+        encode_codes(second, 1, s1->stash, s1->inverses, code1, r,
+                     c1.stochastic ? mixer_next(&words1.x, words1.k1) : half);
+    }
+}
+
+typedef void fused_both_function(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef void fused_codes_function(const struct hstep_fused *, struct fused_state *, int, int64_t, int64_t);
+
 #if VL > 1
-#define FUSED(fn, weight, gradient, s0, s1)  \
-    {#fn,                                    \
-     HSTEP_FORMAT_##weight,                  \
-     HSTEP_FORMAT_##gradient,                \
-     {HSTEP_FORMAT_##s0, HSTEP_FORMAT_##s1}, \
-     fused_##fn##_##weight##_##gradient##_##s0##_##s1},
-#include "fused.def"
-#undef FUSED
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...)                                                                          \
+    static void fused_codes_##fn##_0(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
+                                     int64_t n)                                                                  \
+    {                                                                                                            \
+        fused_codes(HSTEP_FORMAT_##fn, 0, a, room, slot, t, n);                                                  \
+    }                                                                                                            \
+    static void fused_codes_##fn##_1(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
+                                     int64_t n)                                                                  \
+    {                                                                                                            \
+        fused_codes(HSTEP_FORMAT_##fn, 1, a, room, slot, t, n);                                                  \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
 #endif
-    {NULL, 0, 0, {0, 0}, NULL},
+
+/* ---- Steps ---- */
+
+#if VL > 1
+static fused_apply_function *const fused_appliers[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) fused_apply_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
 };
 
+static fused_codes_function *const fused_coders[HSTEP_FORMATS][2] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) {NULL, NULL},
+#define BLOCK_FORMAT(id, name, fn, ...) {fused_codes_##fn##_0, fused_codes_##fn##_1},
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+static void (*const fused_decoders[HSTEP_FORMATS])(float *, const char *, const char *, int64_t) = {
+#define ELEMENT_FORMAT(id, name, fn, ...) decode_##fn##_0,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(a->format[from]);
+    memcpy(a->code[to] + t * c.bits / 8, a->code[from] + t * c.bits / 8, (size_t)(n * c.bits / 8));
+    if (c.extra_bits)
+        memcpy(a->extra[to] + t * c.extra_bits / 8, a->extra[from] + t * c.extra_bits / 8,
+               (size_t)(n * c.extra_bits / 8));
+}
+
+#endif
+
+/* ---- Every rule with every recipe ---- */
+
+#if VL > 1
+/* Columns of STATES(...) become one byte for each state: its role, and FUSED_CONDITIONAL where hyper-parameters may
+ * make it needless. */
+#define FUSED_ROLE_0 0
+#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
+#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
+#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
+#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+#define ROW_STATE(...) 0
+#define COLUMN_STATE(...) 0
+#define STATE(name, role, beta, unless) (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, default: 0))
+/* The first HSTEP_FUSED_STATES. */
+#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0)
+#define FUSED_BYTES(s0, s1, s2, s3, ...) ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24)
+#define FUSED_CONDITIONALS(states) \
+    (((states) >> 4 & 1) + ((states) >> 12 & 1) + ((states) >> 20 & 1) + ((states) >> 28 & 1))
+#define FUSED_ANY(states, role) \
+    ((((states) | (states) >> 8 | (states) >> 16 | (states) >> 24) & HALFSTEP_ROLE_##role) != 0)
+
+/* Of PREFIX_PARTS, which a rule may lack: the prefix of its parts, and whether there are any. */
+#define FUSED_SECOND(a, b, ...) b
+#define FUSED_THIRD(a, b, c, ...) c
+#define FUSED_PICK(which, ...) which(__VA_ARGS__)
+#define FUSED_PREFIX(fn) FUSED_PICK(FUSED_SECOND, fn##_PARTS, whole, 0, )
+#define FUSED_PARTS(fn) FUSED_PICK(FUSED_THIRD, fn##_PARTS, whole, 0, )
+#define FUSED_STRING(x) FUSED_STRING_(x)
+#define FUSED_STRING_(x) #x
+#define FUSED_IF_0(X, ...)
+#define FUSED_IF_1(X, ...) X(__VA_ARGS__)
+#define FUSED_IF_(has, X, ...) FUSED_IF_##has(X, __VA_ARGS__)
+#define FUSED_IF(has, X, ...) FUSED_IF_(has, X, __VA_ARGS__)
+
+/* Whether a rule's loops are its own: those of the rule whose parts it takes serve it too. */
+#define FUSED_OWN(fn) (!FUSED_PARTS(fn) || !__builtin_strcmp(#fn, FUSED_STRING(FUSED_PREFIX(fn))))
+/* Not where another row is the same. */
+#define FUSED_WORTH(states, first, second) \
+    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (FUSED_ANY(states, SIGNED) && FUSED_ANY(states, NONNEG)))
+#define FUSED_IS(fn, states, variant, first, second) \
+    (FUSED_OWN(fn) && (variant) < 1 << FUSED_CONDITIONALS(states) && FUSED_WORTH(states, first, second))
+#define FUSED_WHAT(gradient, first, second, parts, states, variant) \
+    (struct fused_what){parts,                                      \
+                        states,                                     \
+                        variant,                                    \
+                        HSTEP_FORMAT_##gradient,                    \
+                        HSTEP_FORMAT_##first,                       \
+                        HSTEP_FORMAT_##second,                      \
+                        (FUSED_BLOCK_##first != 0) | (FUSED_BLOCK_##second != 0) << 1}
+
+#define FUSED_START(prefix) FUSED_START_(prefix)
+#define FUSED_START_(prefix) prefix##_start
+#define FUSED_FUNCTION(gradient, first, second, id, fn, states, variant)                                              \
+    __attribute__((unused)) static void fused_##id##_##gradient##_##first##_##second##_##variant(                     \
+        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                   \
+    {                                                                                                                 \
+        if (FUSED_IS(fn, states, variant, first, second))                                                             \
+            fused_rule(a, room, FUSED_WHAT(gradient, first, second, FUSED_PARTS(fn), states, variant), fn##_rule,     \
+                       FUSED_START(FUSED_PREFIX(fn)), fused_load_##gradient, fused_start_##first, fused_load_##first, \
+                       fused_store_##first, fused_start_##second, fused_load_##second, fused_store_##second, t, n);   \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 0)           \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 1)           \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 2)           \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 3)
+#include "rules/rules.def"
+#undef RULE
+
+#define FUSED_ENTRY(gradient, first, second, id, fn, states, variant) \
+    (FUSED_IS(fn, states, variant, first, second) ? fused_##id##_##gradient##_##first##_##second##_##variant : NULL)
+#define FUSED_ROW(gradient, first, second, id, fn, states)                                                             \
+    {FUSED_ENTRY(gradient, first, second, id, fn, states, 0), FUSED_ENTRY(gradient, first, second, id, fn, states, 1), \
+     FUSED_ENTRY(gradient, first, second, id, fn, states, 2),                                                          \
+     FUSED_ENTRY(gradient, first, second, id, fn, states, 3)},
+static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_VARIANTS] = {
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_ROW, id, fn, states)},
+#include "rules/rules.def"
+#undef RULE
+};
+
+/* Sums of rules of two passes, which are not shared. */
+#define FUSED_COUNT_NO_NORMS 0
+#define FUSED_COUNT_NORMS_1 1
+#define FUSED_COUNT_NORMS_2 1
+#define FUSED_NORMS_OF_NO_NORMS 0
+#define FUSED_NORMS_OF_NORMS_1 1
+#define FUSED_NORMS_OF_NORMS_2 2
+#define FUSED_NORMS(gradient, first, second, id, fn, states, count)                                           \
+    __attribute__((unused)) static void fused_norms_##id##_##gradient##_##first##_##second(                   \
+        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \
+    {                                                                                                         \
+        if (FUSED_WORTH(states, first, second))                                                               \
+            fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, states, 0), fn##_norms, count,        \
+                        fused_load_##gradient, fused_start_##first, fused_load_##first, fused_start_##second, \
+                        fused_load_##second, t, n, sums);                                                     \
+    }
+#define FUSED_NORMS_ROWS(id, fn, states, count) HSTEP_FUSED_RECIPES(FUSED_NORMS, id, fn, states, count)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
+    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_ROWS, id, fn, states, FUSED_NORMS_OF_##norms)
+#include "rules/rules.def"
+#undef RULE
+#define FUSED_NORMS_ENTRY(gradient, first, second, id, states) \
+    FUSED_WORTH(states, first, second) ? fused_norms_##id##_##gradient##_##first##_##second : NULL,
+#define FUSED_NORMS_TABLE(id, states) [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_NORMS_ENTRY, id, states)},
+static fused_summer *const fused_summers[HSTEP_RULES][HSTEP_FUSED_ROWS] = {
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
+    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_TABLE, id, states)
+#include "rules/rules.def"
+#undef RULE
+};
+
+/* The weight under rules in parts: by format, in the order of memory, and the change alone. */
+struct fused_ends {
+    fused_end_function *format[HSTEP_FORMATS], *plain, *change;
+};
+
+#define FUSED_END(format, id, fn, prefix)                                                                        \
+    __attribute__((unused)) static void fused_end_##id##_##format(const struct hstep_fused *a,                   \
+                                                                  struct fused_room *room, int64_t t, int64_t n) \
+    {                                                                                                            \
+        if (FUSED_OWN(fn))                                                                                       \
+            fused_end(columns_of(HSTEP_FORMAT_##format).bits, columns_of(HSTEP_FORMAT_##format).extra_bits, 0,   \
+                      format##_decode, format##_apply, prefix##_end, a, room, t, n);                             \
+    }
+#define FUSED_ENDS(id, fn, prefix)                                                                                   \
+    HSTEP_FUSED_WEIGHTS(FUSED_END, id, fn, prefix)                                                                   \
+    __attribute__((unused)) static void fused_end_##id##_plain(const struct hstep_fused *a, struct fused_room *room, \
+                                                               int64_t t, int64_t n)                                 \
+    {                                                                                                                \
+        if (FUSED_OWN(fn)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, room, t, n);                  \
+    }                                                                                                                \
+    __attribute__((unused)) static void fused_change_##id(const struct hstep_fused *a, struct fused_room *room,      \
+                                                          int64_t t, int64_t n)                                      \
+    {                                                                                                                \
+        (void)t;                                                                                                     \
+        if (FUSED_OWN(fn)) fused_change(prefix##_end, a, room, n);                                                   \
+    }
+#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS, id, fn, FUSED_PREFIX(fn))
+#include "rules/rules.def"
+#undef RULE
+#define FUSED_END_ROW(format, id, fn) [HSTEP_FORMAT_##format] = FUSED_OWN(fn) ? fused_end_##id##_##format : NULL,
+#define FUSED_ENDS_ROW(id, fn)                                                       \
+    [HSTEP_RULE_ROW_##id] = {.format = {HSTEP_FUSED_WEIGHTS(FUSED_END_ROW, id, fn)}, \
+                             .plain = FUSED_OWN(fn) ? fused_end_##id##_plain : NULL, \
+                             .change = FUSED_OWN(fn) ? fused_change_##id : NULL},
+static const struct fused_ends fused_ends[HSTEP_RULES] = {
+#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS_ROW, id, fn)
+#include "rules/rules.def"
+#undef RULE
+};
+
+#define FUSED_BOTH(gradient, first, second, ...)                                                    \
+    __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                 \
+        const struct hstep_fused *a, struct fused_room *room, int j0, int j1, int64_t t, int64_t n) \
+    {                                                                                               \
+        if (FUSED_BLOCK_##first && FUSED_BLOCK_##second)                                            \
+            fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, room, j0, j1, t, n);         \
+    }
+HSTEP_FUSED_RECIPES(FUSED_BOTH, )
+#define FUSED_BOTH_ROW(gradient, first, second, ...) \
+    FUSED_BLOCK_##first &&FUSED_BLOCK_##second ? fused_both_##gradient##_##first##_##second : NULL,
+static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_RECIPES(FUSED_BOTH_ROW, )};
+
+/* ---- Steps ---- */
+
+static const struct {
+    const char *prefix, *parts;
+    int states;
+} fused_rules[HSTEP_RULES] = {
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    [HSTEP_RULE_ROW_##id] = {#fn, FUSED_STRING(FUSED_PREFIX(fn)), states},
+#include "rules/rules.def"
+#undef RULE
+};
+
+/* A step's number: its rule, the rule whose loops serve it, row and variant. */
+static int fused_find(int rule, int row, int variant)
+{
+    for (int own = 0; own < HSTEP_RULES; own++) {
+        int same = own == rule || !strcmp(fused_rules[own].prefix, fused_rules[rule].parts);
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
+            same &= fused_role(j, fused_rules[own].states, variant) == fused_role(j, fused_rules[rule].states, variant);
+        if (same && fused_tiles[own][row][variant])
+            return ((rule * HSTEP_RULES + own) * HSTEP_FUSED_ROWS + row) * HSTEP_FUSED_VARIANTS + variant;
+    }
+    return -1;
+}
+
+static int fused_is_plain(const struct hstep_fused *a)
+{
+    int plain = 1;
+    for (int s = 0; s < HSTEP_SLOTS; s++)
+        plain &= a->format[s] == HSTEP_FORMAT_NONE || a->format[s] == HSTEP_FORMAT_f32;
+    return plain;
+}
+
+static void fused_step(const struct hstep_fused *a, int step)
+{
+    const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
+    const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
+    const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
+    const struct columns c = columns_of(weight);
+    struct fused_room room;
+    const int plain = fused_is_plain(a);
+    fused_tile *const tile = fused_tiles[rule][row][variant];
+    const struct fused_ends *ends = &fused_ends[rule];
+    /* The signed state and the second moment whose codes share a loop. */
+    int j0 = HALFSTEP_MAX_STATES, j1 = HALFSTEP_MAX_STATES;
+    for (int j = 0; fused_boths[row] && j < HALFSTEP_MAX_STATES; j++) {
+        const int s = HALFSTEP_SLOT_STATE + j;
+        if (a->format[s] < 0 || !fused_coders[a->format[s]][0]) continue;
+        if (a->nonneg >> s & 1) j1 = j1 < j ? j1 : j;
+        else j0 = j0 < j ? j0 : j;
+    }
+    if (j0 == HALFSTEP_MAX_STATES || j1 == HALFSTEP_MAX_STATES) j0 = j1 = -1;
+    fused_end_function *const end = plain ? ends->plain : ends->format[weight];
+    for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
+        int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
+            int s = HALFSTEP_SLOT_STATE + j;
+            if (!(a->as_weight >> s & 1)) continue;
+            if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
+            if (!plain)
+                fused_decoders[weight](room.state[j].old, a->code[s] + t * c.bits / 8,
+                                       a->extra[s] + t * c.extra_bits / 8, n);
+        }
+        if (!plain && !end)
+            fused_decoders[weight](room.weight, a->code[HALFSTEP_SLOT_WEIGHT] + t * c.bits / 8,
+                                   a->extra[HALFSTEP_SLOT_WEIGHT] + t * c.extra_bits / 8, n);
+        tile(a, &room, t, n);
+        if (end) {
+            end(a, &room, t, n);
+        } else if (!plain) {
+            if (ends->change) ends->change(a, &room, t, n);
+            fused_appliers[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
+        }
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
+            int s = HALFSTEP_SLOT_STATE + j;
+            struct fused_state *state = &room.state[j];
+            if (a->as_weight >> s & 1) {
+                if (!plain) fused_appliers[weight](a, s, state->old, state->stash, t, n);
+                if (a->copy >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
+            } else if (j == j0) {
+                fused_boths[row](a, &room, j0, j1, t, n);
+            } else if (j != j1 && a->format[s] >= 0 && fused_coders[a->format[s]][0]) {
+                fused_coders[a->format[s]][a->nonneg >> s & 1](a, state, s, t, n);
+            }
+        }
+    }
+}
+
+static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
+{
+    const int row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
+    const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
+    const struct columns c = columns_of(weight);
+    fused_summer *const summer = fused_summers[step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS / HSTEP_RULES][row];
+    const int plain = fused_is_plain(a);
+    struct fused_room room;
+    for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
+        int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
+        if (!plain)
+            fused_decoders[weight](room.weight, a->code[HALFSTEP_SLOT_WEIGHT] + t * c.bits / 8,
+                                   a->extra[HALFSTEP_SLOT_WEIGHT] + t * c.extra_bits / 8, n);
+        summer(a, &room, t, n, sums);
+    }
+}
+
+#define FUSED_FIND fused_find
+#define FUSED_STEP fused_step
+#define FUSED_SUM fused_sum_up
+#else
+#define FUSED_FIND NULL
+#define FUSED_STEP NULL
+#define FUSED_SUM NULL
+#endif
 #endif

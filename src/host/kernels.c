@@ -1,5 +1,5 @@
 /* The multi-compiled file: once per row of vec/isas.def, with HSTEP_VEC_HEADER naming the vocabulary and HSTEP_ISA the
- * table's suffix. Rules and formats are inlined here in two ways, tile by tile (any combination) and fused in registers
+ * table's suffix. Rules and formats are inlined here in two ways, tile by tile (any combination) and as fused loops
  * (the rows of fused.def), from the same functions. */
 #include "host/kernels.h"
 
@@ -87,6 +87,7 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
         HSTEP_GENERATORS(GENERATOR)
 #undef GENERATOR
     },
-    .fused = fused_rows,
-    .fused_rows = sizeof fused_rows / sizeof *fused_rows - 1,
+    .find_fused = FUSED_FIND,
+    .fused = FUSED_STEP,
+    .fused_sums = FUSED_SUM,
 };

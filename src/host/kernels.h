@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include "fused.def"
 #include "rng.h"
 #include "rules/rule.h"
 #include "tensor.h"
@@ -18,22 +19,39 @@
 
 #define HSTEP_ALIGNED __attribute__((aligned(64)))
 
-/* What a fused kernel needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of
- * 32. */
+/* What a fused step needs: n elements, a multiple of 32 within one segment, from element `index`, a multiple of 32.
+ * Arrays are by slot, as are bits. */
 struct hstep_fused {
+    int format[HSTEP_SLOTS];
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     uint64_t index;
     int64_t n;
     const float *k; /* the rule's constants */
     float gradient_scale;
-    float grid, onto_grid; /* of the second state: of what is stored, and what is coded is multiplied by (grid.h) */
-    const struct hstep_key *key; /* segment keys of the mixer, one per slot */
+    float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS]; /* what is stored, and what is coded, is multiplied by (grid.h) */
+    uint32_t nonneg, as_weight;                 /* second moments; states that are stored as the weight is, */
+    uint32_t first, copy;                       /* and what struct hstep_update says of them */
+    const struct hstep_key *key;                /* segment keys of the mixer */
 };
 
-struct hstep_fused_row {
-    const char *rule; /* function prefix: rows of rules.def may share it */
-    int weight, gradient, state[2];
-    void (*step)(const struct hstep_fused *);
+/* The format of a state in a row of fused.def, by its role; one of weights goes by the weight's. block: whether `first`
+ * has blocks, which a state of gradients has not: it then has the default of states beside such gradients. */
+HSTEP_INLINE int hstep_fused_format(const int role, const int gradient, const int first, const int second,
+                                    const int block)
+{
+    if (role == HALFSTEP_ROLE_NONNEG) return second;
+    if (role == HALFSTEP_ROLE_GRADIENT && block)
+        return gradient == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
+    return first;
+}
+
+/* Rows of fused.def, and variants of a rule: bit i says that its i-th conditional state is stored. */
+enum {
+#define FUSED_ROW(...) +1
+    HSTEP_FUSED_ROWS = 0 HSTEP_FUSED_RECIPES(FUSED_ROW, ),
+#undef FUSED_ROW
+    HSTEP_FUSED_VARIANTS = 4,
+    HSTEP_FUSED_STATES = 4 /* rules with more take tiles */
 };
 
 /* Of one storage format. NULL where it does not apply: block formats hold no weights and no gradients. */
@@ -87,8 +105,12 @@ struct hstep_kernels {
     /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the
      * lattice; by generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
-    const struct hstep_fused_row *fused;
-    int fused_rows;
+    /* The number of a fused step of a rule by row of fused.def and variant, or -1; the step itself; and for rules of
+     * two passes the sums that come before it: HSTEP_MAX_NORMS for each 256 elements. NULL where there are no such
+     * steps. */
+    int (*find_fused)(int rule, int row, int variant);
+    void (*fused)(const struct hstep_fused *a, int step);
+    void (*fused_sums)(const struct hstep_fused *a, int step, double *sums);
 };
 
 /* The one order in which 16 partial sums are added. */

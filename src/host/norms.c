@@ -91,6 +91,30 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
     }
 }
 
+/* Chunks from `element` on, one after another, whole units each: as many elements as were added, or 0. */
+static int64_t add_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n, int64_t *limbs)
+{
+    enum { MOST = 32 };
+    double sums[MOST][HSTEP_MAX_NORMS];
+    static const struct hstep_key none[HSTEP_SLOTS];
+    struct hstep_places places;
+    if (!w->u->fused || hstep_rules[w->t->rule].totals || hstep_unit_lead(w->t, element, index)) return 0;
+    if (n > MOST * HSTEP_TILE) n = MOST * HSTEP_TILE;
+    if (n % HSTEP_GROUP) n -= n % HSTEP_TILE;
+    if (!n) return 0;
+    struct hstep_fused f = hstep_fused_start(w);
+    f.n = n;
+    f.index = index;
+    f.key = none;
+    hstep_place(w, element, &places);
+    memcpy(f.code, places.code, sizeof f.code);
+    memcpy(f.extra, places.extra, sizeof f.extra);
+    w->kernels->fused_sums(&f, w->t->fused, sums[0]);
+    for (int64_t i = 0; i * HSTEP_TILE < n; i++)
+        for (int j = 0; j < w->t->sums; j++) hstep_exact_add(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, sums[i][j]);
+    return n;
+}
+
 static void sum_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
@@ -109,7 +133,15 @@ static void sum_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
             if (singly) {
                 count = HSTEP_TILE - hstep_unit_lead(t, element, index);
             } else {
-                int64_t column = (int64_t)(index % (uint64_t)row);
+                int64_t column = (int64_t)(index % (uint64_t)row), stretch = row - column;
+                /* Chunks of rows that consist of whole ones go on in the next row. */
+                if (stretch > length || row % HSTEP_TILE == 0) stretch = length;
+                int64_t added = column % HSTEP_TILE ? 0 : add_fused(&w, element, index, stretch, limbs);
+                if (added) {
+                    offset += added;
+                    length -= added;
+                    continue;
+                }
                 count -= column % HSTEP_TILE;
                 if (count > row - column) count = row - column;
             }

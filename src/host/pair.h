@@ -15,22 +15,23 @@
 
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
-/* Of formats.def; block: elements that share a scale, 0 for element formats. */
+/* Of formats.def; block: elements that share a scale, 0 for element formats. extra_bits: of an element's second
+ * stream. */
 struct columns {
-    int bits, block, scale, stochastic, root;
+    int bits, extra_bits, block, scale, stochastic, root;
 };
 
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
-    case HSTEP_FORMAT_##fn: return (struct columns){HSTEP_BITS_##dtype, 0, 0, sr, 0};
+    case HSTEP_FORMAT_##fn: return (struct columns){HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, sr, 0};
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
-    case HSTEP_FORMAT_##fn: return (struct columns){bits, block, HSTEP_SCALE_##scale, sr, root};
+    case HSTEP_FORMAT_##fn: return (struct columns){bits, 0, block, HSTEP_SCALE_##scale, sr, root};
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-    default: return (struct columns){0, 0, 0, 0, 0};
+    default: return (struct columns){0, 0, 0, 0, 0, 0};
     }
 }
 
@@ -120,9 +121,9 @@ V_OP vf stash_any(const int format, vf x, const int nonneg)
 
 /* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up,
  * still decodes to a finite number. */
-V_OP vf onto_grid(const int format, vf stashed, vf factor)
+V_OP vf onto_grid(const int root, vf stashed, vf factor)
 {
-    return v_min(v_mul(stashed, factor), v_set(columns_of(format).root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
+    return v_min(v_mul(stashed, factor), v_set(root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
 }
 
 /* What a block's maximum is taken over: signed values themselves, of others what is stashed. */

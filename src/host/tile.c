@@ -160,6 +160,21 @@ void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, in
 
 /* ---- Tiles ---- */
 
+struct hstep_fused hstep_fused_start(const struct hstep_work *w)
+{
+    struct hstep_fused f = {
+        .k = w->u->k, .gradient_scale = w->u->gradient_scale, .first = w->u->first, .copy = w->u->copy};
+    memcpy(f.onto, w->u->onto, sizeof f.onto);
+    for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
+    for (int s = 0; s < w->t->slots; s++) {
+        f.format[s] = w->format[s];
+        f.grid[s] = w->t->slot[s].grid;
+        if (w->t->slot[s].nonneg) f.nonneg |= 1u << s;
+        if (w->format[s] >= 0 && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT) f.as_weight |= 1u << s;
+    }
+    return f;
+}
+
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n)
 {

@@ -82,7 +82,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         vi largest = vi_set(0);
         for (int64_t i = b * HSTEP_GROUP; i < (b + 1) * HSTEP_GROUP; i += VL) {
             vf stashed = stash_any(format, v_load(x + i), nonneg);
-            if (has_grid(format, nonneg)) stashed = onto_grid(format, stashed, v_set(onto));
+            if (has_grid(format, nonneg)) stashed = onto_grid(columns_of(format).root, stashed, v_set(onto));
             v_store(stash + i, stashed);
             largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, nonneg));
         }

@@ -97,30 +97,25 @@ static void update_tiles(const struct hstep_work *w, int64_t element, uint64_t i
 
 static void update_fused(const struct hstep_work *w, int64_t element, uint64_t index, int64_t n)
 {
-    const int second = HALFSTEP_SLOT_STATE + 1;
+    struct hstep_key keys[HSTEP_SLOTS];
+    struct hstep_fused f = hstep_fused_start(w);
+    f.key = keys;
+    memset(keys, 0, sizeof keys);
     while (n > 0) {
-        struct hstep_key keys[HSTEP_SLOTS];
         struct hstep_places places;
-        int64_t count = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
-        if (count > n) count = n;
-        struct hstep_fused f = {.index = index,
-                                .n = count,
-                                .k = w->u->k,
-                                .gradient_scale = w->u->gradient_scale,
-                                .grid = w->t->slot[second].grid,
-                                .onto_grid = w->u->onto[second],
-                                .key = keys};
+        f.index = index;
+        f.n = HSTEP_SEGMENT - (int64_t)(index % (uint64_t)HSTEP_SEGMENT);
+        if (f.n > n) f.n = n;
         hstep_place(w, element, &places);
         memcpy(f.code, places.code, sizeof f.code);
         memcpy(f.extra, places.extra, sizeof f.extra);
-        memset(keys, 0, sizeof keys);
         for (int s = 0; s < w->t->slots; s++)
             if (w->u->stochastic >> s & 1)
                 keys[s] = hstep_key_segment(&w->u->stream[s], index / (uint64_t)HSTEP_SEGMENT);
-        w->kernels->fused[w->t->fused].step(&f);
-        element += count;
-        index += (uint64_t)count;
-        n -= count;
+        w->kernels->fused(&f, w->t->fused);
+        element += f.n;
+        index += (uint64_t)f.n;
+        n -= f.n;
     }
 }
 

@@ -56,15 +56,28 @@ V_OP vf adamw_moments(const vf *k, vf g, vf *s, const int mode)
     return root;
 }
 
-V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define adamw_PARTS HSTEP_PARTS(adamw)
+
+V_OP vf adamw_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
-    vf root = adamw_moments(k, g, s, mode);
+    *root = adamw_moments(k, g, s, mode);
     if (mode & RULE_OPTION) {
         s[2] = v_max(s[2], s[1]);
-        root = v_sqrt(s[2]);
+        *root = v_sqrt(s[2]);
     }
-    vf update = v_div0(s[0], v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
+    return s[0];
+}
+
+V_OP vf adamw_end(const vf *k, vf w, vf numerator, vf root)
+{
+    vf update = v_div0(numerator, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
+}
+
+V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = adamw_start(k, g, s, mode, &root);
+    return adamw_end(k, w, numerator, root);
 }
 
 #endif

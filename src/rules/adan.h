@@ -62,7 +62,9 @@ HSTEP_INLINE void adan_prepare(float *k, struct hstep_prepare *p)
     }
 }
 
-V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define adan_PARTS HSTEP_PARTS(adan)
+
+V_OP vf adan_start(const vf *k, vf g, vf *s, const int mode, vf *divisor)
 {
     vf e = v_mul(k[ADAN_SEEN], v_sub(g, s[3])), y = v_add(g, v_mul(k[ADAN_BETA2], e));
     vf m = v_add(v_mul(k[ADAN_BETA1], s[0]), v_mul(k[ADAN_NEW1], g));
@@ -76,9 +78,20 @@ V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[1] = a;
     s[2] = n;
     s[3] = g;
-    vf sum = v_add(v_mul(k[ADAN_AVERAGE], m), v_mul(k[ADAN_DIFFERENCE], a));
-    vf update = v_div0(sum, v_add(v_mul(root, k[ADAN_ROOT]), k[ADAN_EPS]));
+    *divisor = root;
+    return v_add(v_mul(k[ADAN_AVERAGE], m), v_mul(k[ADAN_DIFFERENCE], a));
+}
+
+V_OP vf adan_end(const vf *k, vf w, vf numerator, vf root)
+{
+    vf update = v_div0(numerator, v_add(v_mul(root, k[ADAN_ROOT]), k[ADAN_EPS]));
     return v_add(update, v_mul(k[ADAN_DECAY], w));
+}
+
+V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = adan_start(k, g, s, mode, &root);
+    return adan_end(k, w, numerator, root);
 }
 
 #endif

@@ -34,14 +34,28 @@ HSTEP_INLINE void compass_prepare(float *k, struct hstep_prepare *p)
     k[COMPASS_DECAY] = (float)(published ? p->decay / correction1 : p->decay);
 }
 
-V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define compass_PARTS HSTEP_PARTS(compass)
+
+V_OP vf compass_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)mode;
     s[0] = v_add(v_mul(k[COMPASS_BETA1], s[0]), v_mul(k[COMPASS_NEW1], g));
     g = v_add(g, v_mul(k[COMPASS_AMPLIFY], s[0]));
     s[1] = v_add(v_mul(k[COMPASS_BETA2], s[1]), v_mul(v_mul(k[COMPASS_NEW2], g), g));
-    vf update = v_div0(g, v_add(v_mul(v_sqrt(s[1]), k[COMPASS_ROOT]), k[COMPASS_EPS]));
+    *root = v_sqrt(s[1]);
+    return g;
+}
+
+V_OP vf compass_end(const vf *k, vf w, vf numerator, vf root)
+{
+    vf update = v_div0(numerator, v_add(v_mul(root, k[COMPASS_ROOT]), k[COMPASS_EPS]));
     return v_add(v_mul(k[COMPASS_LR], update), v_mul(k[COMPASS_DECAY], w));
+}
+
+V_OP vf compass_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = compass_start(k, g, s, mode, &root);
+    return compass_end(k, w, numerator, root);
 }
 
 #endif

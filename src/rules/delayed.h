@@ -36,6 +36,8 @@ HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)lump;
 }
 
+#define delayed_PARTS HSTEP_PARTS(adamw)
+
 V_OP vf delayed_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     return adamw_rule(k, w, g, s, mode & RULE_CLAMP);

@@ -43,11 +43,30 @@ HSTEP_INLINE void lamb_prepare(float *k, struct hstep_prepare *p)
     lamb_fill(k, p, p->hyper[6] != 0.0, ratio);
 }
 
+#define lamb_PARTS HSTEP_PARTS(lamb)
+
+V_OP vf lamb_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+{
+    *root = adamw_moments(k, g, s, mode);
+    return v_mul(k[LAMB_MEAN], s[0]);
+}
+
+/* u of above. */
+V_OP vf lamb_direction(const vf *k, vf w, vf numerator, vf root)
+{
+    vf update = v_div0(numerator, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
+    return v_add(update, v_mul(k[LAMB_DECAY], w));
+}
+
+V_OP vf lamb_end(const vf *k, vf w, vf numerator, vf root)
+{
+    return v_mul(k[LAMB_LR], lamb_direction(k, w, numerator, root));
+}
+
 V_OP vf lamb_update(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    vf root = adamw_moments(k, g, s, mode);
-    vf update = v_div0(v_mul(k[LAMB_MEAN], s[0]), v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
-    return v_add(update, v_mul(k[LAMB_DECAY], w));
+    vf root, numerator = lamb_start(k, g, s, mode, &root);
+    return lamb_direction(k, w, numerator, root);
 }
 
 V_OP vf lamb_rule(const vf *k, vf w, vf g, vf *s, const int mode)

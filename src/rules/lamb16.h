@@ -41,6 +41,8 @@ HSTEP_INLINE void lamb16_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf lamb16_clamp(const vf *k, vf x) { return v_min(v_max(v_abs(x), k[LAMB16_FLOOR]), k[LAMB16_CEILING]); }
 
+#define lamb16_PARTS HSTEP_PARTS(lamb)
+
 V_OP vf lamb16_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return lamb_rule(k, w, g, s, mode); }
 
 V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)

@@ -26,10 +26,20 @@ HSTEP_INLINE void lpfadamw_prepare(float *k, struct hstep_prepare *p)
     k[LPF_AMPLIFY] = (float)(published ? amplify : amplify / (1.0 - hstep_powi(beta, p->t)));
 }
 
-V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define lpfadamw_PARTS HSTEP_PARTS(lpfadamw)
+
+V_OP vf lpfadamw_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     s[0] = v_add(v_mul(k[LPF_BETA], s[0]), v_mul(k[LPF_NEW], g));
-    return adamw_rule(k, w, v_add(g, v_mul(k[LPF_AMPLIFY], s[0])), s + 1, mode & RULE_CLAMP);
+    return adamw_start(k, v_add(g, v_mul(k[LPF_AMPLIFY], s[0])), s + 1, mode & RULE_CLAMP, root);
+}
+
+V_OP vf lpfadamw_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
+
+V_OP vf lpfadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = lpfadamw_start(k, g, s, mode, &root);
+    return lpfadamw_end(k, w, numerator, root);
 }
 
 #endif

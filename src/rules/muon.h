@@ -60,6 +60,8 @@ V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)
 
 V_OP vf muon_change(const vf *k, vf w, vf o) { return v_add(v_mul(k[MUON_SCALE], o), v_mul(k[MUON_DECAY], w)); }
 
+#define muon_PARTS HSTEP_PARTS(adamw)
+
 V_OP vf muon_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
 
 #endif

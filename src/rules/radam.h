@@ -30,6 +30,8 @@ HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
     }
 }
 
+#define radam_PARTS HSTEP_PARTS(adamw)
+
 V_OP vf radam_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode & RULE_CLAMP); }
 
 #endif

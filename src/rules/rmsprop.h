@@ -37,9 +37,14 @@ HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    (void)mode;
-    vf away = v_sub(g, s[2]), least = v_mul(v_mul(k[RMSPROP_LEAST], away), away);
     s[0] = v_add(v_mul(k[RMSPROP_ALPHA], s[0]), v_mul(v_mul(k[RMSPROP_NEW], g), g));
+    if (!(mode & RULE_OPTION)) {
+        /* The same with the zeros left out that neither momentum nor centering makes of the rest. */
+        vf root = v_sqrt(v_max(s[0], v_set(0.0f)));
+        vf scaled = v_div0(g, v_add(v_mul(root, k[RMSPROP_ROOT]), k[RMSPROP_EPS]));
+        return v_add(v_mul(k[RMSPROP_LR], v_add(scaled, v_set(0.0f))), v_mul(k[RMSPROP_DECAY], w));
+    }
+    vf away = v_sub(g, s[2]), least = v_mul(v_mul(k[RMSPROP_LEAST], away), away);
     s[2] = v_add(v_mul(k[RMSPROP_ALPHA], s[2]), v_mul(k[RMSPROP_NEW], g));
     vf mean = v_mul(k[RMSPROP_CENTERED], s[2]), root = v_sqrt(v_max(v_sub(s[0], v_mul(mean, mean)), least));
     vf scaled = v_div0(g, v_add(v_mul(root, k[RMSPROP_ROOT]), k[RMSPROP_EPS]));

@@ -8,6 +8,11 @@
  *       the arithmetic: from the weight, the effective gradient and the states (replaced in place) to the change d; the
  *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give
  *       all-zero states: padding relies on it;
+ *   #define NAME_PARTS HSTEP_PARTS(PREFIX)
+ *       where the rule is two functions after each other, so that a step may take roots in one loop and quotients in
+ *       the next: V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root), which replaces the states
+ *       and returns a numerator, and V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root), which returns d.
+ *       Rules may share them. Not with states of role WEIGHT;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
  *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
@@ -24,6 +29,8 @@
 #define HSTEP_RULE_H
 
 #include "detmath.h"
+
+#define HSTEP_PARTS(prefix) , prefix, 1
 
 #define HSTEP_MAX_SCALARS 16
 #define HSTEP_MAX_NORMS 4

@@ -25,6 +25,8 @@ HSTEP_INLINE void stableadamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_DECAY] = (float)(p->decay / divisor);
 }
 
+#define stableadamw_PARTS HSTEP_PARTS(adamw)
+
 V_OP vf stableadamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     return adamw_rule(k, w, g, s, mode & RULE_CLAMP);

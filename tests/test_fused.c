@@ -1,0 +1,212 @@
+/* Fused steps against the tile path, byte for byte: every rule with every row of fused.def, with each of its
+ * conditional states and without, every format of weights, every generator, on every instruction set of this machine.
+ * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
+ * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads. */
+#include "core/optimizer.h"
+#include "core/prepare.h"
+#include "dispatch.h"
+#include "host/kernels.h"
+#include "ref/fixture.h"
+#include "test.h"
+
+enum { MOST_VALUES = 5 * 1184 };
+
+static const struct {
+    const char *name;
+    int64_t rows, columns;
+} shapes[] = {
+    {"whole tiles and a part of one", 1, 1152},
+    {"rows with tails", 5, 1183}, /* most of it goes through tiles either way */
+};
+
+static const struct {
+    int gradient, first, second;
+} fused_rows[] = {
+#define FUSED_ROW(gradient, first, second, ...) {HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second},
+    HSTEP_FUSED_RECIPES(FUSED_ROW, )
+#undef FUSED_ROW
+};
+enum { ROWS = sizeof fused_rows / sizeof *fused_rows };
+
+/* An fp32 pattern of any kind; ordinary: of those that gradients have. */
+static uint32_t pattern(struct source *s, int ordinary)
+{
+    uint64_t r = next64(s);
+    uint32_t sign = (uint32_t)(r >> 63) << 31, mantissa = (uint32_t)(r >> 32) & 0x7fffff, any = (uint32_t)(r >> 8);
+    switch (r & 63) {
+    case 0: return 0;
+    case 1: return 0x80000000u;
+    case 2: return sign | mantissa >> (any & 15);
+    case 3: return ordinary ? 0 : sign | 0x7f800000u;
+    case 4: return ordinary ? 0 : sign | 0x7fc00000u | mantissa;
+    case 5: return ordinary ? sign : sign | 0x7f7fffffu;
+    case 6: return ordinary ? sign : sign | 0x7f000000u | mantissa;
+    case 7: return sign | (67 + (any & 31)) << 23 | mantissa;
+    case 8: return sign | (127 + (any & 7)) << 23 | mantissa;
+    default: return sign | (123 - (any & 15)) << 23 | mantissa;
+    }
+}
+
+/* Some groups of 32 are zero. */
+static void fill(struct source *s, float *x, int64_t n, int ordinary, int nonneg)
+{
+    int zero = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (i % 32 == 0) zero = next64(s) % 9 == 0;
+        uint32_t bits = zero ? 0 : pattern(s, ordinary);
+        x[i] = from_bits(nonneg ? bits & 0x7fffffff : bits);
+    }
+}
+
+/* What only bytes can say: an infinity or a NaN in some elements of a state. */
+static void spoil(struct source *s, const struct hstep_slot *p, int64_t n)
+{
+    const struct hstep_format *f = &hstep_formats[p->format];
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t r = next64(s);
+        uint32_t bits = r >> 32 & 1 ? 0x7f800000u : 0x7fc00000u;
+        uint16_t high = (uint16_t)(bits >> 16), half = r >> 32 & 1 ? 0x7c00 : 0x7e00;
+        if (r % 67) continue;
+        if (f->code_bits == 32) memcpy(p->code + 4 * i, &bits, 4);
+        else memcpy(p->code + 2 * i, strcmp(f->code_dtype, "F16") ? &high : &half, 2);
+    }
+}
+
+static void prepare(struct one *t, uint64_t seed)
+{
+    static float values[MOST_VALUES];
+    struct source s = {seed};
+    fill(&s, values, t->n, 0, 0);
+    one_write(t, HALFSTEP_SLOT_WEIGHT, values);
+    for (int slot = HALFSTEP_SLOT_STATE; slot < HSTEP_SLOTS; slot++) {
+        const struct hstep_slot *p = &t->o->tensors[0].slot[slot];
+        if (p->format < 0) continue;
+        fill(&s, values, t->n, 1, p->nonneg);
+        one_write(t, slot, values);
+        /* Blocks that hold infinities and NaN may differ (docs/numerics.md). */
+        if (!hstep_formats[p->format].block) spoil(&s, p, t->n);
+    }
+}
+
+/* Steps with ordinary gradients; the last one has special ones. */
+static void run(struct one *t, uint64_t seed, int fused, int special)
+{
+    static float values[MOST_VALUES];
+    hstep_use_fused = fused;
+    for (int k = 0; k < 3; k++) {
+        struct source s = {seed * 1000 + (uint64_t)k};
+        fill(&s, values, t->n, !(special && k == 2), 0);
+        one_write(t, HALFSTEP_SLOT_GRADIENT, values);
+        MUST(one_step(t));
+    }
+    hstep_use_fused = 1;
+}
+
+static void compare(const char *name, struct one *a, struct one *b)
+{
+    static float x[MOST_VALUES], y[MOST_VALUES];
+    for (int slot = 0; slot < HSTEP_SLOTS; slot++) {
+        const struct hstep_slot *p = &a->o->tensors[0].slot[slot], *q = &b->o->tensors[0].slot[slot];
+        if (p->format < 0 || slot == HALFSTEP_SLOT_GRADIENT) continue;
+        one_read(a, slot, x);
+        one_read(b, slot, y);
+        int nan = 0, wrong = 0;
+        for (int64_t i = 0; i < a->n && wrong < 3; i++) {
+            nan |= isnan(x[i]);
+            if (to_bits(x[i]) == to_bits(y[i]) || (isnan(x[i]) && isnan(y[i]))) continue;
+            CHECK(wrong++ < 0, "%s: slot %d, element %lld: fused %a, tiles %a", name, slot, (long long)i, (double)x[i],
+                  (double)y[i]);
+        }
+        if (nan || wrong) continue;
+        const void *code[2] = {slot ? p->code : a->weight, slot ? q->code : b->weight};
+        CHECK(!memcmp(code[0], code[1], (size_t)p->code_bytes), "%s: codes of slot %d differ", name, slot);
+        CHECK(!p->extra_bytes || !memcmp(p->extra, q->extra, (size_t)p->extra_bytes),
+              "%s: second stream of slot %d differs", name, slot);
+    }
+}
+
+/* 0 where there is no such recipe. */
+static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row, char *text, size_t size)
+{
+    char full[64];
+    int n = snprintf(text, size, "%s/%s", rule->name, weight);
+    for (int j = 0, named = 0; j < rule->states; j++) {
+        if (rule->state_role[j] == HALFSTEP_ROLE_WEIGHT) continue;
+        int format = hstep_fused_format(rule->state_role[j], fused_rows[row].gradient, fused_rows[row].first,
+                                        fused_rows[row].second, hstep_formats[fused_rows[row].first].block);
+        n += snprintf(text + n, size - (size_t)n, "%c%s", named++ ? '+' : '/', hstep_formats[format].name);
+    }
+    return halfstep_recipe_full(text, full, sizeof full) == HALFSTEP_OK;
+}
+
+/* Returns whether the tensor was fused. */
+static int judge(const char *recipe, int rule, int variant, int row, const char *generator, int shape, int special)
+{
+    struct one t[2];
+    int fused = 0;
+    for (int i = 0; i < 2; i++) {
+        one_open(&t[i], recipe, 2, shapes[shape].rows, shapes[shape].columns,
+                 hstep_formats[fused_rows[row].gradient].name);
+        MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+        MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "generator", generator));
+        one_hyper(&t[i], "weight_decay", 0.01);
+        MUST(halfstep_set_choice(t[i].o, 0, "decay", "decoupled"));
+        for (int j = 0, bit = 0; j < hstep_rule_states(rule); j++) {
+            const char *unless = hstep_rules[rule].state[j].unless;
+            if (unless)
+                one_hyper(&t[i], unless, variant >> bit++ & 1 ? (!strcmp(unless, "momentum") ? 0.9 : 1.0) : 0.0);
+        }
+        one_start(&t[i]);
+        prepare(&t[i], 7);
+        run(&t[i], 11, !i, special);
+        fused = t[0].o->tensors[0].fused >= 0;
+    }
+    compare(recipe, &t[0], &t[1]);
+    for (int i = 0; i < 2; i++) one_close(&t[i]);
+    return fused;
+}
+
+int main(int argc, char **argv)
+{
+    int short_run = argc > 1 && !strcmp(argv[1], "--short");
+    test_init(argc - short_run, argv + short_run);
+    for (int32_t isa = 0; isa < halfstep_isa_count(); isa++) {
+        if (!halfstep_isa_available(isa)) continue;
+        MUST(halfstep_set_isa(halfstep_isa_name(isa)));
+        const struct hstep_kernels *kernels = hstep_isa_kernels(isa);
+        if (!kernels->find_fused) continue;
+        for (int rule = 0; rule < HSTEP_RULES; rule++) {
+            char name[128];
+            halfstep_rule_info info = {.struct_size = sizeof info};
+            MUST(halfstep_get_rule_info(rule, &info));
+            snprintf(name, sizeof name, "%s: %s, fused and by tiles", halfstep_isa_name(isa), info.name);
+            TEST(name) {
+                int cases = 0;
+                for (int row = 0; row < ROWS; row++)
+                    for (int variant = 0; variant < HSTEP_FUSED_VARIANTS; variant++) {
+                        int found = 0;
+                        if (kernels->find_fused(rule, row, variant) < 0) continue;
+                        for (int w = 0; w < HSTEP_FORMATS; w++) {
+                            char recipe[160];
+                            const char *generator = halfstep_choice_value("generator", cases % 2);
+                            if (!(hstep_formats[w].roles & HALFSTEP_ROLE_WEIGHT) ||
+                                !recipe_of(&info, hstep_formats[w].name, row, recipe, sizeof recipe))
+                                continue;
+                            if (short_run && (w + row + rule) % 5) {
+                                found = 1;
+                                continue;
+                            }
+                            for (int shape = 0; shape < 2; shape++)
+                                found |= judge(recipe, rule, variant, row, generator, shape, cases++ % 3 == 0);
+                        }
+                        /* One row serves more than one recipe where a rule lacks states of some role. */
+                        CHECK(found || !hstep_rule_states(rule), "%s: no recipe is stepped by row %d, variant %d",
+                              info.name, row, variant);
+                    }
+                CHECK(cases > 0, "%s has no fused row", info.name);
+            }
+            test_close_group();
+        }
+    }
+    return test_done();
+}
