@@ -698,12 +698,12 @@ static const struct fused_ends fused_ends[HSTEP_RULES] = {
     __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                 \
         const struct hstep_fused *a, struct fused_room *room, int j0, int j1, int64_t t, int64_t n) \
     {                                                                                               \
-        if (FUSED_BLOCK_##first && FUSED_BLOCK_##second)                                            \
+        if ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0))                               \
             fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, room, j0, j1, t, n);         \
     }
 HSTEP_FUSED_RECIPES(FUSED_BOTH, )
 #define FUSED_BOTH_ROW(gradient, first, second, ...) \
-    FUSED_BLOCK_##first &&FUSED_BLOCK_##second ? fused_both_##gradient##_##first##_##second : NULL,
+    ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0)) ? fused_both_##gradient##_##first##_##second : NULL,
 static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_RECIPES(FUSED_BOTH_ROW, )};
 
 /* ---- Steps ---- */
