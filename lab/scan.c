@@ -1,7 +1,7 @@
-/* What the look through the gradients costs: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one large
- * tensor with scan "known-finite" and with "scan", by each library, in turn in one process and on the same weights and
- * gradients, the order changing; prints ns per parameter of each and the median of their differences. PAGES: small or
- * huge, of weights, gradients and states. lab/scan.sh runs a list. */
+/* What the look through the gradients costs: scan LIBRARY RECIPE ELEMENTS THREADS PAGES ROUNDS [LIBRARY]. Steps one
+ * large tensor with scan "known-finite" and with "scan", by each library, in turn in one process and on the same weights
+ * and gradients, the order changing; prints ns per parameter of each and the median of their differences. PAGES: small
+ * or huge, of weights, gradients and states. lab/scan.sh runs a list. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>

@@ -255,8 +255,8 @@ static int update_tensors(const struct span *s, int first, int n)
 /* Tensors that a second pass should still find in the cache are handled together. */
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
-/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From the
- * last tensor on, whose gradient the scan has left in the caches. */
+/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From
+ * the last tensor on, whose gradient the scan has left in the caches. */
 static int update_all(const struct span *s)
 {
     const halfstep_optimizer *o = s->o;

@@ -59,9 +59,9 @@ struct hstep_span {
     const struct hstep_chunk *first, *end;
 };
 
-/* A pass over n tensors from `first` on: the task is called with the batch as its argument. Each pass goes the other way
- * than the one before it, so that what was read last, which caches still hold, is read again first: scans forwards, sums
- * backwards, updates forwards where there were sums and else backwards. Chunks know nothing of each other: no bit
+/* A pass over n tensors from `first` on: the task is called with the batch as its argument. Each pass goes the other
+ * way than the one before it, so that what was read last, which caches still hold, is read again first: scans forwards,
+ * sums backwards, updates forwards where there were sums and else backwards. Chunks know nothing of each other: no bit
  * depends on their order. */
 void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
                      halfstep_task task);
