@@ -197,7 +197,11 @@ HALFSTEP_API int halfstep_set_isa(const char *name);
 HALFSTEP_API const char *halfstep_isa_warning(void);
 /* Features of the processor that matter here, separated by spaces. */
 HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);
-/* What "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the processors this process may use. */
+/* What "threads = 0" means now: HALFSTEP_THREADS, else OMP_NUM_THREADS, else the processors this process may use. On
+ * Linux, where these belong to several NUMA nodes, the library's own threads are each kept on one node, in the order of
+ * their shares of a step, and halfstep_allocate_states() has each share's states touched first by its thread.
+ * HALFSTEP_PIN=0 leaves threads alone, HALFSTEP_PIN=1 keeps them on their node also where there is one. The caller's
+ * thread is never moved. */
 HALFSTEP_API int32_t halfstep_default_threads(void);
 
 /* ---- Optimizers -------------------------------------------------------------------------------------------------- */

@@ -1,10 +1,11 @@
 /* What a byte costs under every rule, in cache on one thread, against AdamW with the same formats: every_rule
  * [ROUNDS [RULES]].
  *
- *   cc -O2 -Iinclude lab/every_rule.c -o every_rule -Lbuild -lhalfstep && HALFSTEP_ISA=avx2 LD_LIBRARY_PATH=build ./every_rule
+ *   cc -O2 -Iinclude lab/every_rule.c -o every_rule -Lbuild -lhalfstep
+ *   HALFSTEP_ISA=avx2 LD_LIBRARY_PATH=build ./every_rule
  *
- * Each round steps AdamW and the rule in turn, the order changing; the medians of the quotients of the rounds are what a
- * busy machine disturbs least. Bytes as in bench/README.md: weights, their second streams and states twice, gradients
+ * Each round steps AdamW and the rule in turn, the order changing; the medians of the quotients of the rounds are what
+ * a busy machine disturbs least. Bytes as in bench/README.md: weights, their second streams and states twice, gradients
  * once, for tensors of this size also under rules of two passes. Conditional states are stored in rows of their own.
  * The aim is 1.4, for rules of two passes 2.4. */
 #include <stdio.h>

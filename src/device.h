@@ -88,6 +88,9 @@ struct hstep_device {
     int (*allocate)(const struct hstep_context *c, uint64_t bytes, void **memory);
     void (*release)(void *memory); /* or NULL; after all that is still to be done */
     int (*zero)(const struct hstep_context *c, void *memory, uint64_t bytes);
+    /* Before states, which have their places, are zeroed for the first time: touches them from where they will be
+     * stepped. NULL where all memory is equally near. */
+    void (*touch)(const struct hstep_context *c, const struct hstep_plan *plan);
     /* Between the device's memory and that of the process, in either direction, or within the device's. */
     int (*copy)(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);
     /* Until all that was asked for is done; after an error nothing of it is on its way any more. */

@@ -90,7 +90,11 @@ int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
-    struct layout layout = {memory, 0};
+    struct layout touched = {memory, 0}, layout = {memory, 0};
+    if (o->device->touch && o->n_tensors) {
+        each_stream(o, place_stream, &touched);
+        o->device->touch(&o->context, &o->plan);
+    }
     int error = o->device->zero(&o->context, memory, bytes);
     if ((error = hstep_wait(o, error))) return error;
     each_stream(o, place_stream, &layout);

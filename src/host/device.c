@@ -72,6 +72,7 @@ const struct hstep_device hstep_host_device = {
     .allocate = hstep_host_allocate,
     .release = hstep_host_release,
     .zero = hstep_host_zero,
+    .touch = hstep_host_touch,
     .copy = hstep_host_copy,
     .wait = wait,
     .find_fused = find_fused,

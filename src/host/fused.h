@@ -541,7 +541,8 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
 
 #if VL > 1
 /* Columns of STATES(...) become one byte for each state: its role, and FUSED_CONDITIONAL where hyper-parameters may
- * make it needless. */
+ * make it needless. A rule with vectors, or with more than HSTEP_FUSED_STATES states, takes tiles. */
+enum { FUSED_TILES_ONLY = 0x40 };
 #define FUSED_ROLE_0 0
 #define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
 #define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
@@ -551,12 +552,12 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
 #undef ROW_STATE
 #undef COLUMN_STATE
 #undef STATES
-#define ROW_STATE(...) 0
-#define COLUMN_STATE(...) 0
+#define ROW_STATE(...) FUSED_TILES_ONLY
+#define COLUMN_STATE(...) FUSED_TILES_ONLY
 #define STATE(name, role, beta, unless) (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, default: 0))
-/* The first HSTEP_FUSED_STATES. */
-#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0)
-#define FUSED_BYTES(s0, s1, s2, s3, ...) ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24)
+#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
+    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
 #define FUSED_CONDITIONALS(states) \
     (((states) >> 4 & 1) + ((states) >> 12 & 1) + ((states) >> 20 & 1) + ((states) >> 28 & 1))
 #define FUSED_ANY(states, role) \
@@ -580,8 +581,9 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
 /* Not where another row is the same. */
 #define FUSED_WORTH(states, first, second) \
     (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (FUSED_ANY(states, SIGNED) && FUSED_ANY(states, NONNEG)))
-#define FUSED_IS(fn, states, variant, first, second) \
-    (FUSED_OWN(fn) && (variant) < 1 << FUSED_CONDITIONALS(states) && FUSED_WORTH(states, first, second))
+#define FUSED_IS(fn, states, variant, first, second)                                             \
+    (FUSED_OWN(fn) && !((states) & 0x40404040) && (variant) < 1 << FUSED_CONDITIONALS(states) && \
+     FUSED_WORTH(states, first, second))
 #define FUSED_WHAT(gradient, first, second, parts, states, variant) \
     (struct fused_what){parts,                                      \
                         states,                                     \
@@ -630,11 +632,16 @@ static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_
 #define FUSED_NORMS_OF_NO_NORMS 0
 #define FUSED_NORMS_OF_NORMS_1 1
 #define FUSED_NORMS_OF_NORMS_2 2
+/* Sums over all tensors are not of squares, and take tiles. */
+#define FUSED_COUNT_TOTALS_1 0
+#define FUSED_COUNT_TOTALS_2 0
+#define FUSED_NORMS_OF_TOTALS_1 0
+#define FUSED_NORMS_OF_TOTALS_2 0
 #define FUSED_NORMS(gradient, first, second, id, fn, states, count)                                           \
     __attribute__((unused)) static void fused_norms_##id##_##gradient##_##first##_##second(                   \
         const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \
     {                                                                                                         \
-        if (FUSED_WORTH(states, first, second))                                                               \
+        if (!((states) & 0x40404040) && FUSED_WORTH(states, first, second))                                   \
             fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, states, 0), fn##_norms, count,        \
                         fused_load_##gradient, fused_start_##first, fused_load_##first, fused_start_##second, \
                         fused_load_##second, t, n, sums);                                                     \

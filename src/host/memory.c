@@ -46,7 +46,7 @@ struct zeroing {
 
 #define ZERO_PIECE ((uint64_t)4 << 20)
 
-/* By all threads, so that a page comes to lie near the thread that will step it. */
+/* By all threads: of large states there is much to write. */
 static void zero_piece(void *arg, int64_t i)
 {
     struct zeroing *z = arg;

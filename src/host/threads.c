@@ -10,6 +10,7 @@
 
 #include "core/lock.h"
 #include "host/host.h"
+#include "host/nodes.h"
 
 /* The operating system's part: a lock, two conditions, threads. Windows has its own few lines. */
 #ifdef _WIN32
@@ -45,6 +46,14 @@ static int os_processors(void)
     if (!GetProcessAffinityMask(GetCurrentProcess(), &process, &system)) return 1;
     for (; process; process &= process - 1) count++;
     return count;
+}
+/* Windows spreads threads over nodes by itself. */
+static void os_read_nodes(struct hstep_nodes *nodes) { nodes->nodes = 0; }
+static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
+{
+    (void)thread;
+    (void)nodes;
+    (void)node;
 }
 
 #else
@@ -86,6 +95,24 @@ static int os_processors(void)
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > HSTEP_MAX_THREADS ? HSTEP_MAX_THREADS : (int)online;
 }
+static void os_read_nodes(struct hstep_nodes *nodes)
+{
+    unsigned char allowed[HSTEP_MAX_PROCESSORS];
+    cpu_set_t set;
+    nodes->nodes = 0;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return;
+    for (int i = 0; i < HSTEP_MAX_PROCESSORS; i++) allowed[i] = i < CPU_SETSIZE && CPU_ISSET(i, &set);
+    hstep_read_nodes(hstep_node_folder, allowed, nodes);
+}
+/* To all processors of a node that the process may use, so that the system can still choose among them. */
+static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
+{
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int i = 0; i < nodes->count; i++)
+        if (nodes->node[i] == node) CPU_SET(nodes->processor[i], &set);
+    pthread_setaffinity_np(thread, sizeof set, &set);
+}
 
 #endif
 
@@ -121,6 +148,8 @@ static struct {
     void *arg;
     int backward;
     int64_t n, unit; /* `unit` consecutive tasks are taken at once, so that a share fits 32-bit ends */
+    int pinned;      /* so many threads, the caller included, are spread over nodes; -1: they are left alone */
+    struct hstep_nodes nodes;
     os_thread thread[HSTEP_MAX_THREADS];
     struct share share[HSTEP_MAX_THREADS];
 } pool = {.lock = OS_LOCK_INITIAL, .run = OS_CONDITION_INITIAL, .done = OS_CONDITION_INITIAL};
@@ -249,9 +278,22 @@ static void after_fork_child(void)
     atomic_store(&pool.caller_sleeps, 0);
     pool.started = 0;
     pool.refused = 0;
+    pool.pinned = 0;
     release_pool();
 }
 #endif
+
+/* On machines of several nodes a thread stays on one: its share of every run is the same stretch of every tensor, whose
+ * states lie in the node's memory (hstep_host_touch). The caller's thread is the caller's. */
+static void pin_workers(void)
+{
+    int threads = pool.started + 1;
+    if (pool.pinned < 0 || pool.pinned == threads) return;
+    if (!pool.pinned) os_read_nodes(&pool.nodes);
+    pool.pinned = hstep_is_pinned(&pool.nodes, getenv("HALFSTEP_PIN")) ? threads : -1;
+    for (int t = 1; t < pool.pinned; t++)
+        os_pin(pool.thread[t - 1], &pool.nodes, hstep_node_of_thread(&pool.nodes, t, threads));
+}
 
 /* Workers are numbered from 1; the caller is thread 0. Returns how many threads there are, the caller included. */
 static int start_workers(int threads)
@@ -266,6 +308,7 @@ static int start_workers(int threads)
         if (os_start(&pool.thread[pool.started], worker_main, (void *)(intptr_t)(pool.started + 1))) pool.started++;
         else pool.refused = 1;
     }
+    pin_workers();
     return pool.started < threads - 1 ? pool.started + 1 : threads;
 }
 
@@ -320,6 +363,7 @@ void hstep_pool_shutdown(void)
     for (int t = 0; t < pool.started; t++) os_join(pool.thread[t]);
     pool.started = 0;
     pool.refused = 0;
+    pool.pinned = 0;
     atomic_store(&pool.gate, 0);
     release_pool();
 }

@@ -30,6 +30,48 @@ struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
                                plan->chunks + (end > b->end ? b->end : end)};
 }
 
+/* ---- First touch ---- */
+
+enum { PAGE = 4096 };
+
+static void touch_bytes(char *from, char *end)
+{
+    for (; from < end; from += PAGE) *(volatile char *)from = 0;
+}
+
+/* What a chunk has of each state's streams: up to where the next one begins, or to the end of them. */
+static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
+{
+    int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
+    int last = end == t->runs * t->run_length;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (s >= HALFSTEP_SLOT_STATE && slot->code)
+            touch_bytes(slot->code + hstep_code_offset(t, slot->format, first),
+                        slot->code + (last ? (int64_t)slot->code_bytes : hstep_code_offset(t, slot->format, end)));
+        if (slot->extra_bytes && slot->extra)
+            touch_bytes(slot->extra + hstep_extra_offset(t, slot->format, first),
+                        slot->extra + (last ? (int64_t)slot->extra_bytes : hstep_extra_offset(t, slot->format, end)));
+    }
+}
+
+static void touch_task(void *argument, int64_t i)
+{
+    struct hstep_span span = hstep_task_span(argument, i);
+    const struct hstep_batch *b = argument;
+    for (const struct hstep_chunk *c = span.first; c < span.end; c++) touch_chunk(&b->call->plan.tensors[c->tensor], c);
+}
+
+/* The system puts a page near the thread that writes to it first: the one that has the same share of a step. */
+void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan)
+{
+    struct hstep_call call = {.context = c, .plan = *plan};
+    hstep_run_batch(&call, HSTEP_PASS_UPDATE, 0, plan->n_tensors, 0, touch_task);
+}
+
+/* ---- Work ---- */
+
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
 {
     const struct hstep_call *call = b->call;
