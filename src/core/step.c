@@ -201,6 +201,7 @@ static int update_all(const struct hstep_request *s)
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
+    if (!c->n) return HALFSTEP_OK;
     if (totals && ((!*s->norms_made && (error = sum_tensors(s, c->first, c->n))) ||
                    (error = o->device->decide_sums(c, c->first, c->n))))
         return error;
