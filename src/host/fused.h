@@ -30,7 +30,7 @@ struct fused_room {
     HSTEP_ALIGNED float weight[FUSED_TILE];
     HSTEP_ALIGNED float change[FUSED_TILE]; /* or its numerator, of a rule in parts, */
     HSTEP_ALIGNED float root[FUSED_TILE];   /* and what that is divided by */
-    struct fused_state state[HALFSTEP_MAX_STATES];
+    struct fused_state state[HSTEP_FUSED_STATES];
 };
 
 /* Random words of one slot on their way through a loop. */
@@ -730,7 +730,7 @@ static int fused_find(int rule, int row, int variant)
 {
     for (int own = 0; own < HSTEP_RULES; own++) {
         int same = own == rule || !strcmp(fused_rules[own].prefix, fused_rules[rule].parts);
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
+        for (int j = 0; j < HSTEP_FUSED_STATES; j++)
             same &= fused_role(j, fused_rules[own].states, variant) == fused_role(j, fused_rules[rule].states, variant);
         if (same && fused_tiles[own][row][variant])
             return ((rule * HSTEP_RULES + own) * HSTEP_FUSED_ROWS + row) * HSTEP_FUSED_VARIANTS + variant;
@@ -757,18 +757,18 @@ static void fused_step(const struct hstep_fused *a, int step)
     fused_tile *const tile = fused_tiles[rule][row][variant];
     const struct fused_ends *ends = &fused_ends[rule];
     /* The signed state and the second moment whose codes share a loop. */
-    int j0 = HALFSTEP_MAX_STATES, j1 = HALFSTEP_MAX_STATES;
-    for (int j = 0; fused_boths[row] && j < HALFSTEP_MAX_STATES; j++) {
+    int j0 = HSTEP_FUSED_STATES, j1 = HSTEP_FUSED_STATES;
+    for (int j = 0; fused_boths[row] && j < HSTEP_FUSED_STATES; j++) {
         const int s = HALFSTEP_SLOT_STATE + j;
         if (a->format[s] < 0 || !fused_coders[a->format[s]][0]) continue;
         if (a->nonneg >> s & 1) j1 = j1 < j ? j1 : j;
         else j0 = j0 < j ? j0 : j;
     }
-    if (j0 == HALFSTEP_MAX_STATES || j1 == HALFSTEP_MAX_STATES) j0 = j1 = -1;
+    if (j0 == HSTEP_FUSED_STATES || j1 == HSTEP_FUSED_STATES) j0 = j1 = -1;
     fused_end_function *const end = plain ? ends->plain : ends->format[weight];
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
+        for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             int s = HALFSTEP_SLOT_STATE + j;
             if (!(a->as_weight >> s & 1)) continue;
             if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
@@ -786,7 +786,7 @@ static void fused_step(const struct hstep_fused *a, int step)
             if (ends->change) ends->change(a, &room, t, n);
             fused_appliers[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
         }
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
+        for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             int s = HALFSTEP_SLOT_STATE + j;
             struct fused_state *state = &room.state[j];
             if (a->as_weight >> s & 1) {

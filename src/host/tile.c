@@ -46,7 +46,7 @@ static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *
     int last = end == t->runs * t->run_length;
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
-        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT) continue;
+        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT || slot->extent != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (s >= HALFSTEP_SLOT_STATE && slot->code)
             touch_bytes(slot->code + hstep_code_offset(t, slot->format, first),
                         slot->code + (last ? (int64_t)slot->code_bytes : hstep_code_offset(t, slot->format, end)));

@@ -9,11 +9,11 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
-enum { TENSORS = 4, MOST = 70 * 300, STEPS = 12, STATES = 6 };
+enum { TENSORS = 4, MOST = 140 * 300, STEPS = 12, STATES = 6 };
 static const struct {
     const char *name;
     int ndim, rows, columns;
-} shapes[TENSORS] = {{"wide", 2, 70, 300}, {"narrow", 3, 131, 7}, {"bias", 1, 301, 1}, {"row", 2, 1, 64}};
+} shapes[TENSORS] = {{"wide", 2, 140, 300}, {"narrow", 3, 131, 7}, {"bias", 1, 301, 1}, {"row", 2, 1, 64}};
 
 static int is_matrix(int t) { return shapes[t].ndim > 1 && shapes[t].rows > 1; }
 static int elements(int t) { return shapes[t].rows * shapes[t].columns; }
