@@ -7,13 +7,7 @@
  * SHAPES: ROWSxCOLUMNS*COUNT and FROM-TOxCOLUMNS*COUNT (rows from FROM to TO in turn), with + between; or `model`, the
  * tensors of a small transformer: 12 layers of 64 columns, biases and norms. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-
-#include "halfstep.h"
+#include "builds.h"
 
 enum { WARM_UP = 20, MOST = 1 << 16 };
 
@@ -22,39 +16,10 @@ struct shape {
 };
 
 struct subject {
-    halfstep_optimizer *o;
-    int (*step)(halfstep_optimizer *, void *const *, const void *const *);
+    struct build build;
     void **weights;
     const void **gradients;
 };
-
-static void *must(void *result, const char *what)
-{
-    if (result) return result;
-    fprintf(stderr, "many: %s\n", what);
-    exit(1);
-}
-
-static void *function(void *library, const char *name) { return must(dlsym(library, name), name); }
-
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int ascending(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int n)
-{
-    qsort(x, (size_t)n, sizeof *x, ascending);
-    return x[n / 2];
-}
 
 static const char *const model =
     "512x64*1+192x64*12+192x1*12+64x64*12+64x1*12+256x64*12+256x1*12+64x256*12+64x1*60+512x64*1";
@@ -77,58 +42,29 @@ static int parse_shapes(const char *text, struct shape *shape)
     return n;
 }
 
-/* 16-bit gradients are written as BF16, from 0.008 to 0.03 with either sign. */
-static void fill(void *gradient, int wide, size_t n, uint32_t seed)
-{
-    for (size_t i = 0; i < n; i++) {
-        seed = seed * 1664525 + 1013904223;
-        if (wide) ((float *)gradient)[i] = (float)(int32_t)seed * 1e-10f;
-        else ((uint16_t *)gradient)[i] = (uint16_t)(0x3c00 | (seed >> 16 & 0x80ff));
-    }
-}
-
 /* Weights and gradients lie one after another, each at a cache line, as a packed model's do. */
 static struct subject open_subject(const char *path, const char *recipe, const struct shape *shape, int tensors,
                                    int threads, const char *scan)
 {
-    /* A name space of its own, for two builds have the same symbols. */
-    void *library = must(dlmopen(LM_ID_NEWLM, path, RTLD_NOW | RTLD_LOCAL), path);
-    int (*create)(const halfstep_options *, halfstep_optimizer **) = function(library, "halfstep_create");
-    int (*choose)(halfstep_optimizer *, int32_t, const char *, const char *) = function(library, "halfstep_set_choice");
-    int (*add_group)(halfstep_optimizer *, const char *, int32_t *) = function(library, "halfstep_add_group");
-    int (*add_tensor)(halfstep_optimizer *, const halfstep_tensor *, int32_t *) =
-        function(library, "halfstep_add_tensor");
-    int (*allocate)(halfstep_optimizer *) = function(library, "halfstep_allocate_states");
-    struct subject s = {.step = function(library, "halfstep_step"),
+    struct subject s = {.build = open_build(path, recipe, threads),
                         .weights = must(calloc((size_t)tensors, sizeof(void *)), "no memory"),
                         .gradients = must(calloc((size_t)tensors, sizeof(void *)), "no memory")};
-    halfstep_options options = {.struct_size = sizeof options, .threads = threads};
-    int32_t index;
-    int wide = !strstr(recipe, "/bf16");
+    int wide = is_wide(recipe);
     size_t size = wide ? 4 : 2, bytes = 0;
-    if (create(&options, &s.o) || choose(s.o, HALFSTEP_ALL_GROUPS, "scan", scan) || add_group(s.o, recipe, &index))
-        must(NULL, recipe);
+    if (s.build.choose(s.build.o, HALFSTEP_ALL_GROUPS, "scan", scan)) must(NULL, scan);
     for (int i = 0; i < tensors; i++) bytes += ((size_t)(shape[i].rows * shape[i].columns) * size + 63) / 64 * 64;
     char *weight = must(aligned_alloc(64, bytes), "no memory"), *gradient = must(aligned_alloc(64, bytes), "no memory");
     memset(weight, 0, bytes);
     fill(gradient, wide, bytes / size, 1);
     for (int i = 0; i < tensors; i++) {
-        char name[32];
-        snprintf(name, sizeof name, "t%d", i);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .name = name,
-                             .ndim = 2,
-                             .rows = shape[i].rows,
-                             .row_length = shape[i].columns,
-                             .gradient = wide ? "f32" : "bf16"};
-        if (add_tensor(s.o, &t, &index)) must(NULL, name);
+        add_matrix(&s.build, i, shape[i].rows, shape[i].columns, gradients_of(recipe));
         s.weights[i] = weight;
         s.gradients[i] = gradient;
         size_t here = ((size_t)(shape[i].rows * shape[i].columns) * size + 63) / 64 * 64;
         weight += here;
         gradient += here;
     }
-    if (allocate(s.o)) must(NULL, "no memory for states");
+    if (s.build.allocate(s.build.o)) must(NULL, "no memory for states");
     return s;
 }
 
@@ -151,8 +87,9 @@ int main(int argc, char **argv)
         double spent[3] = {0};
         for (int k = 0; k < subjects; k++) {
             int i = ((r & 1 ? subjects - 1 - k : k) + (r >> 1 & 1)) % subjects;
+            const struct build *b = &subject[i].build;
             double start = seconds();
-            if (subject[i].step(subject[i].o, subject[i].weights, subject[i].gradients)) must(NULL, "a step failed");
+            if (b->step(b->o, subject[i].weights, subject[i].gradients)) must(NULL, "a step failed");
             spent[i] = seconds() - start;
         }
         if (r < 0) continue;
