@@ -497,11 +497,9 @@ typedef void fused_codes_function(const struct hstep_fused *, struct fused_state
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
-#endif
 
-/* ---- Steps ---- */
+/* ---- By format, at run time ---- */
 
-#if VL > 1
 static fused_apply_function *const fused_appliers[HSTEP_FORMATS] = {
 #define ELEMENT_FORMAT(id, name, fn, ...) fused_apply_##fn,
 #define BLOCK_FORMAT(id, name, fn, ...) NULL,
@@ -535,11 +533,15 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
                (size_t)(n * c.extra_bits / 8));
 }
 
-#endif
+/* Of the weight, or of a state that is stored as it is. */
+static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(a->format[slot]);
+    fused_decoders[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
+}
 
 /* ---- Every rule with every recipe ---- */
 
-#if VL > 1
 /* Columns of STATES(...) become one byte for each state: its role, and FUSED_CONDITIONAL where hyper-parameters may
  * make it needless. A rule with vectors, or with more than HSTEP_FUSED_STATES states, takes tiles. */
 enum { FUSED_TILES_ONLY = 0x40 };
@@ -751,7 +753,6 @@ static void fused_step(const struct hstep_fused *a, int step)
     const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
     const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
-    const struct columns c = columns_of(weight);
     struct fused_room room;
     const int plain = fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
@@ -772,13 +773,9 @@ static void fused_step(const struct hstep_fused *a, int step)
             int s = HALFSTEP_SLOT_STATE + j;
             if (!(a->as_weight >> s & 1)) continue;
             if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
-            if (!plain)
-                fused_decoders[weight](room.state[j].old, a->code[s] + t * c.bits / 8,
-                                       a->extra[s] + t * c.extra_bits / 8, n);
+            if (!plain) fused_decode(a, s, room.state[j].old, t, n);
         }
-        if (!plain && !end)
-            fused_decoders[weight](room.weight, a->code[HALFSTEP_SLOT_WEIGHT] + t * c.bits / 8,
-                                   a->extra[HALFSTEP_SLOT_WEIGHT] + t * c.extra_bits / 8, n);
+        if (!plain && !end) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
         tile(a, &room, t, n);
         if (end) {
             end(a, &room, t, n);
@@ -804,16 +801,12 @@ static void fused_step(const struct hstep_fused *a, int step)
 static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
 {
     const int row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
-    const struct columns c = columns_of(weight);
     fused_summer *const summer = fused_summers[step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS / HSTEP_RULES][row];
     const int plain = fused_is_plain(a);
     struct fused_room room;
     for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
         int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
-        if (!plain)
-            fused_decoders[weight](room.weight, a->code[HALFSTEP_SLOT_WEIGHT] + t * c.bits / 8,
-                                   a->extra[HALFSTEP_SLOT_WEIGHT] + t * c.extra_bits / 8, n);
+        if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
         summer(a, &room, t, n, sums);
     }
 }
