@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import gc
 import json
 import math
@@ -141,9 +142,20 @@ def reset_peak() -> None:
         file.write("5")
 
 
+def hand_freed_memory_back() -> None:
+    """Memory that a block of 64 KiB leaves goes back to the system, instead of serving the next unseen. glibc otherwise
+    raises its threshold to the size of what is freed."""
+    trim_threshold, mmap_threshold = -1, -3
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(mmap_threshold, 65536)
+        libc.mallopt(trim_threshold, 65536)
+
+
 def measure_memory(contestant, shapes) -> Dict:
     """In a process of its own: peak of the first two steps above weights and gradients. A first optimizer on the same
     tensors has taken whatever compilers and libraries want."""
+    hand_freed_memory_back()
     subject = common.Subject(contestant, shapes)
     timed_step(subject)
     subject.optimizer = None
@@ -161,11 +173,8 @@ def measure_memory(contestant, shapes) -> Dict:
 def memory_in_child(contestant, options) -> Dict:
     command = [sys.executable, os.path.abspath(__file__), "--memory-of", contestant.key, "--elements",
                str(options.memory_elements), "--threads", str(options.threads)]
-    # Memory that a block of this size leaves goes back to the system, instead of serving the next unseen.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.patience + 60, check=False,
-                              env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.patience + 60, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"gave up after {options.patience:g} s"}
     lines = done.stdout.strip().splitlines()
