@@ -92,6 +92,7 @@ class _Handle:
         self.extras = [None] * len(members)
         self.followed = [None] * len(members)
         self.hypers = {}
+        self.scan = None
         self.threads = threads
         self.steps = None
 
@@ -197,17 +198,20 @@ class EMA(torch.nn.Module):
     device      of the copy, as in AveragedModel; averaging needs it in CPU memory
     use_buffers True: buffers are averaged like parameters; False: they are copied from the model at each update
     debias      True: all weights seen so far count by their age alone, so that the first is no better than the others
+    scan        "scan": weights are looked through before each update, which reads them twice; "known-finite": they are
+                not, and an update takes no longer than torch's lerp_. For models whose optimizer has just looked at the
+                gradients; may be changed between updates, and is not part of the state
     seed, generator, threads    of the random bits and of the work, as in Optimizer
 
     `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a weight that is NaN or infinite
-    is refused: nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds tensors only
+    is refused (see `scan`): nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds tensors only
     and goes on bit for bit; that of an AveragedModel loads too.
     """
 
     _dropped = False  # whether a residual was, and that was said
 
-    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False, seed=None,
-                 generator=None, threads=0):
+    def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False,
+                 scan="scan", seed=None, generator=None, threads=0):
         super().__init__()
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
@@ -217,6 +221,8 @@ class EMA(torch.nn.Module):
         generator = _abi.choices("generator")[0] if generator is None else generator
         if generator not in _abi.choices("generator"):
             raise ValueError(f"halfstep: generator={generator!r} is none of {', '.join(_abi.choices('generator'))}")
+        self.scan = scan
+        self._check_scan()
         self.decay, self.debias, self.use_buffers, self.threads = decay, debias, use_buffers, threads
         self._handle = _Handle()
         self._warned = False
@@ -246,6 +252,11 @@ class EMA(torch.nn.Module):
     def forward(self, *args, **kwargs):
         """The averaged model's."""
         return self.module(*args, **kwargs)
+
+    def _check_scan(self):
+        # An average of some tensors of a model and not of others, as "per-tensor" would leave it, is of no use.
+        if self.scan not in ("scan", "known-finite"):
+            raise ValueError(f"halfstep: scan={self.scan!r} of an average is none of scan, known-finite")
 
     @property
     def skipped_updates(self):
@@ -343,7 +354,7 @@ class EMA(torch.nn.Module):
             self._check_average(name, fmt, average)
             lives.append(self._live(name, tensor, average, states))
         others = self._other_buffers(model)
-        for (name, _, _, _), (_, _, extra) in zip(members, lives):
+        for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
             # The library looks at the weights themselves.
             if extra is not None and extra.is_floating_point() and not math.isfinite(extra.sum(dtype=torch.float32)):
                 self._refuse(name)
@@ -398,6 +409,10 @@ class EMA(torch.nn.Module):
         decay = float(self.decay)
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"Invalid decay value {decay} provided. Please provide a value in [0,1] range.")
+        if held.scan != self.scan:
+            self._check_scan()
+            check(lib.halfstep_set_choice(held.handle, _abi.ALL_GROUPS, b"scan", self.scan.encode()), held.handle)
+            held.scan = self.scan
         # The rule's decay stays below 1; where nothing may move, its rate of learning is 0.
         held.hyper(b"lr", 0.0 if decay == 1.0 and steps else 1.0)
         held.hyper(b"beta", 0.0 if decay == 1.0 else decay)

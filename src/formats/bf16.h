@@ -18,7 +18,7 @@ V_OP void bf16_encode(char *code, char *extra, int64_t i, vf e, vf o, vi words, 
 {
     (void)extra, (void)words;
     vi re, ro;
-    hstep_bf16_nearest(e, o, &re, &ro);
+    hstep_bf16_nearest(e, o, state, &re, &ro);
     if (state)
         vp_store_hi16_normal(code + 2 * i, re, ro);
     else

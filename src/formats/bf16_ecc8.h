@@ -34,7 +34,7 @@ V_OP void bf16_ecc8_encode(char *code, char *extra, int64_t i, vf e, vf o, vi wo
     vi ue = v_bits(e), uo = v_bits(o), mask = vi_set(0xffffff00);
     vi re = vi_and(vi_add(ue, vi_and(vi_shr(words, 8), vi_set(0xff))), mask);
     vi ro = vi_and(vi_add(uo, vi_shr(words, 24)), mask);
-    if (__builtin_expect(hstep_bf16_special(ue, uo), 0)) {
+    if (__builtin_expect(hstep_bf16_special(ue, uo, state), 0)) {
         re = hstep_ecc8_special(ue, re);
         ro = hstep_ecc8_special(uo, ro);
     }

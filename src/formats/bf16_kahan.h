@@ -22,8 +22,8 @@ V_OP void bf16_kahan_decode(const char *code, const char *extra, int64_t i, vf *
  * finite. */
 V_OP void bf16_kahan_residual(vi we, vi wo, vf ce, vf co, vi words, vi *re, vi *ro)
 {
-    hstep_bf16_stochastic(ce, co, words, re, ro);
-    if (__builtin_expect(hstep_bf16_special(we, wo), 0)) {
+    hstep_bf16_stochastic(ce, co, 1, words, re, ro);
+    if (__builtin_expect(hstep_bf16_special(we, wo, 0), 0)) {
         vi limit = vi_set(0x7fffffff), largest = vi_set(0x7f7f0000);
         *re = vi_select(vi_eq(vi_and(we, limit), largest), v_bits(ce), *re);
         *ro = vi_select(vi_eq(vi_and(wo, limit), largest), v_bits(co), *ro);
@@ -37,7 +37,7 @@ V_OP void bf16_kahan_encode(char *code, char *extra, int64_t i, vf e, vf o, vi w
         e = v_from_bits(hstep_flush(v_bits(e)));
         o = v_from_bits(hstep_flush(v_bits(o)));
     }
-    hstep_bf16_nearest(e, o, &we, &wo);
+    hstep_bf16_nearest(e, o, state, &we, &wo);
     we = hstep_bf16_clear(we);
     wo = hstep_bf16_clear(wo);
     bf16_kahan_residual(we, wo, v_sub(e, v_from_bits(we)), v_sub(o, v_from_bits(wo)), words, &re, &ro);
@@ -55,8 +55,9 @@ V_OP void bf16_kahan_apply(char *code, char *extra, int64_t i, vf we, vf wo, vf 
     vf e = v_add(v_from_bits(we1), ce), o = v_add(v_from_bits(wo1), co);
     /* Numbers below 2^127 saturate nowhere, nor do their sums with what rounding left: one test for all three
      * roundings. */
-    if (__builtin_expect(hstep_bf16_special(vi_or(v_bits(e), v_bits(ce)), vi_or(v_bits(o), v_bits(co))), 0)) {
-        hstep_bf16_nearest(e, o, &we2, &wo2);
+    int special = hstep_bf16_special(v_bits(e), v_bits(o), 0) | hstep_bf16_special(v_bits(ce), v_bits(co), 1);
+    if (__builtin_expect(special, 0)) {
+        hstep_bf16_nearest(e, o, 0, &we2, &wo2);
         we2 = hstep_bf16_clear(we2);
         wo2 = hstep_bf16_clear(wo2);
         ce = v_add(ce, v_sub(v_from_bits(we1), v_from_bits(we2)));

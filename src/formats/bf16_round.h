@@ -28,20 +28,23 @@ V_OP vi hstep_bf16_exact(vi u, vi add)
                      vi_or(vi_and(u, vi_set(0xffff0000)), vi_set(0x00400000)), r);
 }
 
-/* Whether some lane may need the exact way. One OR over both vectors tells for less than a maximum would: it also rises
- * for pairs such as (2, 1), for which the exact way gives the same bits, only slower. */
-V_OP int hstep_bf16_special(vi ue, vi uo)
+/* Whether some lane may need the exact way: those from 2^127 up. One OR over both vectors tells for less than a maximum
+ * does, but rises for pairs such as (2, 1) too, for which the exact way gives the same bits, only slower. States and
+ * residuals are hardly ever that large; weights of norms and embeddings are. */
+V_OP int hstep_bf16_special(vi ue, vi uo, const int small)
 {
-    return vm_any(vi_eq(vi_andnot(vi_or(ue, uo), vi_set(0x7f000000)), vi_set(0)));
+    if (small) return vm_any(vi_eq(vi_andnot(vi_or(ue, uo), vi_set(0x7f000000)), vi_set(0)));
+    vi limit = vi_set(0x7fffffff);
+    return vm_any(vi_gt(vi_max(vi_and(ue, limit), vi_and(uo, limit)), vi_set(0x7effffff)));
 }
 
-/* To nearest, ties to even. */
+/* To nearest, ties to even. small: as for hstep_bf16_special(). */
 V_OP vi hstep_bf16_half(vi u) { return vi_add(vi_and(vi_shr(u, 16), vi_set(1)), vi_set(0x7fff)); }
 
-V_OP void hstep_bf16_nearest(vf e, vf o, vi *re, vi *ro)
+V_OP void hstep_bf16_nearest(vf e, vf o, const int small, vi *re, vi *ro)
 {
     vi ue = v_bits(e), uo = v_bits(o);
-    if (__builtin_expect(hstep_bf16_special(ue, uo), 0)) {
+    if (__builtin_expect(hstep_bf16_special(ue, uo, small), 0)) {
         *re = hstep_bf16_exact(ue, hstep_bf16_half(ue));
         *ro = hstep_bf16_exact(uo, hstep_bf16_half(uo));
         return;
@@ -51,10 +54,10 @@ V_OP void hstep_bf16_nearest(vf e, vf o, vi *re, vi *ro)
 }
 
 /* Stochastic: away from zero with probability (low half) / 65536. One word serves both elements of a lane. */
-V_OP void hstep_bf16_stochastic(vf e, vf o, vi words, vi *re, vi *ro)
+V_OP void hstep_bf16_stochastic(vf e, vf o, const int small, vi words, vi *re, vi *ro)
 {
     vi ue = v_bits(e), uo = v_bits(o), add_e = vi_and(words, vi_set(0xffff)), add_o = vi_shr(words, 16);
-    if (__builtin_expect(hstep_bf16_special(ue, uo), 0)) {
+    if (__builtin_expect(hstep_bf16_special(ue, uo, small), 0)) {
         *re = hstep_bf16_exact(ue, add_e);
         *ro = hstep_bf16_exact(uo, add_o);
         return;

@@ -15,7 +15,7 @@ V_OP void bf16_sr_encode(char *code, char *extra, int64_t i, vf e, vf o, vi word
 {
     (void)extra;
     vi re, ro;
-    hstep_bf16_stochastic(e, o, words, &re, &ro);
+    hstep_bf16_stochastic(e, o, state, words, &re, &ro);
     if (state)
         vp_store_hi16_normal(code + 2 * i, re, ro);
     else

@@ -584,6 +584,28 @@ def test_weights_that_are_not_finite(bad, updates, weights, caught):
     assert fresh.skipped_updates == 2
 
 
+def test_weights_known_to_be_finite():
+    """The same averages, and nobody looks; "scan" may be changed between updates."""
+    model = pair(torch.bfloat16)
+    looked, known = EMA(model, 0.9, seed=7), EMA(model, 0.9, scan="known-finite", seed=7)
+    for step in range(3):
+        advance(looked, model, step, step + 1)
+        known.update_parameters(model)
+    assert content(known) == content(looked)
+    with torch.no_grad():
+        model.inner[0].weight[3, 1] = math.nan
+    known.scan = "scan"
+    with pytest.warns(RuntimeWarning, match="inner.0.weight"):
+        known.update_parameters(model)
+    assert content(known.module) == content(looked.module)
+    known.scan = "known-finite"
+    known.update_parameters(model)
+    assert torch.isnan(known.module.inner[0].weight[3, 1]) and int(known.n_averaged) == 4
+    known.scan = "per-tensor"
+    with pytest.raises(ValueError, match="per-tensor"):
+        known.update_parameters(model)
+
+
 def test_residuals_that_are_not_finite():
     model = nn.Linear(40, 4).bfloat16()
     opt = halfstep.AdamW(model.parameters(), weights="bf16-kahan")
@@ -603,7 +625,7 @@ def test_residuals_that_are_not_finite():
 
 
 @pytest.mark.parametrize("options, text", [({"decay": 1.1}, "Invalid decay value 1.1"), ({"decay": -0.1}, "decay"),
-                                           ({"decay": math.nan}, "decay"), ({"weights": "int8"}, "int8"),
+                                           ({"decay": math.nan}, "decay"), ({"weights": "int8"}, "int8"), ({"scan": "per-tensor"}, "scan"),
                                            ({"weights": "nothing"}, "bf16-kahan"), ({"generator": "dice"}, "philox7")])
 def test_bad_options(options, text):
     with pytest.raises(ValueError, match=text):
