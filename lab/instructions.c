@@ -78,8 +78,10 @@ static void *filled(int bits, int64_t n, uint32_t seed, int weights)
         uint32_t word = random_word(&seed);
         if (bits == 32) ((float *)memory)[i] = (float)(int32_t)word * 1e-10f;
         else
-            ((uint16_t *)memory)[i] =
-                (uint16_t)((!weights ? 0x3c00 : word & 0x8000 ? 0x3f00 : 0x4000) | (word >> 16 & 0x80ff));
+            ((uint16_t *)memory)[i] = (uint16_t)((!weights        ? 0x3c00
+                                                  : word & 0x8000 ? 0x3f00
+                                                                  : 0x4000) |
+                                                 (word >> 16 & 0x80ff));
     }
     return memory;
 }

@@ -272,8 +272,12 @@ class Plain:
         self.weights = [m.address for m in members]
         self.states = [states[m.p] for m in members]
         self.steps = [m.step for m in members]
-        self.tensors = [*self.steps, *(tensor for m in members for _, tensor, _ in m.bound)]
+        # Where a number lies is asked only beside no other state: what moves states moves all of them. Its memory stays.
+        numbers = [[m.step, *(tensor for key, tensor, _ in m.bound if key.endswith(_layout.GRID))] for m in members]
+        streams = [[tensor for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)] for m in members]
+        self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
         self.step_versions = [m.versions["step"] for m in members]
         # All of `optimizer.state`, in its order: cheaper to compare than to look parameters up.
         self.keys, self.values = list(states), list(states.values())
