@@ -129,19 +129,27 @@ V_OP vf onto_grid(const int root, vf stashed, vf factor)
 /* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
 V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
 
+/* Formats that encode a pair at once say so, with NAME_PAIR; others encode and store one vector after the other. */
+#define HSTEP_PAIR(way) , way
+#define PAIR_WAY(fn) PAIR_PICK(fn##_PAIR, SINGLY, )
+#define PAIR_PICK(...) PAIR_SECOND(__VA_ARGS__)
+#define PAIR_SECOND(a, b, ...) ENCODE_##b
+#define ENCODE_PAIRED(fn) fn##_encode(code, i, v_load(stash + i), v_load(stash + i + VL), inverse, words, nonneg)
+#define ENCODE_SINGLY(fn)                                                                             \
+    fn##_store(code, i, fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg), \
+               fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg))
+
 /* Codes of stashed elements i .. i + PAIR - 1. */
 V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,
                        int64_t i, vi words)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                     \
-    case HSTEP_FORMAT_##fn: {                                                                 \
-        vf inverse = v_set(inverses[i / (block)]);                                            \
-        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg); \
-        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);        \
-        fn##_store(code, i, ce, co);                                                          \
-        break;                                                                                \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...) \
+    case HSTEP_FORMAT_##fn: {                                             \
+        vf inverse = v_set(inverses[i / (block)]);                        \
+        PAIR_WAY(fn)(fn);                                                 \
+        break;                                                            \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
