@@ -104,8 +104,8 @@ V_OP void int4_store(char *code, int64_t i, vi e, vi o)
 }
 
 /* int4_code() and int4_store() of a pair: the odd element's code is shifted straight to where it belongs. */
-#define int4_PAIR HSTEP_PAIR(PAIRED)
-V_OP void int4_encode(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
+#define int4_ENCODE HSTEP_PAIR(PAIRED)
+V_OP void int4_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
 {
     const vi low = vi_set(15), high = vi_set(15 << 4);
     vi bytes;

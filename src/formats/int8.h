@@ -84,13 +84,20 @@ V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
     return vi_sub(vi_xor(magnitude, sign), sign);
 }
 
+/* A second moment from its distance to the edge in steps of 2^18. A scale of 0 becomes 128 of those that are twice as
+ * long, for code 0 to come out as 0. */
+V_OP vf int8_square(vi distance, vf scale)
+{
+    vf y = v_from_bits(vi_add(vi_max(v_bits(scale), vi_set(128u << 19)), distance));
+    return v_mul(y, y);
+}
+
 V_OP vf int8_value(vi code, vf scale, const int nonneg)
 {
     if (nonneg) {
-        /* Steps below the edge are twice as long. A scale of 0 becomes 128 of those, for code 0 to come out as 0. */
-        vi steps = vi_shl(vi_sub(code, vi_set(128)), 18), edge = vi_max(v_bits(scale), vi_set(128u << 19));
-        vf y = v_from_bits(vi_add(edge, vi_min(steps, vi_add(steps, steps))));
-        return v_mul(y, y);
+        /* Steps below the edge are twice as long. */
+        vi steps = vi_shl(vi_sub(code, vi_set(128)), 18);
+        return int8_square(vi_min(steps, vi_add(steps, steps)), scale);
     }
     vf y = v_mul(v_from_int(code), scale);
     return v_mul(y, v_abs(y));
@@ -104,11 +111,27 @@ V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
         vp_load_s8(code + i, e, o);
 }
 
+/* int8_load() and int8_value() of a pair: what fits halves of lanes is done in them. */
+#define int8_DECODE HSTEP_PAIR(PAIRED)
+V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
+{
+    if (nonneg) {
+        vi steps = vi_add16(vh_load_u8(code + i), vi_set(0xff80ff80)), twice = vi_min16(steps, vi_add16(steps, steps));
+        *e = int8_square(vi_shl(twice, 18), scale);
+        *o = int8_square(vi_shl(vi_and(twice, vi_set(0xffff0000)), 2), scale);
+        return;
+    }
+    vi ce, co;
+    int8_load(code, i, &ce, &co, 0);
+    *e = int8_value(ce, scale, 0);
+    *o = int8_value(co, scale, 0);
+}
+
 V_OP void int8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
 
 /* int8_code() and int8_store() of a pair, in halves of lanes as soon as codes fit them. */
-#define int8_PAIR HSTEP_PAIR(PAIRED)
-V_OP void int8_encode(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
+#define int8_ENCODE HSTEP_PAIR(PAIRED)
+V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
 {
     if (nonneg) {
         vi ce = vi_sra(int8_position(e, inverse, vi_shl(words, 2)), 18);
