@@ -49,6 +49,9 @@
     X(vi_mulhi, EXACT, vi_mulhi(ia, ib))                                           \
     X(vi_mul16, EXACT, vi_mul16(ia, ib))                                           \
     X(vi_add16, EXACT, vi_add16(ia, ib))                                           \
+    X(vi_min16, EXACT, vi_min16(ia, ib))                                           \
+    X(vi_negate16, EXACT, vi_negate16(ia, ib))                                     \
+    X(vi_join16, EXACT, vi_join16(ia, ib))                                         \
     X(vi_and, EXACT, vi_and(ia, ib))                                               \
     X(vi_or, EXACT, vi_or(ia, ib))                                                 \
     X(vi_xor, EXACT, vi_xor(ia, ib))                                               \
@@ -196,9 +199,11 @@ static const struct vec_lane lane_table[] = {
 };
 
 /* X(op, bytes of an element) */
-#define LOADS_OF_INTEGERS(X) X(vp_load_hi16, 2) X(vp_load_s16, 2) X(vp_load_s8, 1) X(vp_load_u8, 1)
+#define LOADS_OF_INTEGERS(X) X(vp_load_hi16, 2) X(vp_load_s16, 2) X(vp_load_s8, 1) X(vp_load_u8, 1) X(load_halves, 1)
 #define LOADS_OF_FLOATS(X) X(vp_load_f32, 4) X(vp_load_f16, 2)
-#define STORES_OF_INTEGERS(X) X(vp_store_hi16, 2) X(vp_store_hi16_normal, 2) X(vp_store_16, 2) X(vp_store_8, 1)
+#define STORES_OF_INTEGERS(X) \
+    X(vp_store_hi16, 2)       \
+    X(vp_store_hi16_normal, 2) X(vp_store_16, 2) X(vp_store_8, 1) X(store_halves_s8, 1) X(store_halves_u8, 1)
 #define STORES_OF_FLOATS(X) X(vp_store_f32, 4) X(vp_store_f16, 2)
 
 #define LOAD(op, bytes, type, bits)                                \
@@ -220,6 +225,16 @@ static const struct vec_lane lane_table[] = {
 #define LOAD_FLOATS(op, bytes) LOAD(op, bytes, vf, v_bits)
 #define STORE_INTEGERS(op, bytes) STORE(op, bytes, )
 #define STORE_FLOATS(op, bytes) STORE(op, bytes, v_from_bits)
+/* Halves as pairs: what a lane's low half has is e's, the high half o's. Stores take their halves from the high ones. */
+V_OP void load_halves(const char *p, vi *e, vi *o)
+{
+    vi x = vh_load_u8(p);
+    *e = vi_and(x, vi_set(0xffff));
+    *o = vi_shr(x, 16);
+}
+V_OP void store_halves_s8(char *p, vi e, vi o) { vh_store_s8(p, vi_join16(vi_shr(e, 16), o)); }
+V_OP void store_halves_u8(char *p, vi e, vi o) { vh_store_u8(p, vi_join16(vi_shr(e, 16), o)); }
+
 LOADS_OF_INTEGERS(LOAD_INTEGERS)
 LOADS_OF_FLOATS(LOAD_FLOATS)
 STORES_OF_INTEGERS(STORE_INTEGERS)

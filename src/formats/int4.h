@@ -56,12 +56,15 @@ V_OP vf int4_inverse(vi scale, const int nonneg)
 
 V_OP vf int4_stash(vf x, const int nonneg) { return nonneg ? v_sqrt(x) : x; }
 
-V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
+/* A code with what is dropped of it: a second moment's times 2^21, at least 0, a signed one times 2^16. draw: 32 times
+ * the random bits of a second moment, whatever lies around them, or the random bits themselves. */
+V_OP vi int4_position(vf stashed, vf inverse, vi draw, const int nonneg)
 {
     if (nonneg) {
         /* A coarse step is floor((floor(d / 2) + 32 r + 16) / 2^21), and d / 2 > d below zero. */
         vi d = vi_sub(v_bits(stashed), v_bits(inverse)), fine = vi_max(d, vi_sra(d, 1));
-        return vi_max(vi_sra(vi_add(fine, vi_add(vi_shl(random, 5), vi_set((6u << 21) + 16))), 21), vi_set(0));
+        vi part = vi_or(vi_and(draw, vi_set(0x1fffe0)), vi_set((6u << 21) + 16));
+        return vi_max(vi_add(fine, part), vi_set(0));
     }
     vi sign = vi_and(v_bits(stashed), vi_set(0x80000000));
     vf a = v_mul(v_abs(stashed), inverse);
@@ -69,7 +72,13 @@ V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
     vf y = v_mul(a, v_add(v_mul(a, v_sub(v_mul(a, v_set(0x1p16f * 3.7f)), v_set(0x1p16f * 10.05f))),
                           v_set(0x1p16f * 13.4f)));
     vf scaled = v_min(y, v_set(0x1p16f * 7.0f));
-    return vi_sra(vi_add(v_round(v_from_bits(vi_or(v_bits(scaled), sign))), random), 16);
+    return vi_add(v_round(v_from_bits(vi_or(v_bits(scaled), sign))), draw);
+}
+
+V_OP vi int4_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    if (nonneg) return vi_shr(int4_position(stashed, inverse, vi_shl(random, 5), 1), 21);
+    return vi_sra(int4_position(stashed, inverse, random, 0), 16);
 }
 
 V_OP vf int4_value(vi code, vf scale, const int nonneg)
@@ -92,6 +101,23 @@ V_OP void int4_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 V_OP void int4_store(char *code, int64_t i, vi e, vi o)
 {
     vi_store_u8(code + i / 2, vi_or(vi_and(e, vi_set(15)), vi_shl(o, 4)));
+}
+
+/* int4_code() and int4_store() of a pair: the odd element's code is shifted straight to where it belongs. */
+#define int4_ENCODE HSTEP_PAIR(PAIRED)
+V_OP void int4_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
+{
+    const vi low = vi_set(15), high = vi_set(15 << 4);
+    vi bytes;
+    if (nonneg) {
+        vi ce = int4_position(e, inverse, vi_shl(words, 5), 1), co = int4_position(o, inverse, vi_shr(words, 11), 1);
+        bytes = vi_or(vi_shr(ce, 21), vi_and(vi_shr(co, 17), high));
+    } else {
+        vi ce = int4_position(e, inverse, vi_and(words, vi_set(0xffff)), 0);
+        vi co = int4_position(o, inverse, vi_shr(words, 16), 0);
+        bytes = vi_or(vi_and(vi_shr(ce, 16), low), vi_and(vi_shr(co, 12), high));
+    }
+    vi_store_u8(code + i / 2, bytes);
 }
 
 #endif

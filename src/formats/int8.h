@@ -57,31 +57,47 @@ V_OP vf int8_stash(vf x, const int nonneg)
     return nonneg ? v_sqrt(x) : x;
 }
 
-V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
+/* A second moment's code times 2^18, with what is dropped of it and codes below zero; draw: four times the random bits,
+ * whatever lies around them. */
+V_OP vi int8_position(vf stashed, vf edge, vi draw)
 {
-    if (nonneg) {
-        /* A coarse step is floor((floor(d / 2) + q) / 2^18), and d / 2 > d below zero. */
-        vi d = vi_sub(v_bits(stashed), v_bits(inverse)), fine = vi_max(d, vi_sra(d, 1));
-        vi q = vi_add(vi_and(vi_shl(random, 2), vi_set(0x3fff0)), vi_set((128u << 18) + 8));
-        return vi_max(vi_sra(vi_add(fine, q), 18), vi_set(0));
-    }
+    /* A coarse step is floor((floor(d / 2) + q) / 2^18), and d / 2 > d below zero. */
+    vi d = vi_sub(v_bits(stashed), v_bits(edge)), fine = vi_max(d, vi_sra(d, 1));
+    return vi_add(fine, vi_or(vi_and(draw, vi_set(0x3fff0)), vi_set((128u << 18) + 8)));
+}
+
+/* A signed state's code times 2^16, without its sign. */
+V_OP vi int8_magnitude(vf stashed, vf inverse, vi random)
+{
     /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to
      * (k + 1)^2. */
     vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
     /* One product after the other: the square of the inverse may leave fp32. */
     vf square = v_mul(v_mul(v_abs(stashed), inverse), inverse), root = v_sqrt(v_max(v_sub(square, apart), v_set(0.0f)));
-    vi magnitude = vi_sra(vi_add(v_round(root), random), 16);
-    vi sign = vi_sra(v_bits(stashed), 31);
+    return vi_add(v_round(root), random);
+}
+
+V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
+{
+    if (nonneg) return vi_max(vi_sra(int8_position(stashed, inverse, vi_shl(random, 2)), 18), vi_set(0));
+    vi magnitude = vi_shr(int8_magnitude(stashed, inverse, random), 16), sign = vi_sra(v_bits(stashed), 31);
     return vi_sub(vi_xor(magnitude, sign), sign);
+}
+
+/* A second moment from its distance to the edge in steps of 2^18. A scale of 0 becomes 128 of those that are twice as
+ * long, for code 0 to come out as 0. */
+V_OP vf int8_square(vi distance, vf scale)
+{
+    vf y = v_from_bits(vi_add(vi_max(v_bits(scale), vi_set(128u << 19)), distance));
+    return v_mul(y, y);
 }
 
 V_OP vf int8_value(vi code, vf scale, const int nonneg)
 {
     if (nonneg) {
-        /* Steps below the edge are twice as long. A scale of 0 becomes 128 of those, for code 0 to come out as 0. */
-        vi steps = vi_shl(vi_sub(code, vi_set(128)), 18), edge = vi_max(v_bits(scale), vi_set(128u << 19));
-        vf y = v_from_bits(vi_add(edge, vi_min(steps, vi_add(steps, steps))));
-        return v_mul(y, y);
+        /* Steps below the edge are twice as long. */
+        vi steps = vi_shl(vi_sub(code, vi_set(128)), 18);
+        return int8_square(vi_min(steps, vi_add(steps, steps)), scale);
     }
     vf y = v_mul(v_from_int(code), scale);
     return v_mul(y, v_abs(y));
@@ -95,6 +111,38 @@ V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
         vp_load_s8(code + i, e, o);
 }
 
+/* int8_load() and int8_value() of a pair: what fits halves of lanes is done in them. */
+#define int8_DECODE HSTEP_PAIR(PAIRED)
+V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
+{
+    if (nonneg) {
+        vi steps = vi_add16(vh_load_u8(code + i), vi_set(0xff80ff80)), twice = vi_min16(steps, vi_add16(steps, steps));
+        *e = int8_square(vi_shl(twice, 18), scale);
+        *o = int8_square(vi_shl(vi_and(twice, vi_set(0xffff0000)), 2), scale);
+        return;
+    }
+    vi ce, co;
+    int8_load(code, i, &ce, &co, 0);
+    *e = int8_value(ce, scale, 0);
+    *o = int8_value(co, scale, 0);
+}
+
 V_OP void int8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
+
+/* int8_code() and int8_store() of a pair, in halves of lanes as soon as codes fit them. */
+#define int8_ENCODE HSTEP_PAIR(PAIRED)
+V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi words, const int nonneg)
+{
+    if (nonneg) {
+        vi ce = vi_sra(int8_position(e, inverse, vi_shl(words, 2)), 18);
+        vi co = vi_sra(int8_position(o, inverse, vi_shr(words, 14)), 2);
+        vh_store_u8(code + i, vi_join16(ce, co));
+        return;
+    }
+    vi ce = int8_magnitude(e, inverse, vi_and(words, vi_set(0xffff)));
+    vi co = int8_magnitude(o, inverse, vi_shr(words, 16));
+    vi signs = vi_join16(vi_shr(v_bits(e), 16), v_bits(o));
+    vh_store_s8(code + i, vi_negate16(vi_join16(vi_shr(ce, 16), co), signs));
+}
 
 #endif

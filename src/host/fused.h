@@ -103,19 +103,12 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
             s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                                  \
         }                                                                                                          \
         s.extra += t / (block) * hstep_scale_bytes(HSTEP_SCALE_##scale);                                           \
-        for (int64_t b = 0; b * (block) < n; b++) {                                                                \
-            uint32_t pattern = hstep_scale_load(HSTEP_SCALE_##scale, s.extra, b);                                  \
-            memcpy(&s.room->scales[b], &pattern, 4);                                                               \
-        }                                                                                                          \
+        load_scales(HSTEP_SCALE_##scale, block, s.extra, s.room->scales, n);                                       \
         return s;                                                                                                  \
     }                                                                                                              \
     V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
     {                                                                                                              \
-        vi ce, co;                                                                                                 \
-        vf scales = v_set(s->room->scales[r / (block)]);                                                           \
-        fn##_load(s->code, r, &ce, &co, nonneg);                                                                   \
-        *e = fn##_value(ce, scales, nonneg);                                                                       \
-        *o = fn##_value(co, scales, nonneg);                                                                       \
+        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->room->scales[r / (block)]), r, e, o);             \
         if (nonneg && (root)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                                    \
     }                                                                                                              \
     V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \

@@ -40,18 +40,33 @@ V_OP int is_block(const int format) { return columns_of(format).block != 0; }
 /* Whether a state lies on a grid that decays with it. */
 V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
 
+/* Formats that decode or encode a pair at once say so, with NAME_DECODE and NAME_ENCODE; others take one vector after the
+ * other. */
+#define HSTEP_PAIR(way) , way
+#define PAIR_WAY(what, marked) PAIR_PICK(what, marked, SINGLY, )
+#define PAIR_PICK(what, ...) PAIR_SECOND(what, __VA_ARGS__)
+#define PAIR_SECOND(what, a, b, ...) what##_##b
+#define DECODE_PAIRED(fn) fn##_decode_pair(code, i, scale, e, o, nonneg)
+#define DECODE_SINGLY(fn)                 \
+    vi ce, co;                            \
+    fn##_load(code, i, &ce, &co, nonneg); \
+    *e = fn##_value(ce, scale, nonneg);   \
+    *o = fn##_value(co, scale, nonneg)
+#define ENCODE_PAIRED(fn) fn##_encode_pair(code, i, v_load(stash + i), v_load(stash + i + VL), inverse, words, nonneg)
+#define ENCODE_SINGLY(fn)                                                                             \
+    fn##_store(code, i, fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg), \
+               fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg))
+
 /* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
 V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
 {
-    vi ce, co;
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...)       \
-    case HSTEP_FORMAT_##fn:                   \
-        fn##_load(code, i, &ce, &co, nonneg); \
-        *e = fn##_value(ce, scale, nonneg);   \
-        *o = fn##_value(co, scale, nonneg);   \
-        break;
+#define BLOCK_FORMAT(id, name, fn, ...)    \
+    case HSTEP_FORMAT_##fn: {              \
+        PAIR_WAY(DECODE, fn##_DECODE)(fn); \
+        break;                             \
+    }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
@@ -135,13 +150,11 @@ V_OP void encode_codes(const int format, const int nonneg, const float *stash, c
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...)                     \
-    case HSTEP_FORMAT_##fn: {                                                                 \
-        vf inverse = v_set(inverses[i / (block)]);                                            \
-        vi ce = fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg); \
-        vi co = fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg);        \
-        fn##_store(code, i, ce, co);                                                          \
-        break;                                                                                \
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...) \
+    case HSTEP_FORMAT_##fn: {                                             \
+        vf inverse = v_set(inverses[i / (block)]);                        \
+        PAIR_WAY(ENCODE, fn##_ENCODE)(fn);                                \
+        break;                                                            \
     }
 #include "formats/formats.def"
 #undef ELEMENT_FORMAT

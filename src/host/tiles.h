@@ -10,6 +10,29 @@
 
 /* ---- Scales of blocks ---- */
 
+/* A full tile's are a known number, which a compiler turns into few vectors. */
+V_OP void store_scales(const int scale, const int64_t block, char *extra, const uint32_t *scales, int64_t n)
+{
+    if (n == 512)
+        for (int64_t b = 0; b < 512 / block; b++) hstep_scale_store(scale, extra, b, scales[b]);
+    else
+        for (int64_t b = 0; b * block < n; b++) hstep_scale_store(scale, extra, b, scales[b]);
+}
+
+V_OP void load_scales(const int scale, const int64_t block, const char *extra, float *scales, int64_t n)
+{
+    if (n == 512 && block <= 512) {
+        uint32_t patterns[16];
+        for (int64_t b = 0; b < 512 / block; b++) patterns[b] = hstep_scale_load(scale, extra, b);
+        memcpy(scales, patterns, (size_t)(512 / block) * 4);
+    } else {
+        for (int64_t b = 0; b * block < n; b++) {
+            uint32_t pattern = hstep_scale_load(scale, extra, b);
+            memcpy(scales + b, &pattern, 4);
+        }
+    }
+}
+
 /* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
 #define SCALES_ROWS(fn, nonneg, block, scale)                                                                         \
     if (block > HSTEP_GROUP)                                                                                          \
@@ -24,7 +47,7 @@
         vi_store(scales + b, patterns);                                                                               \
         v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                        \
     }                                                                                                                 \
-    for (int64_t b = 0; b * block < n; b++) hstep_scale_store(HSTEP_SCALE_##scale, extra, b, scales[b]);
+    store_scales(HSTEP_SCALE_##scale, block, extra, scales, n);
 #define SCALES_FLAT SCALES_ROWS
 /* The scale is given. */
 #define SCALES_TENSOR(fn, nonneg, block, scale) \

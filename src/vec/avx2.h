@@ -71,6 +71,10 @@ V_OP vi vi_mulhi(vi a, vi b)
 }
 V_OP vi vi_mul16(vi a, vi b) { return _mm256_mullo_epi16(a, b); }
 V_OP vi vi_add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+V_OP vi vi_min16(vi a, vi b) { return _mm256_min_epi16(a, b); }
+/* The instruction makes zeros where the second operand is zero. */
+V_OP vi vi_negate16(vi a, vi s) { return _mm256_sign_epi16(a, _mm256_or_si256(s, _mm256_set1_epi16(1))); }
+V_OP vi vi_join16(vi a, vi b) { return _mm256_blend_epi16(a, b, 0xAA); }
 V_OP vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 V_OP vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
@@ -96,12 +100,12 @@ V_OP void v_storeu(void *p, vf x) { _mm256_storeu_ps((float *)p, x); }
 V_OP vi vi_load(const uint32_t *p) { return _mm256_load_si256((const __m256i *)p); }
 V_OP void vi_store(uint32_t *p, vi x) { _mm256_store_si256((__m256i *)p, x); }
 V_OP vi vi_load_u8(const void *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
-/* The packs saturate, so everything but the low bytes has to go first. */
+/* The low bytes of each 128 bits become their first word. */
 V_OP void vi_store_u8(void *p, vi x)
 {
-    vi low = _mm256_and_si256(x, vi_set(0xff));
-    __m128i w = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(w, w));
+    const vi bytes = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    vi words = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x, bytes), _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1));
+    _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(words));
 }
 
 V_OP vf v_gather(const float *table, vi index) { return _mm256_i32gather_ps(table, index, 4); }
@@ -189,6 +193,16 @@ V_OP void vp_store_8(void *p, vi e, vi o)
     vi w = _mm256_blend_epi16(e, _mm256_slli_epi32(o, 16), 0xAA);
     w = _mm256_and_si256(w, vi_set(0x00ff00ffu));
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+
+V_OP vi vh_load_u8(const void *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+V_OP void vh_store_s8(void *p, vi x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+V_OP void vh_store_u8(void *p, vi x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 
 V_OP void vp_load_f16(const void *p, vf *e, vf *o)

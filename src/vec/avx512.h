@@ -77,6 +77,12 @@ V_OP vi vi_mulhi(vi a, vi b)
 }
 V_OP vi vi_mul16(vi a, vi b) { return _mm512_mullo_epi16(a, b); }
 V_OP vi vi_add16(vi a, vi b) { return _mm512_add_epi16(a, b); }
+V_OP vi vi_min16(vi a, vi b) { return _mm512_min_epi16(a, b); }
+V_OP vi vi_negate16(vi a, vi s)
+{
+    return _mm512_mask_sub_epi16(a, _mm512_movepi16_mask(s), _mm512_setzero_si512(), a);
+}
+V_OP vi vi_join16(vi a, vi b) { return _mm512_mask_blend_epi16(V_ODD16, a, b); }
 V_OP vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 V_OP vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
@@ -188,6 +194,14 @@ V_OP void vp_store_8(void *p, vi e, vi o)
 {
     vi w = _mm512_mask_blend_epi16(V_ODD16, e, _mm512_slli_epi32(o, 16));
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi16_epi8(w));
+}
+
+V_OP vi vh_load_u8(const void *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
+V_OP void vh_store_s8(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtsepi16_epi8(x)); }
+V_OP void vh_store_u8(void *p, vi x)
+{
+    vi positive = _mm512_max_epi16(x, _mm512_setzero_si512());
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtusepi16_epi8(positive));
 }
 
 /* Converted in memory order, for the conversion can read memory and the permutation can not take halves apart. */

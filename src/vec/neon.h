@@ -75,6 +75,16 @@ V_OP vi vi_add16(vi a, vi b)
 {
     return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
 }
+V_OP vi vi_min16(vi a, vi b)
+{
+    return vreinterpretq_u32_s16(vminq_s16(vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b)));
+}
+V_OP vi vi_negate16(vi a, vi s)
+{
+    int16x8_t sign = vshrq_n_s16(vreinterpretq_s16_u32(s), 15);
+    return vreinterpretq_u32_s16(vsubq_s16(veorq_s16(vreinterpretq_s16_u32(a), sign), sign));
+}
+V_OP vi vi_join16(vi a, vi b) { return vbslq_u32(vi_set(0xffff), a, b); }
 V_OP vi vi_and(vi a, vi b) { return vandq_u32(a, b); }
 V_OP vi vi_or(vi a, vi b) { return vorrq_u32(a, b); }
 V_OP vi vi_xor(vi a, vi b) { return veorq_u32(a, b); }
@@ -186,6 +196,13 @@ V_OP void vp_store_8(void *p, vi e, vi o)
 {
     vst1_u8((uint8_t *)p, vmovn_u16(vreinterpretq_u16_u32(vsliq_n_u32(e, o, 16))));
 }
+
+V_OP vi vh_load_u8(const void *p) { return vreinterpretq_u32_u16(vmovl_u8(vld1_u8((const uint8_t *)p))); }
+V_OP void vh_store_s8(void *p, vi x)
+{
+    vst1_u8((uint8_t *)p, vreinterpret_u8_s8(vqmovn_s16(vreinterpretq_s16_u32(x))));
+}
+V_OP void vh_store_u8(void *p, vi x) { vst1_u8((uint8_t *)p, vqmovun_s16(vreinterpretq_s16_u32(x))); }
 
 V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 {

@@ -57,6 +57,20 @@ V_OP vi vi_add16(vi a, vi b) { return ((a & 0xffff0000u) + (b & 0xffff0000u)) | 
 V_OP vi vi_and(vi a, vi b) { return a & b; }
 V_OP vi vi_or(vi a, vi b) { return a | b; }
 V_OP vi vi_xor(vi a, vi b) { return a ^ b; }
+V_OP int32_t hstep_half_low(vi a) { return (int16_t)a; }
+V_OP int32_t hstep_half_high(vi a) { return (int32_t)a >> 16; }
+V_OP vi hstep_halves(int32_t low, int32_t high) { return ((vi)low & 0xffffu) | (vi)high << 16; }
+V_OP vi vi_min16(vi a, vi b)
+{
+    int32_t al = hstep_half_low(a), ah = hstep_half_high(a), bl = hstep_half_low(b), bh = hstep_half_high(b);
+    return hstep_halves(al < bl ? al : bl, ah < bh ? ah : bh);
+}
+V_OP vi vi_negate16(vi a, vi s)
+{
+    int32_t low = hstep_half_low(a), high = hstep_half_high(a);
+    return hstep_halves(hstep_half_low(s) < 0 ? -low : low, hstep_half_high(s) < 0 ? -high : high);
+}
+V_OP vi vi_join16(vi a, vi b) { return (a & 0xffffu) | (b & 0xffff0000u); }
 V_OP vi vi_andnot(vi a, vi b) { return ~a & b; }
 #define vi_shl(x, n) ((vi)((vi)(x) << (n)))
 #define vi_shr(x, n) ((vi)((vi)(x) >> (n)))
@@ -128,6 +142,22 @@ V_OP void vp_store_8(void *p, vi e, vi o)
 {
     uint8_t c[2] = {(uint8_t)e, (uint8_t)o};
     memcpy(p, c, 2);
+}
+
+V_OP vi vh_load_u8(const void *p)
+{
+    uint8_t c[2];
+    memcpy(c, p, 2);
+    return c[0] | (vi)c[1] << 16;
+}
+V_OP int32_t hstep_saturated(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
+V_OP void vh_store_s8(void *p, vi x)
+{
+    vp_store_8(p, (vi)hstep_saturated(hstep_half_low(x), -128, 127), (vi)hstep_saturated(hstep_half_high(x), -128, 127));
+}
+V_OP void vh_store_u8(void *p, vi x)
+{
+    vp_store_8(p, (vi)hstep_saturated(hstep_half_low(x), 0, 255), (vi)hstep_saturated(hstep_half_high(x), 0, 255));
 }
 
 V_OP vf hstep_half_decode(uint16_t h)
