@@ -28,8 +28,9 @@ struct fused_state {
 
 struct fused_room {
     HSTEP_ALIGNED float weight[FUSED_TILE];
-    HSTEP_ALIGNED float change[FUSED_TILE]; /* or its numerator, of a rule in parts, */
-    HSTEP_ALIGNED float root[FUSED_TILE];   /* and what that is divided by */
+    HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, of a rule in parts, */
+    HSTEP_ALIGNED float root[FUSED_TILE];     /* and what that is divided by */
+    HSTEP_ALIGNED float gradient[FUSED_TILE]; /* as the rule takes it, of rows that take any */
     struct fused_state state[HSTEP_FUSED_STATES];
 };
 
@@ -135,6 +136,15 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 
+/* Of gradients in the room. */
+V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
+{
+    const float *x = (const float *)(const void *)s->code + r;
+    (void)nonneg;
+    *e = v_load(x);
+    *o = v_load(x + VL);
+}
+
 typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
@@ -211,6 +221,12 @@ V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_s
     }
 }
 
+/* What kind of parts a variant of a rule has, by that of the rule. */
+V_OP int fused_parts(const int kind, const int variant)
+{
+    return kind == HSTEP_PARTS_UNLESS_OPTION ? (variant ? 0 : HSTEP_PARTS_ROOT) : kind;
+}
+
 /* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
 struct fused_what {
     int parts, states, variant, gradient, first, second, blocks;
@@ -254,7 +270,9 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
     struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
     struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
     struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
-    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
@@ -268,14 +286,15 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
             state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
             state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
             state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
-            ge = v_mul(ge, scale);
-            go = v_mul(go, scale);
-            if (w.parts) {
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            if (w.parts == HSTEP_PARTS_ROOT || (w.parts == HSTEP_PARTS_ROOTLESS && !plain)) {
                 vf re, ro;
                 v_store(room->change + r, start(k, ge, se, mode, &re));
                 v_store(room->change + r + VL, start(k, go, so, mode, &ro));
-                v_store(room->root + r, re);
-                v_store(room->root + r + VL, ro);
+                if (w.parts == HSTEP_PARTS_ROOT) {
+                    v_store(room->root + r, re);
+                    v_store(room->root + r + VL, ro);
+                }
             } else {
                 vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
                 vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
@@ -340,7 +359,9 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     struct fused_slot s1 = state_start(r1, b1, b2, b1, a, room, 1, t, n);
     struct fused_slot s2 = state_start(r2, b1, b2, b1, a, room, 2, t, n);
     struct fused_slot s3 = state_start(r3, b1, b2, b1, a, room, 3, t, n);
-    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
     struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
@@ -356,8 +377,9 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
             state_load(r3, plain, l1, l2, l1, &s3, r, &se[3], &so[3]);
             vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
             vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
-            norms(k, we, v_mul(ge, scale), se, xe, mode);
-            norms(k, wo, v_mul(go, scale), so, xo, mode);
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            norms(k, we, ge, se, xe, mode);
+            norms(k, wo, go, so, xo, mode);
             if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, room->state[0].stash + r);
             if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, room->state[1].stash + r);
             if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, room->state[2].stash + r);
@@ -368,6 +390,63 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     if (count > 2) sums[2] = fused_total(&sum2);
     if (count > 3) sums[3] = fused_total(&sum3);
 }
+
+/* ---- Gradients that are changed before the rule sees them ---- */
+
+/* As gradient_tile() does it. The weight is in the room where l2 is above 0. */
+V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
+                         void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
+                         struct fused_room *room, int64_t t, int64_t n)
+{
+    const char *code = a->code[HALFSTEP_SLOT_GRADIENT] + t * bits / 8;
+    const char *extra = a->extra[HALFSTEP_SLOT_GRADIENT] + t * extra_bits / 8;
+    const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    const vf s = v_set(a->gradient_scale), c = v_set(a->mean), l = v_set(a->l2);
+    const int centered = a->mean != 0.0f, decayed = a->l2 != 0.0f;
+    for (int64_t r = 0; r < n; r += PAIR) {
+        vf ge, go;
+        if (plain) ge = v_loadu(code + 4 * r), go = v_loadu(code + 4 * (r + VL));
+        else decode(code, extra, r, &ge, &go);
+        ge = v_mul(ge, s);
+        go = v_mul(go, s);
+        if (centered) ge = v_sub(ge, c), go = v_sub(go, c);
+        if (decayed) {
+            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r)));
+            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL)));
+        }
+        v_store(room->gradient + r, ge);
+        v_store(room->gradient + r + VL, go);
+    }
+}
+
+typedef void fused_gradient_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+
+#if VL > 1
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                            \
+    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)      \
+    {                                                                                                                \
+        fused_gradient(columns_of(HSTEP_FORMAT_##fn).bits, columns_of(HSTEP_FORMAT_##fn).extra_bits, 0, fn##_decode, \
+                       a, room, t, n);                                                                               \
+    }
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+static fused_gradient_function *const fused_gradients[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) fused_gradient_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+/* Where all is f32, in the order of memory. */
+static void fused_gradient_plain(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)
+{
+    fused_gradient(32, 0, 1, f32_decode, a, room, t, n);
+}
+#endif
 
 /* ---- The weight, and states that are stored as it is ---- */
 
@@ -565,12 +644,14 @@ enum { FUSED_TILES_ONLY = 0x40 };
 #define FUSED_ANY(states, role) \
     ((((states) | (states) >> 8 | (states) >> 16 | (states) >> 24) & HALFSTEP_ROLE_##role) != 0)
 
-/* Of PREFIX_PARTS, which a rule may lack: the prefix of its parts, and whether there are any. */
+/* Of PREFIX_PARTS, which a rule may lack: the prefix of its parts, whether there are any, and of what kind. */
 #define FUSED_SECOND(a, b, ...) b
 #define FUSED_THIRD(a, b, c, ...) c
+#define FUSED_FOURTH(a, b, c, d, ...) d
 #define FUSED_PICK(which, ...) which(__VA_ARGS__)
-#define FUSED_PREFIX(fn) FUSED_PICK(FUSED_SECOND, fn##_PARTS, whole, 0, )
-#define FUSED_PARTS(fn) FUSED_PICK(FUSED_THIRD, fn##_PARTS, whole, 0, )
+#define FUSED_PREFIX(fn) FUSED_PICK(FUSED_SECOND, fn##_PARTS, whole, 0, 0, )
+#define FUSED_PARTS(fn) FUSED_PICK(FUSED_THIRD, fn##_PARTS, whole, 0, 0, )
+#define FUSED_KIND(fn) FUSED_PICK(FUSED_FOURTH, fn##_PARTS, whole, 0, 0, )
 #define FUSED_STRING(x) FUSED_STRING_(x)
 #define FUSED_STRING_(x) #x
 #define FUSED_IF_0(X, ...)
@@ -587,7 +668,7 @@ enum { FUSED_TILES_ONLY = 0x40 };
     (FUSED_OWN(fn) && !((states) & 0x40404040) && (variant) < 1 << FUSED_CONDITIONALS(states) && \
      FUSED_WORTH(states, first, second))
 #define FUSED_WHAT(gradient, first, second, parts, states, variant) \
-    (struct fused_what){parts,                                      \
+    (struct fused_what){fused_parts(parts, variant),                \
                         states,                                     \
                         variant,                                    \
                         HSTEP_FORMAT_##gradient,                    \
@@ -602,7 +683,7 @@ enum { FUSED_TILES_ONLY = 0x40 };
         const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                   \
     {                                                                                                                 \
         if (FUSED_IS(fn, states, variant, first, second))                                                             \
-            fused_rule(a, room, FUSED_WHAT(gradient, first, second, FUSED_PARTS(fn), states, variant), fn##_rule,     \
+            fused_rule(a, room, FUSED_WHAT(gradient, first, second, FUSED_KIND(fn), states, variant), fn##_rule,      \
                        FUSED_START(FUSED_PREFIX(fn)), fused_load_##gradient, fused_start_##first, fused_load_##first, \
                        fused_store_##first, fused_start_##second, fused_load_##second, fused_store_##second, t, n);   \
     }
@@ -719,10 +800,10 @@ static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_R
 
 static const struct {
     const char *prefix, *parts;
-    int states;
+    int kind, states;
 } fused_rules[HSTEP_RULES] = {
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    [HSTEP_RULE_ROW_##id] = {#fn, FUSED_STRING(FUSED_PREFIX(fn)), states},
+    [HSTEP_RULE_ROW_##id] = {#fn, FUSED_STRING(FUSED_PREFIX(fn)), FUSED_KIND(fn), states},
 #include "rules/rules.def"
 #undef RULE
 };
@@ -740,6 +821,12 @@ static int fused_find(int rule, int row, int variant)
     return -1;
 }
 
+static const int fused_any[HSTEP_FUSED_ROWS] = {
+#define FUSED_ANY_ROW(gradient, ...) HSTEP_FORMAT_##gradient == HSTEP_FORMAT_any,
+    HSTEP_FUSED_RECIPES(FUSED_ANY_ROW, )
+#undef FUSED_ANY_ROW
+};
+
 static int fused_is_plain(const struct hstep_fused *a)
 {
     int plain = 1;
@@ -748,15 +835,40 @@ static int fused_is_plain(const struct hstep_fused *a)
     return plain;
 }
 
+/* What a gradient may need before the rule sees it. */
+static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
+{
+    return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
+}
+
+/* The gradient to the room. Loops over f32 in the order of memory know of no room: they are to look at `seen`, where the
+ * gradient is said to be in its place. */
+static const struct hstep_fused *fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen,
+                                              struct fused_room *room, int plain, int64_t t, int64_t n)
+{
+    if (!plain) {
+        fused_gradients[a->format[HALFSTEP_SLOT_GRADIENT]](a, room, t, n);
+        return a;
+    }
+    fused_gradient_plain(a, room, t, n);
+    *seen = *a;
+    seen->gradient_scale = 1.0f;
+    seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)((uintptr_t)room->gradient - (uintptr_t)(4 * t));
+    return seen;
+}
+
 static void fused_step(const struct hstep_fused *a, int step)
 {
     const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
     const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
     struct fused_room room;
+    struct hstep_fused seen;
     const int plain = fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
-    const struct fused_ends *ends = &fused_ends[rule];
+    static const struct fused_ends none;
+    const int parts = fused_parts(fused_rules[rule].kind, variant);
+    const struct fused_ends *ends = parts ? &fused_ends[rule] : &none;
     /* The signed state and the second moment whose codes share a loop. */
     int j0 = HSTEP_FUSED_STATES, j1 = HSTEP_FUSED_STATES;
     for (int j = 0; fused_boths[row] && j < HSTEP_FUSED_STATES; j++) {
@@ -766,7 +878,8 @@ static void fused_step(const struct hstep_fused *a, int step)
         else j0 = j0 < j ? j0 : j;
     }
     if (j0 == HSTEP_FUSED_STATES || j1 == HSTEP_FUSED_STATES) j0 = j1 = -1;
-    fused_end_function *const end = plain ? ends->plain : ends->format[weight];
+    fused_end_function *const end = !plain ? ends->format[weight] : parts == HSTEP_PARTS_ROOT ? ends->plain : NULL;
+    const int adjusted = fused_is_adjusted(a, row, plain), weighted = !plain && (!end || a->l2 != 0.0f);
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
@@ -775,8 +888,8 @@ static void fused_step(const struct hstep_fused *a, int step)
             if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
             if (!plain) fused_decode(a, s, room.state[j].old, t, n);
         }
-        if (!plain && !end) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        tile(a, &room, t, n);
+        if (weighted) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
+        tile(adjusted ? fused_adjust(a, &seen, &room, plain, t, n) : a, &room, t, n);
         if (end) {
             end(a, &room, t, n);
         } else if (!plain) {
@@ -803,11 +916,13 @@ static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
     const int row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
     fused_summer *const summer = fused_summers[step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS / HSTEP_RULES][row];
     const int plain = fused_is_plain(a);
+    const int adjusted = fused_is_adjusted(a, row, plain);
+    struct hstep_fused seen;
     struct fused_room room;
     for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
         int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
         if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        summer(a, &room, t, n, sums);
+        summer(adjusted ? fused_adjust(a, &seen, &room, plain, t, n) : a, &room, t, n, sums);
     }
 }
 
