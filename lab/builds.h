@@ -18,6 +18,7 @@ struct build {
     halfstep_optimizer *o;
     int (*step)(halfstep_optimizer *, void *const *, const void *const *);
     int (*choose)(halfstep_optimizer *, int32_t, const char *, const char *);
+    int (*set)(halfstep_optimizer *, int32_t, const char *, double);
     int (*add_tensor)(halfstep_optimizer *, const halfstep_tensor *, int32_t *);
     int (*allocate)(halfstep_optimizer *);
     int (*state_bytes)(halfstep_optimizer *, uint64_t *);
@@ -74,6 +75,7 @@ static inline struct build open_build(const char *path, const char *recipe, int 
     int (*add_group)(halfstep_optimizer *, const char *, int32_t *) = FUNCTION(halfstep_add_group);
     struct build b = {.step = FUNCTION(halfstep_step),
                       .choose = FUNCTION(halfstep_set_choice),
+                      .set = FUNCTION(halfstep_set_hyper),
                       .add_tensor = FUNCTION(halfstep_add_tensor),
                       .allocate = FUNCTION(halfstep_allocate_states),
                       .state_bytes = FUNCTION(halfstep_state_bytes),

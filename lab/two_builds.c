@@ -1,6 +1,8 @@
 /* Times one step of two builds of the library in turn, in one process: two_builds OLD.so NEW.so RECIPE TENSORS ROWS
- * COLUMNS ROUNDS. Each round steps both, the order changing; prints the medians and the median of the quotients new /
- * old of the rounds, which a busy machine disturbs least. lab/two_builds.sh runs a list of recipes. */
+ * COLUMNS ROUNDS. A recipe may be followed by settings separated by spaces, choices and hyper-parameters by name and
+ * the format of gradients ("adam/bf16-sr/int8 decay=l2 weight_decay=0.01 gradient=f16"). Each round steps both, the
+ * order changing; prints the medians and the median of the quotients new / old of the rounds, which a busy machine
+ * disturbs least. lab/two_builds.sh runs a list of recipes. */
 #define _GNU_SOURCE
 #include "builds.h"
 
@@ -12,18 +14,35 @@ struct subject {
     const void **gradients;
 };
 
-static struct subject open_subject(const char *path, const char *recipe, int tensors, int64_t rows, int64_t columns)
+/* One setting, NAME=VALUE. */
+static void apply(const struct build *b, char *setting)
 {
+    char *value = must(strchr(setting, '='), setting), *end;
+    *value++ = '\0';
+    double number = strtod(value, &end);
+    if (*end ? b->choose(b->o, HALFSTEP_ALL_GROUPS, setting, value) && b->choose(b->o, 0, setting, value)
+             : b->set(b->o, 0, setting, number))
+        must(NULL, setting);
+}
+
+static struct subject open_subject(const char *path, const char *row, int tensors, int64_t rows, int64_t columns)
+{
+    char text[256];
+    snprintf(text, sizeof text, "%s", row);
+    const char *recipe = strtok(text, " "), *gradients = gradients_of(must((void *)(uintptr_t)recipe, "no recipe"));
     struct subject s = {.build = open_build(path, recipe, 1),
                         .weights = must(calloc((size_t)tensors, sizeof(void *)), "no memory"),
                         .gradients = must(calloc((size_t)tensors, sizeof(void *)), "no memory")};
+    for (char *setting; (setting = strtok(NULL, " "));)
+        if (!strncmp(setting, "gradient=", 9)) gradients = setting + 9;
+        else apply(&s.build, setting);
     size_t n = (size_t)(rows * columns);
     for (int i = 0; i < tensors; i++) {
         void *gradient = must(aligned_alloc(64, n * 4 + 64), "no memory");
         s.weights[i] = must(calloc(n + 16, 4), "no memory");
         s.gradients[i] = gradient;
-        fill(gradient, is_wide(recipe), n, (uint32_t)i);
-        add_matrix(&s.build, i, rows, columns, gradients_of(recipe));
+        fill(gradient, !strcmp(gradients, "f32"), n, (uint32_t)i);
+        add_matrix(&s.build, i, rows, columns, gradients);
     }
     if (s.build.allocate(s.build.o)) must(NULL, "no memory for states");
     return s;

@@ -96,8 +96,9 @@ struct hstep_device {
     /* Until all that was asked for is done; after an error nothing of it is on its way any more. */
     int (*wait)(const struct hstep_context *c);
 
-    /* The device's fused row for a tensor, or -1; floats of workspace that a matrix or its vectors need. At once. */
-    int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t);
+    /* The device's fused row for a tensor, or -1; adjusted: for gradients that l2 decay is added to, or a mean taken
+     * from. Floats of workspace that a matrix or its vectors need. At once. */
+    int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted);
     size_t (*workspace)(const struct hstep_tensor *t);
 
     /* Statistics from zero: squares of the gradients where they are clipped, flags of those that are not finite or too

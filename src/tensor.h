@@ -32,11 +32,12 @@ struct hstep_tensor {
     /* Elements are worked on in units: 32, or the longest block of a state. A unit starts at a multiple of its length
      * in index space where rows are dense in it, else at such a column. */
     int unit, dense;
-    int matrix; /* stepped as a matrix */
-    int pairs;  /* of vectors over rows and columns */
-    int slots;  /* that its rule has, stored or not, and at least one state */
-    int fused;  /* the device's row for just these formats, or -1 */
-    int like;   /* the first of the tensors up to this one that are of one group and stored alike */
+    int matrix;   /* stepped as a matrix */
+    int pairs;    /* of vectors over rows and columns */
+    int slots;    /* that its rule has, stored or not, and at least one state */
+    int fused;    /* the device's row for just these formats, or -1, */
+    int adjusted; /* and for updates that change the gradient before the rule sees it */
+    int like;     /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
@@ -84,6 +85,7 @@ struct hstep_update {
     uint32_t first;      /* bit per slot: a copy of the weight is made before the update, */
     uint32_t copy;       /* and the weight made a copy of the slot after it */
     int skip, fused;
+    int adjusted;                 /* l2 or centralize */
     int still;                    /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
     int micro;                    /* only states are written */
     int own;                      /* the constants come from the tensor itself: no other may take them over */

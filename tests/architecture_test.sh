@@ -53,7 +53,7 @@ if len(defined) < 100 or len(wanted) < 100:
 
 header_rooms = {f + ".h": room for f, room in rooms.items()}
 header_rooms.update({"core/optimizer.h": "handle", "host/host.h": "host", "host/transform.h": "host", "host/pair.h": "kernels",
-                     "host/tiles.h": "kernels", "host/fused.h": "kernels"})
+                     "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels"})
 for path in sorted(glob.glob("src/*.[ch]") + glob.glob("src/core/*.[ch]") + glob.glob("src/host/*.[ch]")):
     name = path[4:]
     room = rooms.get(name[:-2]) if name.endswith(".c") else header_rooms.get(name)

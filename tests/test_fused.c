@@ -1,5 +1,6 @@
 /* Fused steps against the tile path, byte for byte: every rule with every row of fused.def, with each of its
- * conditional states and without, every format of weights, every generator, on every instruction set of this machine.
+ * conditional states and without, every format of weights, every generator, on every instruction set of this machine;
+ * and with l2 decay and row means where a row takes them.
  * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
  * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads. */
 #include "core/optimizer.h"
@@ -18,6 +19,8 @@ static const struct {
     {"whole tiles and a part of one", 1, 1152},
     {"rows with tails", 5, 1183}, /* most of it goes through tiles either way */
 };
+
+static const char *const gradients[] = {"f16", "bf16", "f32"};
 
 static const struct {
     int gradient, first, second;
@@ -72,18 +75,24 @@ static void spoil(struct source *s, const struct hstep_slot *p, int64_t n)
     }
 }
 
-static void prepare(struct one *t, uint64_t seed)
+/* decayed: weights reach the states. */
+static void prepare(struct one *t, uint64_t seed, int decayed)
 {
     static float values[MOST_VALUES];
     struct source s = {seed};
-    fill(&s, values, t->n, 0, 0);
+    int blocks = 0;
+    for (int slot = HALFSTEP_SLOT_STATE; slot < HSTEP_SLOTS; slot++) {
+        const struct hstep_slot *p = &t->o->tensors[0].slot[slot];
+        blocks |= p->format >= 0 && hstep_formats[p->format].block;
+    }
+    /* Blocks that hold infinities and NaN may differ (docs/numerics.md). */
+    fill(&s, values, t->n, decayed && blocks, 0);
     one_write(t, HALFSTEP_SLOT_WEIGHT, values);
     for (int slot = HALFSTEP_SLOT_STATE; slot < HSTEP_SLOTS; slot++) {
         const struct hstep_slot *p = &t->o->tensors[0].slot[slot];
         if (p->format < 0) continue;
         fill(&s, values, t->n, 1, p->nonneg);
         one_write(t, slot, values);
-        /* Blocks that hold infinities and NaN may differ (docs/numerics.md). */
         if (!hstep_formats[p->format].block) spoil(&s, p, t->n);
     }
 }
@@ -139,29 +148,35 @@ static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row
     return halfstep_recipe_full(text, full, sizeof full) == HALFSTEP_OK;
 }
 
+/* What happens to the gradient before the rule sees it. */
+enum { AS_IT_IS, L2, CENTRALIZED, L2_AND_CENTRALIZED, ADJUSTMENTS };
+
 /* Returns whether the tensor was fused. */
-static int judge(const char *recipe, int rule, int variant, int row, const char *generator, int shape, int special)
+static int judge(const char *recipe, int rule, int variant, const char *gradient, int adjustment, const char *generator,
+                 int shape, int special)
 {
+    char name[200];
+    snprintf(name, sizeof name, "%s, %s gradients, adjustment %d", recipe, gradient, adjustment);
     struct one t[2];
     int fused = 0;
     for (int i = 0; i < 2; i++) {
-        one_open(&t[i], recipe, 2, shapes[shape].rows, shapes[shape].columns,
-                 hstep_formats[fused_rows[row].gradient].name);
+        one_open(&t[i], recipe, 2, shapes[shape].rows, shapes[shape].columns, gradient);
         MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
         MUST(halfstep_set_choice(t[i].o, HALFSTEP_ALL_GROUPS, "generator", generator));
         one_hyper(&t[i], "weight_decay", 0.01);
-        MUST(halfstep_set_choice(t[i].o, 0, "decay", "decoupled"));
+        MUST(halfstep_set_choice(t[i].o, 0, "decay", adjustment & L2 ? "l2" : "decoupled"));
+        if (adjustment & CENTRALIZED) one_hyper(&t[i], "centralize", 0.75);
         for (int j = 0, bit = 0; j < hstep_rule_states(rule); j++) {
             const char *unless = hstep_rules[rule].state[j].unless;
             if (unless)
                 one_hyper(&t[i], unless, variant >> bit++ & 1 ? (!strcmp(unless, "momentum") ? 0.9 : 1.0) : 0.0);
         }
         one_start(&t[i]);
-        prepare(&t[i], 7);
+        prepare(&t[i], 7, adjustment & L2);
         run(&t[i], 11, !i, special);
-        fused = t[0].o->tensors[0].fused >= 0;
+        fused = (adjustment ? t[0].o->tensors[0].adjusted : t[0].o->tensors[0].fused) >= 0;
     }
-    compare(recipe, &t[0], &t[1]);
+    compare(name, &t[0], &t[1]);
     for (int i = 0; i < 2; i++) one_close(&t[i]);
     return fused;
 }
@@ -196,8 +211,15 @@ int main(int argc, char **argv)
                                 found = 1;
                                 continue;
                             }
+                            const int any = fused_rows[row].gradient == HSTEP_FORMAT_any;
+                            const int f32 = fused_rows[row].gradient == HSTEP_FORMAT_f32 && w == HSTEP_FORMAT_f32;
+                            const char *gradient =
+                                any ? gradients[(w + row) % 3] : hstep_formats[fused_rows[row].gradient].name;
                             for (int shape = 0; shape < 2; shape++)
-                                found |= judge(recipe, rule, variant, row, generator, shape, cases++ % 3 == 0);
+                                for (int k = 0; k < (any || f32 ? ADJUSTMENTS : 1); k += any ? 2 : 1)
+                                    found |=
+                                        judge(recipe, rule, variant, gradient, k + (any ? (w + shape + rule) % 2 : 0),
+                                              generator, shape, cases++ % 3 == 0);
                         }
                         /* One row serves more than one recipe where a rule lacks states of some role. */
                         CHECK(found || !hstep_rule_states(rule), "%s: no recipe is stepped by row %d, variant %d",

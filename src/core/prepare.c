@@ -265,6 +265,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         }
     }
     u->still = base == 0.0;
-    u->fused = hstep_use_fused && t->fused >= 0 && l2 == 0.0 && u->centralize == 0.0 && !u->still && !u->micro &&
+    u->adjusted = l2 != 0.0 || u->centralize != 0.0;
+    u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->still && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

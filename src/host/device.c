@@ -6,7 +6,7 @@
 #include "host/kernels.h"
 
 /* By the row of fused.def that is stored as the tensor is, and the conditional states that are. */
-static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t)
+static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
     static const struct {
         int gradient, first, second;
@@ -23,8 +23,9 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
         if (rule->state[j].unless) variant |= (t->slot[HALFSTEP_SLOT_STATE + j].format >= 0) << conditional++;
     if (variant >= HSTEP_FUSED_VARIANTS) return -1;
     for (int i = 0; i < HSTEP_FUSED_ROWS; i++) {
+        const int any = rows[i].gradient == HSTEP_FORMAT_any;
         int plain = rows[i].gradient == HSTEP_FORMAT_f32,
-            fits = rows[i].gradient == t->slot[HALFSTEP_SLOT_GRADIENT].format;
+            fits = any || rows[i].gradient == t->slot[HALFSTEP_SLOT_GRADIENT].format;
         for (int j = 0; fits && j < hstep_rule_states(t->rule); j++) {
             int format = t->slot[HALFSTEP_SLOT_STATE + j].format;
             if (format < 0) {
@@ -41,7 +42,7 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
             plain = plain && format == HSTEP_FORMAT_f32;
         }
         /* Where all else is f32 and in the order of memory, so is the weight. */
-        if (!fits || (plain && weight != HSTEP_FORMAT_f32)) continue;
+        if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (adjusted && !any && !plain)) continue;
         int step = c->kernels->find_fused(t->rule, i, variant);
         if (step >= 0) return step;
     }

@@ -1,9 +1,10 @@
-/* Whole steps over tiles that stay in the first cache, for the recipes of fused.def under every rule. For kernels.c.
+/* Loops of whole steps over tiles that stay in the first cache. For kernels.c.
  *
  * A tile goes through short loops, each with a chain of instructions that a processor sees to its end while it waits
  * for the divider: what comes before the weight (gradient and states decoded, the rule, states encoded), the weight,
- * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. Over 500
- * lines because the loops and the tables that pair them with rules and formats are of no use apart. */
+ * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. The loops
+ * are here, and those by format alone with their tables; fused_steps.h pairs them with rules and recipes. Over 500 lines
+ * because the loops share what one tile keeps from loop to loop. */
 #ifndef HSTEP_FUSED_H
 #define HSTEP_FUSED_H
 
@@ -28,8 +29,9 @@ struct fused_state {
 
 struct fused_room {
     HSTEP_ALIGNED float weight[FUSED_TILE];
-    HSTEP_ALIGNED float change[FUSED_TILE]; /* or its numerator, of a rule in parts, */
-    HSTEP_ALIGNED float root[FUSED_TILE];   /* and what that is divided by */
+    HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, of a rule in parts, */
+    HSTEP_ALIGNED float root[FUSED_TILE];     /* and what that is divided by */
+    HSTEP_ALIGNED float gradient[FUSED_TILE]; /* as the rule takes it, of rows that take any */
     struct fused_state state[HSTEP_FUSED_STATES];
 };
 
@@ -128,6 +130,15 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 
+/* Of gradients in the room. */
+V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
+{
+    const float *x = (const float *)(const void *)s->code + r;
+    (void)nonneg;
+    *e = v_load(x);
+    *o = v_load(x + VL);
+}
+
 typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
@@ -204,6 +215,12 @@ V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_s
     }
 }
 
+/* What kind of parts a variant of a rule has, by that of the rule. */
+V_OP int fused_parts(const int kind, const int variant)
+{
+    return kind == HSTEP_PARTS_UNLESS_OPTION ? (variant ? 0 : HSTEP_PARTS_ROOT) : kind;
+}
+
 /* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
 struct fused_what {
     int parts, states, variant, gradient, first, second, blocks;
@@ -247,7 +264,9 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
     struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
     struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
     struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
-    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
@@ -261,14 +280,15 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
             state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
             state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
             state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
-            ge = v_mul(ge, scale);
-            go = v_mul(go, scale);
-            if (w.parts) {
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            if (w.parts == HSTEP_PARTS_ROOT || (w.parts == HSTEP_PARTS_ROOTLESS && !plain)) {
                 vf re, ro;
                 v_store(room->change + r, start(k, ge, se, mode, &re));
                 v_store(room->change + r + VL, start(k, go, so, mode, &ro));
-                v_store(room->root + r, re);
-                v_store(room->root + r + VL, ro);
+                if (w.parts == HSTEP_PARTS_ROOT) {
+                    v_store(room->root + r, re);
+                    v_store(room->root + r + VL, ro);
+                }
             } else {
                 vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
                 vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
@@ -333,7 +353,9 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     struct fused_slot s1 = state_start(r1, b1, b2, b1, a, room, 1, t, n);
     struct fused_slot s2 = state_start(r2, b1, b2, b1, a, room, 2, t, n);
     struct fused_slot s3 = state_start(r3, b1, b2, b1, a, room, 3, t, n);
-    struct fused_slot g = {.code = a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 * t : 2 * t)};
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
     struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
@@ -349,8 +371,9 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
             state_load(r3, plain, l1, l2, l1, &s3, r, &se[3], &so[3]);
             vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
             vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
-            norms(k, we, v_mul(ge, scale), se, xe, mode);
-            norms(k, wo, v_mul(go, scale), so, xo, mode);
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            norms(k, we, ge, se, xe, mode);
+            norms(k, wo, go, so, xo, mode);
             if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, room->state[0].stash + r);
             if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, room->state[1].stash + r);
             if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, room->state[2].stash + r);
@@ -361,6 +384,63 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     if (count > 2) sums[2] = fused_total(&sum2);
     if (count > 3) sums[3] = fused_total(&sum3);
 }
+
+/* ---- Gradients that are changed before the rule sees them ---- */
+
+/* As gradient_tile() does it. The weight is in the room where l2 is above 0. */
+V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
+                         void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
+                         struct fused_room *room, int64_t t, int64_t n)
+{
+    const char *code = a->code[HALFSTEP_SLOT_GRADIENT] + t * bits / 8;
+    const char *extra = a->extra[HALFSTEP_SLOT_GRADIENT] + t * extra_bits / 8;
+    const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    const vf s = v_set(a->gradient_scale), c = v_set(a->mean), l = v_set(a->l2);
+    const int centered = a->mean != 0.0f, decayed = a->l2 != 0.0f;
+    for (int64_t r = 0; r < n; r += PAIR) {
+        vf ge, go;
+        if (plain) ge = v_loadu(code + 4 * r), go = v_loadu(code + 4 * (r + VL));
+        else decode(code, extra, r, &ge, &go);
+        ge = v_mul(ge, s);
+        go = v_mul(go, s);
+        if (centered) ge = v_sub(ge, c), go = v_sub(go, c);
+        if (decayed) {
+            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r)));
+            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL)));
+        }
+        v_store(room->gradient + r, ge);
+        v_store(room->gradient + r + VL, go);
+    }
+}
+
+typedef void fused_gradient_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+
+#if VL > 1
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                            \
+    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)      \
+    {                                                                                                                \
+        fused_gradient(columns_of(HSTEP_FORMAT_##fn).bits, columns_of(HSTEP_FORMAT_##fn).extra_bits, 0, fn##_decode, \
+                       a, room, t, n);                                                                               \
+    }
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+static fused_gradient_function *const fused_gradients[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) fused_gradient_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+/* Where all is f32, in the order of memory. */
+static void fused_gradient_plain(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)
+{
+    fused_gradient(32, 0, 1, f32_decode, a, room, t, n);
+}
+#endif
 
 /* ---- The weight, and states that are stored as it is ---- */
 
@@ -532,284 +612,5 @@ static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_
     const struct columns c = columns_of(a->format[slot]);
     fused_decoders[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
 }
-
-/* ---- Every rule with every recipe ---- */
-
-/* Columns of STATES(...) become one byte for each state: its role, and FUSED_CONDITIONAL where hyper-parameters may
- * make it needless. A rule with vectors, or with more than HSTEP_FUSED_STATES states, takes tiles. */
-enum { FUSED_TILES_ONLY = 0x40 };
-#define FUSED_ROLE_0 0
-#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
-#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
-#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
-#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
-#undef STATE
-#undef ROW_STATE
-#undef COLUMN_STATE
-#undef STATES
-#define ROW_STATE(...) FUSED_TILES_ONLY
-#define COLUMN_STATE(...) FUSED_TILES_ONLY
-#define STATE(name, role, beta, unless) (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, default: 0))
-#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
-#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
-    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
-#define FUSED_CONDITIONALS(states) \
-    (((states) >> 4 & 1) + ((states) >> 12 & 1) + ((states) >> 20 & 1) + ((states) >> 28 & 1))
-#define FUSED_ANY(states, role) \
-    ((((states) | (states) >> 8 | (states) >> 16 | (states) >> 24) & HALFSTEP_ROLE_##role) != 0)
-
-/* Of PREFIX_PARTS, which a rule may lack: the prefix of its parts, and whether there are any. */
-#define FUSED_SECOND(a, b, ...) b
-#define FUSED_THIRD(a, b, c, ...) c
-#define FUSED_PICK(which, ...) which(__VA_ARGS__)
-#define FUSED_PREFIX(fn) FUSED_PICK(FUSED_SECOND, fn##_PARTS, whole, 0, )
-#define FUSED_PARTS(fn) FUSED_PICK(FUSED_THIRD, fn##_PARTS, whole, 0, )
-#define FUSED_STRING(x) FUSED_STRING_(x)
-#define FUSED_STRING_(x) #x
-#define FUSED_IF_0(X, ...)
-#define FUSED_IF_1(X, ...) X(__VA_ARGS__)
-#define FUSED_IF_(has, X, ...) FUSED_IF_##has(X, __VA_ARGS__)
-#define FUSED_IF(has, X, ...) FUSED_IF_(has, X, __VA_ARGS__)
-
-/* Whether a rule's loops are its own: those of the rule whose parts it takes serve it too. */
-#define FUSED_OWN(fn) (!FUSED_PARTS(fn) || !__builtin_strcmp(#fn, FUSED_STRING(FUSED_PREFIX(fn))))
-/* Not where another row is the same. */
-#define FUSED_WORTH(states, first, second) \
-    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (FUSED_ANY(states, SIGNED) && FUSED_ANY(states, NONNEG)))
-#define FUSED_IS(fn, states, variant, first, second)                                             \
-    (FUSED_OWN(fn) && !((states) & 0x40404040) && (variant) < 1 << FUSED_CONDITIONALS(states) && \
-     FUSED_WORTH(states, first, second))
-#define FUSED_WHAT(gradient, first, second, parts, states, variant) \
-    (struct fused_what){parts,                                      \
-                        states,                                     \
-                        variant,                                    \
-                        HSTEP_FORMAT_##gradient,                    \
-                        HSTEP_FORMAT_##first,                       \
-                        HSTEP_FORMAT_##second,                      \
-                        (FUSED_BLOCK_##first != 0) | (FUSED_BLOCK_##second != 0) << 1}
-
-#define FUSED_START(prefix) FUSED_START_(prefix)
-#define FUSED_START_(prefix) prefix##_start
-#define FUSED_FUNCTION(gradient, first, second, id, fn, states, variant)                                              \
-    __attribute__((unused)) static void fused_##id##_##gradient##_##first##_##second##_##variant(                     \
-        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                   \
-    {                                                                                                                 \
-        if (FUSED_IS(fn, states, variant, first, second))                                                             \
-            fused_rule(a, room, FUSED_WHAT(gradient, first, second, FUSED_PARTS(fn), states, variant), fn##_rule,     \
-                       FUSED_START(FUSED_PREFIX(fn)), fused_load_##gradient, fused_start_##first, fused_load_##first, \
-                       fused_store_##first, fused_start_##second, fused_load_##second, fused_store_##second, t, n);   \
-    }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 0)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 1)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 2)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 3)
-#include "rules/rules.def"
-#undef RULE
-
-#define FUSED_ENTRY(gradient, first, second, id, fn, states, variant) \
-    (FUSED_IS(fn, states, variant, first, second) ? fused_##id##_##gradient##_##first##_##second##_##variant : NULL)
-#define FUSED_ROW(gradient, first, second, id, fn, states)                                                             \
-    {FUSED_ENTRY(gradient, first, second, id, fn, states, 0), FUSED_ENTRY(gradient, first, second, id, fn, states, 1), \
-     FUSED_ENTRY(gradient, first, second, id, fn, states, 2),                                                          \
-     FUSED_ENTRY(gradient, first, second, id, fn, states, 3)},
-static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_VARIANTS] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_ROW, id, fn, states)},
-#include "rules/rules.def"
-#undef RULE
-};
-
-/* Sums of rules of two passes, which are not shared. */
-#define FUSED_COUNT_NO_NORMS 0
-#define FUSED_COUNT_NORMS_1 1
-#define FUSED_COUNT_NORMS_2 1
-#define FUSED_NORMS_OF_NO_NORMS 0
-#define FUSED_NORMS_OF_NORMS_1 1
-#define FUSED_NORMS_OF_NORMS_2 2
-/* Sums over all tensors are not of squares, and take tiles. */
-#define FUSED_COUNT_TOTALS_1 0
-#define FUSED_COUNT_TOTALS_2 0
-#define FUSED_NORMS_OF_TOTALS_1 0
-#define FUSED_NORMS_OF_TOTALS_2 0
-#define FUSED_NORMS(gradient, first, second, id, fn, states, count)                                           \
-    __attribute__((unused)) static void fused_norms_##id##_##gradient##_##first##_##second(                   \
-        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \
-    {                                                                                                         \
-        if (!((states) & 0x40404040) && FUSED_WORTH(states, first, second))                                   \
-            fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, states, 0), fn##_norms, count,        \
-                        fused_load_##gradient, fused_start_##first, fused_load_##first, fused_start_##second, \
-                        fused_load_##second, t, n, sums);                                                     \
-    }
-#define FUSED_NORMS_ROWS(id, fn, states, count) HSTEP_FUSED_RECIPES(FUSED_NORMS, id, fn, states, count)
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
-    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_ROWS, id, fn, states, FUSED_NORMS_OF_##norms)
-#include "rules/rules.def"
-#undef RULE
-#define FUSED_NORMS_ENTRY(gradient, first, second, id, states) \
-    FUSED_WORTH(states, first, second) ? fused_norms_##id##_##gradient##_##first##_##second : NULL,
-#define FUSED_NORMS_TABLE(id, states) [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_NORMS_ENTRY, id, states)},
-static fused_summer *const fused_summers[HSTEP_RULES][HSTEP_FUSED_ROWS] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
-    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_TABLE, id, states)
-#include "rules/rules.def"
-#undef RULE
-};
-
-/* The weight under rules in parts: by format, in the order of memory, and the change alone. */
-struct fused_ends {
-    fused_end_function *format[HSTEP_FORMATS], *plain, *change;
-};
-
-#define FUSED_END(format, id, fn, prefix)                                                                        \
-    __attribute__((unused)) static void fused_end_##id##_##format(const struct hstep_fused *a,                   \
-                                                                  struct fused_room *room, int64_t t, int64_t n) \
-    {                                                                                                            \
-        if (FUSED_OWN(fn))                                                                                       \
-            fused_end(columns_of(HSTEP_FORMAT_##format).bits, columns_of(HSTEP_FORMAT_##format).extra_bits, 0,   \
-                      format##_decode, format##_apply, prefix##_end, a, room, t, n);                             \
-    }
-#define FUSED_ENDS(id, fn, prefix)                                                                                   \
-    HSTEP_FUSED_WEIGHTS(FUSED_END, id, fn, prefix)                                                                   \
-    __attribute__((unused)) static void fused_end_##id##_plain(const struct hstep_fused *a, struct fused_room *room, \
-                                                               int64_t t, int64_t n)                                 \
-    {                                                                                                                \
-        if (FUSED_OWN(fn)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, room, t, n);                  \
-    }                                                                                                                \
-    __attribute__((unused)) static void fused_change_##id(const struct hstep_fused *a, struct fused_room *room,      \
-                                                          int64_t t, int64_t n)                                      \
-    {                                                                                                                \
-        (void)t;                                                                                                     \
-        if (FUSED_OWN(fn)) fused_change(prefix##_end, a, room, n);                                                   \
-    }
-#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS, id, fn, FUSED_PREFIX(fn))
-#include "rules/rules.def"
-#undef RULE
-#define FUSED_END_ROW(format, id, fn) [HSTEP_FORMAT_##format] = FUSED_OWN(fn) ? fused_end_##id##_##format : NULL,
-#define FUSED_ENDS_ROW(id, fn)                                                       \
-    [HSTEP_RULE_ROW_##id] = {.format = {HSTEP_FUSED_WEIGHTS(FUSED_END_ROW, id, fn)}, \
-                             .plain = FUSED_OWN(fn) ? fused_end_##id##_plain : NULL, \
-                             .change = FUSED_OWN(fn) ? fused_change_##id : NULL},
-static const struct fused_ends fused_ends[HSTEP_RULES] = {
-#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS_ROW, id, fn)
-#include "rules/rules.def"
-#undef RULE
-};
-
-#define FUSED_BOTH(gradient, first, second, ...)                                                    \
-    __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                 \
-        const struct hstep_fused *a, struct fused_room *room, int j0, int j1, int64_t t, int64_t n) \
-    {                                                                                               \
-        if ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0))                               \
-            fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, room, j0, j1, t, n);         \
-    }
-HSTEP_FUSED_RECIPES(FUSED_BOTH, )
-#define FUSED_BOTH_ROW(gradient, first, second, ...) \
-    ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0)) ? fused_both_##gradient##_##first##_##second : NULL,
-static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_RECIPES(FUSED_BOTH_ROW, )};
-
-/* ---- Steps ---- */
-
-static const struct {
-    const char *prefix, *parts;
-    int states;
-} fused_rules[HSTEP_RULES] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    [HSTEP_RULE_ROW_##id] = {#fn, FUSED_STRING(FUSED_PREFIX(fn)), states},
-#include "rules/rules.def"
-#undef RULE
-};
-
-/* A step's number: its rule, the rule whose loops serve it, row and variant. */
-static int fused_find(int rule, int row, int variant)
-{
-    for (int own = 0; own < HSTEP_RULES; own++) {
-        int same = own == rule || !strcmp(fused_rules[own].prefix, fused_rules[rule].parts);
-        for (int j = 0; j < HSTEP_FUSED_STATES; j++)
-            same &= fused_role(j, fused_rules[own].states, variant) == fused_role(j, fused_rules[rule].states, variant);
-        if (same && fused_tiles[own][row][variant])
-            return ((rule * HSTEP_RULES + own) * HSTEP_FUSED_ROWS + row) * HSTEP_FUSED_VARIANTS + variant;
-    }
-    return -1;
-}
-
-static int fused_is_plain(const struct hstep_fused *a)
-{
-    int plain = 1;
-    for (int s = 0; s < HSTEP_SLOTS; s++)
-        plain &= a->format[s] == HSTEP_FORMAT_NONE || a->format[s] == HSTEP_FORMAT_f32;
-    return plain;
-}
-
-static void fused_step(const struct hstep_fused *a, int step)
-{
-    const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
-    const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
-    struct fused_room room;
-    const int plain = fused_is_plain(a);
-    fused_tile *const tile = fused_tiles[rule][row][variant];
-    const struct fused_ends *ends = &fused_ends[rule];
-    /* The signed state and the second moment whose codes share a loop. */
-    int j0 = HSTEP_FUSED_STATES, j1 = HSTEP_FUSED_STATES;
-    for (int j = 0; fused_boths[row] && j < HSTEP_FUSED_STATES; j++) {
-        const int s = HALFSTEP_SLOT_STATE + j;
-        if (a->format[s] < 0 || !fused_coders[a->format[s]][0]) continue;
-        if (a->nonneg >> s & 1) j1 = j1 < j ? j1 : j;
-        else j0 = j0 < j ? j0 : j;
-    }
-    if (j0 == HSTEP_FUSED_STATES || j1 == HSTEP_FUSED_STATES) j0 = j1 = -1;
-    fused_end_function *const end = plain ? ends->plain : ends->format[weight];
-    for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
-        int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
-        for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
-            int s = HALFSTEP_SLOT_STATE + j;
-            if (!(a->as_weight >> s & 1)) continue;
-            if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
-            if (!plain) fused_decode(a, s, room.state[j].old, t, n);
-        }
-        if (!plain && !end) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        tile(a, &room, t, n);
-        if (end) {
-            end(a, &room, t, n);
-        } else if (!plain) {
-            if (ends->change) ends->change(a, &room, t, n);
-            fused_appliers[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
-        }
-        for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
-            int s = HALFSTEP_SLOT_STATE + j;
-            struct fused_state *state = &room.state[j];
-            if (a->as_weight >> s & 1) {
-                if (!plain) fused_appliers[weight](a, s, state->old, state->stash, t, n);
-                if (a->copy >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
-            } else if (j == j0) {
-                fused_boths[row](a, &room, j0, j1, t, n);
-            } else if (j != j1 && a->format[s] >= 0 && fused_coders[a->format[s]][0]) {
-                fused_coders[a->format[s]][a->nonneg >> s & 1](a, state, s, t, n);
-            }
-        }
-    }
-}
-
-static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
-{
-    const int row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    fused_summer *const summer = fused_summers[step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS / HSTEP_RULES][row];
-    const int plain = fused_is_plain(a);
-    struct fused_room room;
-    for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
-        int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
-        if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        summer(a, &room, t, n, sums);
-    }
-}
-
-#define FUSED_FIND fused_find
-#define FUSED_STEP fused_step
-#define FUSED_SUM fused_sum_up
-#else
-#define FUSED_FIND NULL
-#define FUSED_STEP NULL
-#define FUSED_SUM NULL
 #endif
 #endif

@@ -11,7 +11,7 @@
 
 #include HSTEP_VEC_HEADER
 
-#include "host/fused.h"
+#include "host/fused_steps.h"
 #include "product.h"
 
 #define CONCATENATE_(a, b) a##b

@@ -27,12 +27,16 @@ struct hstep_fused {
     uint64_t index;
     int64_t n;
     const float *k; /* the rule's constants */
-    float gradient_scale;
+    float gradient_scale, mean,
+        l2; /* as gradient() below takes them; the last two are 0 unless the row is one for that */
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS]; /* what is stored, and what is coded, is multiplied by (grid.h) */
     uint32_t nonneg, as_weight;                 /* second moments; states that are stored as the weight is, */
     uint32_t first, copy;                       /* and what struct hstep_update says of them */
     const struct hstep_key *key;                /* segment keys of the mixer */
 };
+
+/* The gradient of a row of fused.def that takes all. */
+#define HSTEP_FORMAT_any (-2)
 
 /* The format of a state in a row of fused.def, by its role; one of weights goes by the weight's. block: whether `first`
  * has blocks, which a state of gradients has not: it then has the default of states beside such gradients. */

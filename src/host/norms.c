@@ -98,7 +98,9 @@ static int64_t add_fused(const struct hstep_work *w, int64_t element, uint64_t i
     double sums[MOST][HSTEP_MAX_NORMS];
     static const struct hstep_key none[HSTEP_SLOTS];
     struct hstep_places places;
-    if (!w->u->fused || hstep_rules[w->t->rule].totals || hstep_unit_lead(w->t, element, index)) return 0;
+    if (!w->u->fused || w->u->centralize != 0.0 || hstep_rules[w->t->rule].totals ||
+        hstep_unit_lead(w->t, element, index))
+        return 0;
     if (n > MOST * HSTEP_TILE) n = MOST * HSTEP_TILE;
     if (n % HSTEP_GROUP) n -= n % HSTEP_TILE;
     if (!n) return 0;
@@ -109,7 +111,7 @@ static int64_t add_fused(const struct hstep_work *w, int64_t element, uint64_t i
     hstep_place(w, element, &places);
     memcpy(f.code, places.code, sizeof f.code);
     memcpy(f.extra, places.extra, sizeof f.extra);
-    w->kernels->fused_sums(&f, w->t->fused, sums[0]);
+    w->kernels->fused_sums(&f, hstep_fused_of(w), sums[0]);
     for (int64_t i = 0; i * HSTEP_TILE < n; i++)
         for (int j = 0; j < w->t->sums; j++) hstep_exact_add(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, sums[i][j]);
     return n;

@@ -202,10 +202,16 @@ void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, in
 
 /* ---- Tiles ---- */
 
+int hstep_fused_of(const struct hstep_work *w) { return w->u->adjusted ? w->t->adjusted : w->t->fused; }
+
 struct hstep_fused hstep_fused_start(const struct hstep_work *w)
 {
-    struct hstep_fused f = {
-        .k = w->u->k, .gradient_scale = w->u->gradient_scale, .first = w->u->first, .copy = w->u->copy};
+    struct hstep_fused f = {.k = w->u->k,
+                            .gradient_scale = w->u->gradient_scale,
+                            .mean = w->mean,
+                            .l2 = w->u->l2,
+                            .first = w->u->first,
+                            .copy = w->u->copy};
     memcpy(f.onto, w->u->onto, sizeof f.onto);
     for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
     for (int s = 0; s < w->t->slots; s++) {

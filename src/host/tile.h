@@ -83,6 +83,7 @@ int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint
                      float (*x)[HSTEP_TILE]);
 /* What fused steps of the tensor have in common; where, how many and their words are still to be said. */
 struct hstep_fused hstep_fused_start(const struct hstep_work *w);
+int hstep_fused_of(const struct hstep_work *w); /* the step itself */
 /* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n);

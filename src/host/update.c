@@ -112,7 +112,7 @@ static void update_fused(const struct hstep_work *w, int64_t element, uint64_t i
         for (int s = 0; s < w->t->slots; s++)
             if (w->u->stochastic >> s & 1)
                 keys[s] = hstep_key_segment(&w->u->stream[s], index / (uint64_t)HSTEP_SEGMENT);
-        w->kernels->fused(&f, w->t->fused);
+        w->kernels->fused(&f, hstep_fused_of(w));
         element += f.n;
         index += (uint64_t)f.n;
         n -= f.n;

@@ -21,11 +21,27 @@ HSTEP_INLINE void ema_prepare(float *k, struct hstep_prepare *p)
     k[EMA_DECAY] = (float)p->decay;
 }
 
-V_OP vf ema_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define ema_PARTS HSTEP_PARTS_OF(ema, ROOTLESS)
+
+V_OP vf ema_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
+    (void)k;
     (void)s;
     (void)mode;
+    *root = g;
+    return g;
+}
+
+V_OP vf ema_end(const vf *k, vf w, vf g, vf root)
+{
+    (void)root;
     return v_add(v_mul(k[EMA_RATE], v_sub(w, g)), v_mul(k[EMA_DECAY], w));
+}
+
+V_OP vf ema_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, live = ema_start(k, g, s, mode, &root);
+    return ema_end(k, w, live, root);
 }
 
 #endif

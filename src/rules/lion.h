@@ -20,12 +20,27 @@ HSTEP_INLINE void lion_prepare(float *k, struct hstep_prepare *p)
     k[LION_DECAY] = (float)p->decay;
 }
 
-V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define lion_PARTS HSTEP_PARTS_OF(lion, ROOTLESS)
+
+V_OP vf lion_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)mode;
-    vf update = v_sign(v_add(v_mul(k[LION_BETA1], s[0]), v_mul(k[LION_NEW1], g)));
+    vf mixed = v_add(v_mul(k[LION_BETA1], s[0]), v_mul(k[LION_NEW1], g));
     s[0] = v_add(v_mul(k[LION_BETA2], s[0]), v_mul(k[LION_NEW2], g));
-    return v_add(v_mul(k[LION_LR], update), v_mul(k[LION_DECAY], w));
+    *root = mixed;
+    return mixed;
+}
+
+V_OP vf lion_end(const vf *k, vf w, vf mixed, vf root)
+{
+    (void)root;
+    return v_add(v_mul(k[LION_LR], v_sign(mixed)), v_mul(k[LION_DECAY], w));
+}
+
+V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, mixed = lion_start(k, g, s, mode, &root);
+    return lion_end(k, w, mixed, root);
 }
 
 #endif

@@ -35,15 +35,30 @@ HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
     k[RMSPROP_DECAY] = (float)p->decay;
 }
 
+#define rmsprop_PARTS HSTEP_PARTS_OF(rmsprop, UNLESS_OPTION)
+
+/* Without momentum and centering: the same with the zeros left out that neither makes of the rest. */
+V_OP vf rmsprop_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+{
+    (void)mode;
+    s[0] = v_add(v_mul(k[RMSPROP_ALPHA], s[0]), v_mul(v_mul(k[RMSPROP_NEW], g), g));
+    *root = v_sqrt(v_max(s[0], v_set(0.0f)));
+    return g;
+}
+
+V_OP vf rmsprop_end(const vf *k, vf w, vf numerator, vf root)
+{
+    vf scaled = v_div0(numerator, v_add(v_mul(root, k[RMSPROP_ROOT]), k[RMSPROP_EPS]));
+    return v_add(v_mul(k[RMSPROP_LR], v_add(scaled, v_set(0.0f))), v_mul(k[RMSPROP_DECAY], w));
+}
+
 V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
-    s[0] = v_add(v_mul(k[RMSPROP_ALPHA], s[0]), v_mul(v_mul(k[RMSPROP_NEW], g), g));
     if (!(mode & RULE_OPTION)) {
-        /* The same with the zeros left out that neither momentum nor centering makes of the rest. */
-        vf root = v_sqrt(v_max(s[0], v_set(0.0f)));
-        vf scaled = v_div0(g, v_add(v_mul(root, k[RMSPROP_ROOT]), k[RMSPROP_EPS]));
-        return v_add(v_mul(k[RMSPROP_LR], v_add(scaled, v_set(0.0f))), v_mul(k[RMSPROP_DECAY], w));
+        vf plain, numerator = rmsprop_start(k, g, s, mode, &plain);
+        return rmsprop_end(k, w, numerator, plain);
     }
+    s[0] = v_add(v_mul(k[RMSPROP_ALPHA], s[0]), v_mul(v_mul(k[RMSPROP_NEW], g), g));
     vf away = v_sub(g, s[2]), least = v_mul(v_mul(k[RMSPROP_LEAST], away), away);
     s[2] = v_add(v_mul(k[RMSPROP_ALPHA], s[2]), v_mul(k[RMSPROP_NEW], g));
     vf mean = v_mul(k[RMSPROP_CENTERED], s[2]), root = v_sqrt(v_max(v_sub(s[0], v_mul(mean, mean)), least));

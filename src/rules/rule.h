@@ -12,7 +12,9 @@
  *       where the rule is two functions after each other, so that a step may take roots in one loop and quotients in
  *       the next: V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root), which replaces the states
  *       and returns a numerator, and V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root), which returns d.
- *       Rules may share them. Not with states of role WEIGHT;
+ *       Rules may share them. Not with states of role WEIGHT. HSTEP_PARTS_OF(PREFIX, ROOTLESS) where no loop waits
+ *       for a divider and PREFIX_end() needs no root; HSTEP_PARTS_OF(PREFIX, UNLESS_OPTION) where the parts are for
+ *       mode without RULE_OPTION;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
  *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
@@ -30,7 +32,12 @@
 
 #include "detmath.h"
 
-#define HSTEP_PARTS(prefix) , prefix, 1
+/* What one loop hands to the next: numerator and root; the numerator alone, of rules that wait for no divider; both,
+ * but nothing where a conditional state is stored. */
+enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
+
+#define HSTEP_PARTS(prefix) HSTEP_PARTS_OF(prefix, ROOT)
+#define HSTEP_PARTS_OF(prefix, kind) , prefix, 1, HSTEP_PARTS_##kind
 
 #define HSTEP_MAX_SCALARS 16
 #define HSTEP_MAX_NORMS 4

@@ -25,12 +25,26 @@ HSTEP_INLINE void sgd_prepare(float *k, struct hstep_prepare *p)
     k[SGD_DECAY] = (float)p->decay;
 }
 
-V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+#define sgd_PARTS HSTEP_PARTS_OF(sgd, ROOTLESS)
+
+V_OP vf sgd_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)mode;
     s[0] = v_add(v_mul(k[SGD_MOMENTUM], s[0]), v_mul(k[SGD_NEW], g));
-    vf update = v_add(v_mul(k[SGD_GRADIENT], g), v_mul(k[SGD_BUFFER], s[0]));
+    *root = g;
+    return v_add(v_mul(k[SGD_GRADIENT], g), v_mul(k[SGD_BUFFER], s[0]));
+}
+
+V_OP vf sgd_end(const vf *k, vf w, vf update, vf root)
+{
+    (void)root;
     return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));
+}
+
+V_OP vf sgd_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, update = sgd_start(k, g, s, mode, &root);
+    return sgd_end(k, w, update, root);
 }
 
 #endif
