@@ -19,6 +19,7 @@ const char *halfstep_strerror(int code)
     case HALFSTEP_ERROR_ORDER: return "call out of order";
     case HALFSTEP_ERROR_UNSUPPORTED: return "unsupported combination";
     case HALFSTEP_ERROR_MEMORY: return "out of memory";
+    case HALFSTEP_ERROR_DEVICE: return "device or driver failed";
     case HALFSTEP_ERROR_FORMAT: return "malformed file";
     case HALFSTEP_ERROR_MISMATCH: return "file belongs to another configuration";
     case HALFSTEP_ERROR_IO: return "input or output failed";
@@ -59,7 +60,7 @@ int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
 const char *halfstep_error_detail(const halfstep_optimizer *o)
 {
     static _Thread_local char shown[HSTEP_DETAIL_BYTES];
-    if (!o) return "";
+    if (!o) return own_detail.serial ? "" : own_detail.text;
     if (own_detail.serial == o->serial) return own_detail.text;
     copy_detail(o, shown, 1);
     return shown;
@@ -87,8 +88,9 @@ int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *n
 
 int hstep_wait(const halfstep_optimizer *o, int error)
 {
+    if (error) hstep_why(o, error);
     int waited = o->device->wait(&o->context);
-    return error ? error : waited;
+    return error ? error : hstep_why(o, waited);
 }
 
 int hstep_grow(void **array, int count, int *capacity, size_t size)
