@@ -39,9 +39,9 @@ struct hstep_plan {
     const struct hstep_chunk *chunks;
     const int64_t *tasks; /* the first chunk of each, and at the end the number of chunks */
     struct hstep_update *updates;
-    int64_t *statistics;    /* of steps whose caller keeps none */
-    float *workspace;       /* for matrices, the largest of which it fits; one at a time */
-    int64_t *round_squares; /* limbs of the squares of a round of release so far */
+    int64_t *statistics;         /* of steps whose caller keeps none */
+    float *workspace;            /* for matrices, the largest of which it fits; one at a time */
+    int64_t *round_squares;      /* limbs of the squares of a round of release so far */
     struct hstep_ledger *ledger; /* of late devices, else NULL */
 };
 

@@ -86,6 +86,12 @@ int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *n
     return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
 }
 
+int hstep_why(const halfstep_optimizer *o, int error)
+{
+    const char *why = error && o->device->why ? o->device->why() : NULL;
+    return why ? hstep_fail(o, error, "%s", why) : error;
+}
+
 int hstep_wait(const halfstep_optimizer *o, int error)
 {
     if (error) hstep_why(o, error);

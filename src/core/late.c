@@ -9,18 +9,8 @@
 #include "core/lock.h"
 #include "core/optimizer.h"
 #include "dispatch.h"
-#include "structs.h"
 
-int hstep_why(const halfstep_optimizer *o, int error)
-{
-    const char *why = error && o->device->why ? o->device->why() : NULL;
-    return why ? hstep_fail(o, error, "%s", why) : error;
-}
-
-static int records(const halfstep_optimizer *o)
-{
-    return o->device->records && o->device->records(&o->context);
-}
+static int records(const halfstep_optimizer *o) { return o->device->records && o->device->records(&o->context); }
 
 /* ---- To the device ---- */
 
@@ -99,10 +89,7 @@ int hstep_send(halfstep_optimizer *o)
     return error;
 }
 
-int hstep_send_at_once(halfstep_optimizer *o)
-{
-    return o->captured && !records(o) ? hstep_send(o) : HALFSTEP_OK;
-}
+int hstep_send_at_once(halfstep_optimizer *o) { return o->captured && !records(o) ? hstep_send(o) : HALFSTEP_OK; }
 
 int hstep_send_bound(halfstep_optimizer *o)
 {
@@ -118,6 +105,17 @@ int hstep_send_bound(halfstep_optimizer *o)
 }
 
 /* ---- Back ---- */
+
+void hstep_show(const halfstep_optimizer *o, int first, int n)
+{
+    for (int i = first; i < first + n && o->shows; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_label *label = &o->labels[i];
+        if (label->step) *label->step = (float)t->state_steps;
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
+    }
+}
 
 static int fetch(halfstep_optimizer *o)
 {
@@ -182,6 +180,23 @@ int hstep_settle_late(halfstep_optimizer *o)
     return HALFSTEP_OK;
 }
 
+int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room)
+{
+    if (o->device->shared) return HALFSTEP_OK;
+    if (!o->device->late) return o->device->allocate(&o->context, sizeof **room, (void **)room);
+    hstep_lock(&o->hand_lock);
+    int error = HALFSTEP_OK;
+    if (!o->rooms) error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **room, &o->rooms);
+    hstep_unlock(&o->hand_lock);
+    *room = error ? NULL : (struct hstep_room *)o->rooms + tensor;
+    return error;
+}
+
+void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room)
+{
+    if (!o->device->shared && !o->device->late) o->device->release(&o->context, room);
+}
+
 void hstep_close_late(halfstep_optimizer *o)
 {
     if (o->plan.ledger) o->device->release(&o->context, o->plan.ledger);
@@ -206,13 +221,6 @@ int halfstep_synchronize(halfstep_optimizer *o)
     return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->labels[o->offender].name);
 }
 
-int halfstep_set_stream(halfstep_optimizer *o, void *stream)
-{
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (o->device->follow) return hstep_why(o, o->device->follow(&o->context, stream));
-    return stream ? hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the %s has no streams", o->device->name) : HALFSTEP_OK;
-}
-
 int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, const double *place)
 {
     if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
@@ -231,40 +239,4 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the places of hyper-parameters");
     for (int i = all ? 0 : group; i < (all ? o->n_groups : group + 1); i++) o->lr_place[i] = place;
     return HALFSTEP_OK;
-}
-
-int halfstep_get_device_info(const char *device, halfstep_device_info *info)
-{
-    const char *rest = "";
-    halfstep_device_info ours = {.name = ""};
-    const struct hstep_device *found = hstep_find_device(device, &rest);
-    if (!info) return HALFSTEP_ERROR_ARGUMENT;
-    if (!found || !found->inform) return HALFSTEP_ERROR_NAME;
-    found->inform(rest, &ours);
-    if (!ours.usable) {
-        halfstep_optimizer nobody = {.device = found};
-        hstep_why(&nobody, HALFSTEP_ERROR_DEVICE);
-    }
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
-}
-
-int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
-{
-    if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;
-    *memory = NULL;
-    int error = o->device->allocate(&o->context, bytes, memory);
-    if (error == HALFSTEP_ERROR_MEMORY)
-        return hstep_fail(o, error, "no memory for %llu bytes", (unsigned long long)bytes);
-    return hstep_why(o, error);
-}
-
-void halfstep_device_release(const halfstep_optimizer *o, void *memory)
-{
-    if (o && memory) o->device->release(&o->context, memory);
-}
-
-int halfstep_device_copy(const halfstep_optimizer *o, void *to, const void *from, uint64_t bytes)
-{
-    if (!o || (bytes && (!to || !from))) return HALFSTEP_ERROR_ARGUMENT;
-    return bytes ? hstep_wait(o, o->device->copy(&o->context, to, from, bytes)) : HALFSTEP_OK;
 }

@@ -21,19 +21,6 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 /* ---- Handles ---- */
 
-const struct hstep_device *hstep_find_device(const char *name, const char **rest)
-{
-    const struct hstep_device *const devices[] = {hstep_default_device, &hstep_cuda_device};
-    if (!name || !*name || !strcmp(name, "cpu")) return hstep_default_device;
-    for (size_t i = 1; i < sizeof devices / sizeof *devices; i++) {
-        size_t length = strlen(devices[i]->name);
-        if (strncmp(name, devices[i]->name, length) || (name[length] && name[length] != ':')) continue;
-        *rest = name + length + (name[length] == ':');
-        return name[length] && !**rest ? NULL : devices[i];
-    }
-    return NULL;
-}
-
 /* The handle that could not be made has no sentence, so its device's goes where NULL is asked. */
 static int fail_create(halfstep_optimizer *o, int error)
 {

@@ -55,7 +55,7 @@ struct halfstep_optimizer {
     double sent_scale;
     uint64_t refusals, refusals_seen, refusals_told; /* as the ledger has them */
     int offender, in_round;
-    void *rooms;         /* of calls about single tensors, one for each, in the memory of the device */
+    void *rooms; /* of calls about single tensors, one for each, in the memory of the device */
     atomic_flag hand_lock;
 
     /* Where hyper-parameters are read in the memory of the device, or NULL. */
@@ -105,6 +105,19 @@ int hstep_send_bound(halfstep_optimizer *o);
 int hstep_open_late(halfstep_optimizer *o);
 int hstep_settle_late(halfstep_optimizer *o);
 void hstep_close_late(halfstep_optimizer *o);
+
+#define HSTEP_MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
+
+/* Statistics and a verdict of one tensor, so that several threads may each step one. */
+struct hstep_room {
+    int64_t statistics[HSTEP_MAX_SINGLE_STATISTICS];
+    struct hstep_verdict verdict;
+};
+
+/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that late devices
+ * keep, or of this call alone. */
+int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room);
+void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room);
 
 /* Room for one more element; on failure the array is as it was. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);

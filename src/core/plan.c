@@ -99,8 +99,7 @@ int hstep_settle(halfstep_optimizer *o)
         int64_t *first = o->plan.statistics;
         o->plan = plan;
         hstep_release_plan(o);
-        o->plan = (struct hstep_plan){
-            .statistics = first, .round_squares = plan.round_squares, .ledger = plan.ledger};
+        o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares, .ledger = plan.ledger};
         if (error != HALFSTEP_ERROR_MEMORY) return hstep_why(o, error);
         return hstep_fail(o, error, "no memory for the plan of %d tensors", o->n_tensors);
     }
@@ -127,15 +126,4 @@ void hstep_release_plan(halfstep_optimizer *o)
     free(o->tasks);
     o->chunks = NULL;
     o->tasks = NULL;
-}
-
-void hstep_show(const halfstep_optimizer *o, int first, int n)
-{
-    for (int i = first; i < first + n && o->shows; i++) {
-        const struct hstep_tensor *t = &o->tensors[i];
-        const struct hstep_label *label = &o->labels[i];
-        if (label->step) *label->step = (float)t->state_steps;
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
-            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
-    }
 }

@@ -56,45 +56,7 @@ static int64_t sums_count(const struct hstep_request *s)
 }
 static int64_t statistics_count(const struct hstep_request *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
 
-#define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
-
-/* Statistics and a verdict of one tensor, so that several threads may each step one. */
-struct room {
-    int64_t statistics[MAX_SINGLE_STATISTICS];
-    struct hstep_verdict verdict;
-};
-
 /* ---- Memory of the device ---- */
-
-/* Pointers of callers, where the device takes only its own. */
-static int check_memory(const struct hstep_request *s)
-{
-    const halfstep_optimizer *o = s->o;
-    const struct hstep_call *c = &s->call;
-    for (int i = 0; o->device->owns && i < c->n; i++) {
-        const struct hstep_tensor *t = &o->tensors[c->first + i];
-        int error = HALFSTEP_OK, weight = 0;
-        if (!c->gradients[i] || !t->runs) continue;
-        if (c->weights && (error = o->device->owns(&o->context, c->weights[i]))) weight = 1;
-        if (error || (error = o->device->owns(&o->context, c->gradients[i])))
-            return hstep_fail(o, error, "the %s of tensor '%s': %s", weight ? "weights" : "gradient",
-                              o->labels[c->first + i].name, o->device->why());
-    }
-    return HALFSTEP_OK;
-}
-
-/* The room of one tensor, of all that late devices keep, or of this call alone. */
-static int take_room(halfstep_optimizer *o, int tensor, struct room **room)
-{
-    if (o->device->shared) return HALFSTEP_OK;
-    if (!o->device->late) return o->device->allocate(&o->context, sizeof **room, (void **)room);
-    hstep_lock(&o->hand_lock);
-    int error = HALFSTEP_OK;
-    if (!o->rooms) error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **room, &o->rooms);
-    hstep_unlock(&o->hand_lock);
-    *room = error ? NULL : (struct room *)o->rooms + tensor;
-    return error;
-}
 
 /* Tensors of a request, and groups where all are stepped, to a device with memory of its own; or what it made of
  * them. */
@@ -297,8 +259,8 @@ static int make_late(struct hstep_request *s, enum hstep_part call, int64_t *sta
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
     uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *own;
-    int error = check_memory(s);
-    if (error || (error = hstep_send(o))) return error;
+    int error = hstep_send(o);
+    if (error) return error;
     s->call.statistics = own;
     if (call != HSTEP_BEGIN) atomic_store(&o->ahead, 1);
     if (device->records && device->records(&o->context)) o->captured = 1;
@@ -372,8 +334,8 @@ static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int3
     if (!o || (call != HSTEP_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
     int result = hstep_check_tensor(o, tensor);
     if (result) return result;
-    struct room here, *room = &here;
-    if ((result = take_room(o, tensor, &room)))
+    struct hstep_room here, *room = &here;
+    if ((result = hstep_take_room(o, tensor, &room)))
         return result == HALFSTEP_ERROR_MEMORY
                    ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
                    : hstep_why(o, result);
@@ -385,7 +347,7 @@ static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int3
     struct hstep_fp fp = hstep_fp_enter();
     result = make(&s, call, (int64_t *)(uintptr_t)statistics, room->statistics);
     hstep_fp_leave(fp);
-    if (room != &here && !o->device->late) o->device->release(&o->context, room);
+    hstep_leave_room(o, room);
     return result;
 }
 
@@ -475,8 +437,7 @@ static int end_round_late(halfstep_optimizer *o, struct hstep_request *s, const 
     atomic_store(&o->ahead, 1);
     if (statistics) {
         s->call.statistics = o->plan.statistics;
-        error =
-            o->device->copy(&o->context, o->plan.statistics, statistics, HSTEP_EXACT_LIMBS * sizeof *statistics);
+        error = o->device->copy(&o->context, o->plan.statistics, statistics, HSTEP_EXACT_LIMBS * sizeof *statistics);
     }
     return hstep_why(o, error ? error : o->device->end_round(&s->call));
 }

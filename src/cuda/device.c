@@ -199,8 +199,7 @@ static int cuda_carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
 {
     struct hstep_link *l = link_of(c);
     struct hstep_call none = {.n = 0};
-    struct hstep_cuda_what what = {
-        .n = (int)n, .bytes = (uint64_t)n * HSTEP_EXACT_LIMBS * sizeof *limbs, .to = limbs};
+    struct hstep_cuda_what what = {.n = (int)n, .bytes = (uint64_t)n * HSTEP_EXACT_LIMBS * sizeof *limbs, .to = limbs};
     int error = hstep_link_enter(l);
     if (error) return error;
     error = hstep_link_launch(l, HSTEP_CUDA_carry, &none, &what);

@@ -73,8 +73,7 @@ static int load_images(struct hstep_gpu *g)
     const char *path = image_path();
     if (path) {
         char *text = read_image(path);
-        if (!text)
-            return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "HALFSTEP_CUDA_IMAGE: %.180s cannot be read", path);
+        if (!text) return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "HALFSTEP_CUDA_IMAGE: %.180s cannot be read", path);
         int error = load_image(g, text);
         free(text);
         return error;
@@ -137,7 +136,8 @@ static int describe(struct hstep_gpu *g)
         (error = HSTEP_GPU(g, cuDeviceTotalMem, &bytes, g->device)) ||
         (error = HSTEP_GPU(g, cuDeviceGetAttribute, &major, HSTEP_CU_ATTRIBUTE_COMPUTE_MAJOR, g->device)) ||
         (error = HSTEP_GPU(g, cuDeviceGetAttribute, &minor, HSTEP_CU_ATTRIBUTE_COMPUTE_MINOR, g->device)) ||
-        (error = HSTEP_GPU(g, cuDeviceGetAttribute, &g->multiprocessors, HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS, g->device)))
+        (error =
+             HSTEP_GPU(g, cuDeviceGetAttribute, &g->multiprocessors, HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS, g->device)))
         return error;
     g->memory = bytes;
     g->compute = 10 * major + minor;

@@ -22,11 +22,11 @@ enum {
 };
 
 struct hstep_cuda_what {
-    int first, n, pass;   /* of sum, decide_sums and update, as the entry has them */
-    int tensor, pair;     /* of cross and transform */
-    uint64_t bytes;       /* of what `to` or `from` points to */
-    void *to;             /* limbs (carry), fp32 values (read), a uint64_t that starts from 0 (saturated) */
-    const void *from;     /* fp32 values (write) */
+    int first, n, pass; /* of sum, decide_sums and update, as the entry has them */
+    int tensor, pair;   /* of cross and transform */
+    uint64_t bytes;     /* of what `to` or `from` points to */
+    void *to;           /* limbs (carry), fp32 values (read), a uint64_t that starts from 0 (saturated) */
+    const void *from;   /* fp32 values (write) */
 };
 
 /* Floats that a matrix, its transformation and its vectors are worked on in, by whatever kernels. */

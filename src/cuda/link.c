@@ -190,7 +190,11 @@ int hstep_link_settle(struct hstep_link *l, int n_tensors)
 {
     uint64_t count = 4 * (uint64_t)n_tensors, memory;
     if (!count) return HALFSTEP_OK;
-    if (!l->sent && !(l->sent = (void **)calloc((size_t)count, sizeof *l->sent)))
+    /* Of a time before, which was refused. */
+    if (l->pointers) l->gpu->driver->cuMemFree((uint64_t)(uintptr_t)l->pointers);
+    l->pointers = NULL;
+    free((void *)l->sent);
+    if (!(l->sent = (void **)calloc((size_t)count, sizeof *l->sent)))
         return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for the pointers of %d tensors", n_tensors);
     int error = HSTEP_GPU(l->gpu, cuMemAlloc, &memory, (size_t)count * sizeof *l->sent);
     if (error) return error;
@@ -213,12 +217,12 @@ static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uin
         }
     struct hstep_kept *k = l->spare;
     if (!k)
-        return hstep_cuda_fail(HALFSTEP_ERROR_ORDER, "a second step in one capture must have the pointers of the first: "
-                                                     "capture it by itself, after a step outside of captures");
+        return hstep_cuda_fail(HALFSTEP_ERROR_ORDER,
+                               "a second step in one capture must have the pointers of the first: "
+                               "capture it by itself, after a step outside of captures");
     memset(k->pinned, 0xff, (size_t)k->n * sizeof *pointers);
     memcpy(k->pinned, pointers, bytes);
-    int error =
-        HSTEP_GPU(l->gpu, cuMemcpyAsync, k->memory, (uint64_t)(uintptr_t)k->pinned, bytes, l->stream);
+    int error = HSTEP_GPU(l->gpu, cuMemcpyAsync, k->memory, (uint64_t)(uintptr_t)k->pinned, bytes, l->stream);
     if (error) return error;
     l->spare = k->next;
     k->next = l->kept;
