@@ -109,8 +109,9 @@ struct hstep_device {
     int (*follow)(const struct hstep_context *c, void *stream);
     /* 1 while work is only recorded, to be done later and more than once: nothing can be waited for then. */
     int (*records)(const struct hstep_context *c);
-    /* ARGUMENT unless it is memory that the device can work on. */
-    int (*owns)(const struct hstep_context *c, const void *memory);
+    /* The first of n places that is no memory of this device, with ARGUMENT or another error in *error; n: there is
+     * none. NULL is no place. */
+    int (*owns)(const struct hstep_context *c, const void *const *memory, int n, int *error);
     /* As much as there is to tell of the device of that name; why() is for one that is not usable. */
     void (*inform)(const char *name, halfstep_device_info *info);
     /* A sentence for the error that an entry has just returned to this thread, or NULL. */

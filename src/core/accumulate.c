@@ -57,8 +57,7 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
                           o->labels[tensor].name);
     int stochastic = hstep_formats[a.format].stochastic, elements = t->n_rows && t->n_columns;
     if ((stochastic && (error = hstep_fetch(o))) ||
-        (elements && o->device->owns &&
-         ((error = o->device->owns(&o->context, accumulator)) || (error = o->device->owns(&o->context, gradient)))))
+        (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
         return hstep_why(o, error);
     /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);

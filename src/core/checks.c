@@ -92,6 +92,13 @@ int hstep_why(const halfstep_optimizer *o, int error)
     return why ? hstep_fail(o, error, "%s", why) : error;
 }
 
+int hstep_check_owned(const halfstep_optimizer *o, const void *memory)
+{
+    int error = HALFSTEP_OK;
+    if (o->device->owns) o->device->owns(&o->context, &memory, 1, &error);
+    return error;
+}
+
 int hstep_wait(const halfstep_optimizer *o, int error)
 {
     if (error) hstep_why(o, error);

@@ -230,7 +230,7 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
     if (!scale && strcmp(name, "lr"))
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' cannot be bound: lr and the optimizer's gradient_scale can",
                           name);
-    if (place && o->device->owns && (error = o->device->owns(&o->context, place))) return hstep_why(o, error);
+    if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
     if (scale) {
         o->scale_place = place;
         return HALFSTEP_OK;

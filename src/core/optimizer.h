@@ -92,6 +92,9 @@ int hstep_wait(const halfstep_optimizer *o, int error);
 /* Returns the error, with the device's own sentence where it has one. */
 int hstep_why(const halfstep_optimizer *o, int error);
 
+/* ARGUMENT, with the device's sentence to come, unless its memory can be there. */
+int hstep_check_owned(const halfstep_optimizer *o, const void *memory);
+
 /* Of late devices, and nothing to do for others (late.c). What steps have come to, into the handle; waits. */
 int hstep_fetch(const halfstep_optimizer *o);
 /* Tensors were changed, which were fetched before; counts of groups or of the ledger likewise. */

@@ -123,14 +123,14 @@ static int check_memory(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    for (int i = 0; o->device->owns && i < c->n; i++) {
-        const struct hstep_tensor *t = &o->tensors[c->first + i];
-        int error = HALFSTEP_OK, weight = 0;
-        if (!c->gradients[i] || !t->runs) continue;
-        if (c->weights && (error = o->device->owns(&o->context, c->weights[i]))) weight = 1;
-        if (error || (error = o->device->owns(&o->context, c->gradients[i])))
-            return hstep_fail(o, error, "the %s of tensor '%s': %s", weight ? "weights" : "gradient",
+    for (int weights = 0; o->device->owns && weights < (c->weights ? 2 : 1); weights++) {
+        const void *const *memory = weights ? (const void *const *)c->weights : c->gradients;
+        for (int i = 0, error = HALFSTEP_OK; i < c->n; i++, error = HALFSTEP_OK) {
+            i += o->device->owns(&o->context, memory + i, c->n - i, &error);
+            if (i == c->n || !c->gradients[i] || !o->tensors[c->first + i].runs) continue;
+            return hstep_fail(o, error, "the %s of tensor '%s': %s", weights ? "weights" : "gradient",
                               o->labels[c->first + i].name, o->device->why());
+        }
     }
     return HALFSTEP_OK;
 }

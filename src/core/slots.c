@@ -91,7 +91,7 @@ int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 /* whose: begins the sentence. */
 static int check_owned(const halfstep_optimizer *o, const void *memory, const char *whose)
 {
-    int error = o->device->owns ? o->device->owns(&o->context, memory) : HALFSTEP_OK;
+    int error = hstep_check_owned(o, memory);
     return error ? hstep_fail(o, error, "%s: %s", whose, o->device->why()) : HALFSTEP_OK;
 }
 

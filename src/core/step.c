@@ -271,7 +271,7 @@ static int make_late(struct hstep_request *s, enum hstep_part call, int64_t *sta
     if (!error && call == HSTEP_NORMS) error = norms(s);
     if (call == HSTEP_BEGIN || call == HSTEP_NORMS) {
         if (!error) error = device->copy(&o->context, statistics, own, bytes);
-        return error || device->owns(&o->context, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
+        return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
     }
     if (!error) error = submit(s);
     *s->norms_made = 0;

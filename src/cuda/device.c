@@ -47,14 +47,15 @@ static int cuda_records(const struct hstep_context *c)
     return records;
 }
 
-static int cuda_owns(const struct hstep_context *c, const void *memory)
+static int cuda_owns(const struct hstep_context *c, const void *const *memory, int n, int *error)
 {
     struct hstep_link *l = link_of(c);
-    int error = hstep_link_enter(l);
-    if (error) return error;
-    error = hstep_link_owns(l, memory);
+    int i = 0;
+    *error = hstep_link_enter(l);
+    if (*error) return 0;
+    while (i < n && (!memory[i] || !(*error = hstep_link_owns(l, memory[i])))) i++;
     hstep_link_leave(l);
-    return error;
+    return i;
 }
 
 /* ---- Memory ---- */

@@ -81,6 +81,7 @@ static const struct {
     {804, HALFSTEP_ERROR_DEVICE, 0, "this GPU takes no forward compatible libcuda: install a newer driver"},
     {900, HALFSTEP_ERROR_ORDER, 0, "the stream is being captured"},
     {901, HALFSTEP_ERROR_ORDER, 0, "the capture has failed before"},
+    {905, HALFSTEP_ERROR_ORDER, 0, "a captured stream cannot wait for one that is not"},
     {906, HALFSTEP_ERROR_ORDER, 0, "the default stream cannot be used while another is captured"},
     {999, HALFSTEP_ERROR_DEVICE, 1, lost},
 };

@@ -88,8 +88,12 @@ int hstep_link_owns(struct hstep_link *l, const void *memory)
     const struct hstep_cuda_driver *d = l->gpu->driver;
     uint64_t at = (uint64_t)(uintptr_t)memory, base;
     size_t bytes;
+    if (at - l->range[l->last_range].base < l->range[l->last_range].bytes) return HALFSTEP_OK;
     for (int i = 0; i < HSTEP_CUDA_RANGES; i++)
-        if (at - l->range[i].base < l->range[i].bytes) return HALFSTEP_OK;
+        if (at - l->range[i].base < l->range[i].bytes) {
+            l->last_range = i;
+            return HALFSTEP_OK;
+        }
     unsigned type = 0;
     int ordinal = -1, result = d->cuPointerGetAttribute(&type, HSTEP_CU_POINTER_MEMORY_TYPE, at);
     if (result && result != HSTEP_CU_INVALID_VALUE) return hstep_gpu_result(l->gpu, result, "cuPointerGetAttribute");

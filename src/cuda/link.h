@@ -43,7 +43,7 @@ struct hstep_link {
     struct {
         uint64_t base, bytes;
     } range[HSTEP_CUDA_RANGES];
-    int next_range;
+    int next_range, last_range; /* last_range: that was found last */
 };
 
 int hstep_link_open(struct hstep_link **link, const char *name, void *stream);
