@@ -95,8 +95,9 @@ static int load_kernels(struct hstep_gpu *g)
         int shape;
     } kernels[HSTEP_CUDA_KERNELS] = {
 #define KERNEL(name, shape) {"halfstep_cuda_" #name, shape},
+#define KERNEL_SUM KERNEL
+#define KERNEL_ACCESS KERNEL
 #include "cuda/kernels.def"
-#undef KERNEL
     };
     int error = load_images(g);
     for (int k = 0; k < HSTEP_CUDA_KERNELS && !error; k++) {

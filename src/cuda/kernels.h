@@ -12,12 +12,13 @@
 /* Of every block. */
 #define HSTEP_CUDA_THREADS 256
 
-enum { HSTEP_CUDA_GRID, HSTEP_CUDA_ONE };
+enum hstep_cuda_shape { HSTEP_CUDA_GRID, HSTEP_CUDA_ONE };
 
 enum {
 #define KERNEL(name, shape) HSTEP_CUDA_##name,
+#define KERNEL_SUM KERNEL
+#define KERNEL_ACCESS KERNEL
 #include "cuda/kernels.def"
-#undef KERNEL
     HSTEP_CUDA_KERNELS
 };
 

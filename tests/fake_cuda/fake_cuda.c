@@ -106,7 +106,7 @@ struct op {
     const char *from;
     char *owned; /* what was read of memory that is not pinned */
     size_t bytes;
-    int byte, kernel;
+    int byte, kernel, blocks, threads;
     char about[sizeof(struct hstep_call)]; /* the largest that a kernel takes */
     struct hstep_cuda_what what;
     struct event *event;
@@ -149,7 +149,8 @@ static void run(struct op *o)
     case LAUNCH:
         control.kernels++;
         if (control.fault && !--control.fault) lost = 1;
-        else hstep_emulated_kernels[o->kernel].run(parameters);
+        else if (hstep_emulate(&hstep_emulated_kernels[o->kernel], o->blocks, o->threads, 0, parameters))
+            misuse("a launch of a shape that the kernel is not written for");
         break;
     case RECORD: o->event->done = o->number; break;
     case WAIT:
@@ -325,7 +326,7 @@ EXPORT int cuModuleGetFunction(void **function, void *module, const char *name)
 {
     BEGIN();
     (void)module;
-    for (int k = 0; hstep_emulated_kernels[k].name; k++)
+    for (int k = 0; k < hstep_emulated_kernel_count; k++)
         if (!strcmp(hstep_emulated_kernels[k].name, name)) {
             *function = (void *)(uintptr_t)&hstep_emulated_kernels[k];
             return OK;
@@ -623,6 +624,8 @@ EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, un
     control.launches++;
     struct op *o = append(stream_of(handle), LAUNCH);
     o->kernel = (int)((const struct hstep_emulated_kernel *)function - hstep_emulated_kernels);
+    o->blocks = (int)x;
+    o->threads = (int)threads_x;
     memcpy(o->about, parameters[swap], swap ? sizeof o->what : size_of_about(o->kernel));
     memcpy(&o->what, parameters[!swap], sizeof o->what);
     if (!swap && size_of_about(o->kernel) == sizeof(struct hstep_call) &&

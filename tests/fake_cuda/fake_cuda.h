@@ -10,6 +10,7 @@
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 /* What a mutation leaves out or mixes up, for tests that have to notice. */
@@ -39,11 +40,15 @@ struct fake_cuda_control {
 
 struct fake_cuda_control *fake_cuda_control(void);
 
-/* By name; parameters as cuLaunchKernel() takes them, already copied. */
+/* What the driver runs: kernels by name, and a launch of one; parameters as cuLaunchKernel() takes them. 0, or -1 for a
+ * shape that a kernel is not written for. */
 struct hstep_emulated_kernel {
     const char *name;
     void (*run)(void **parameters);
+    int shape;
 };
-extern const struct hstep_emulated_kernel hstep_emulated_kernels[]; /* up to one without a name */
+extern const struct hstep_emulated_kernel hstep_emulated_kernels[];
+extern const int hstep_emulated_kernel_count;
+int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters);
 
 #endif

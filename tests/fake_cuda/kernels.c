@@ -77,9 +77,23 @@ static void run_saturated(void **parameters)
     hstep_host_device.saturated(&a, what_of(parameters)->to);
 }
 
+static void run_zero(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    hstep_host_device.zero(host(), w->to, w->bytes);
+}
+
 const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
-#define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name},
+#define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name, shape},
+#define KERNEL_SUM KERNEL
+#define KERNEL_ACCESS KERNEL
 #include "cuda/kernels.def"
-#undef KERNEL
-    {NULL, NULL},
 };
+const int hstep_emulated_kernel_count = sizeof hstep_emulated_kernels / sizeof *hstep_emulated_kernels;
+
+int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters)
+{
+    if (block != HSTEP_CUDA_THREADS || grid < 1 || (kernel->shape == HSTEP_CUDA_ONE && grid != 1) || shared) return -1;
+    kernel->run(parameters);
+    return 0;
+}
