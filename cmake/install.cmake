@@ -29,7 +29,7 @@ function(halfstep_pkg_config name description requires libs_private)
 endfunction()
 
 install(FILES include/halfstep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-halfstep_pkg_config(halfstep "${PROJECT_DESCRIPTION}" "" "-lm -pthread")
+halfstep_pkg_config(halfstep "${PROJECT_DESCRIPTION}" "" "-lm -ldl -pthread")
 if(with_io)
   install(FILES include/halfstep_io.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
   halfstep_pkg_config(halfstep_io "safetensors files, checkpoint directories, optimizers in files" halfstep "-pthread")

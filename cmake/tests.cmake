@@ -66,13 +66,26 @@ function(halfstep_test_program name source)
   endif()
 endfunction()
 
+# A driver without a GPU, by the name that the library looks for, and what it takes for device code.
+if(UNIX)
+  add_library(fake_cuda SHARED ${tests}/fake_cuda/fake_cuda.c ${tests}/fake_cuda/kernels.c)
+  target_include_directories(fake_cuda PRIVATE include src tests/fake_cuda)
+  target_link_libraries(fake_cuda PRIVATE halfstep_static Threads::Threads m)
+  target_link_options(fake_cuda PRIVATE LINKER:--exclude-libs,ALL)
+  set_target_properties(fake_cuda PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1
+    LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda)
+  file(WRITE ${PROJECT_BINARY_DIR}/tests/fake_cuda/image "fake\n")
+endif()
+
 halfstep_compile_per_isa(test_vec_unit tests/test_vec_unit.c vec_unit_objects)
 file(GLOB programs CONFIGURE_DEPENDS tests/*.c)
 list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|header_test_c)\\.c$")
 foreach(source IN LISTS programs)
   get_filename_component(name ${source} NAME_WE)
   set(extra "")
-  if(name STREQUAL test_vec)
+  if(name STREQUAL test_cuda_driver AND NOT UNIX)
+    continue()
+  elseif(name STREQUAL test_vec)
     set(extra ${vec_unit_objects})
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
@@ -83,6 +96,9 @@ foreach(source IN LISTS programs)
   endif()
   halfstep_test_program(${name} ${source} ${extra})
 endforeach()
+if(TARGET test_cuda_driver)
+  add_dependencies(test_cuda_driver fake_cuda)
+endif()
 
 # tests/faults/calls.def lists the calls that can be made to fail, in a program by the linker, elsewhere by LD_PRELOAD.
 if(TARGET test_faults)

@@ -36,6 +36,10 @@
  * Everything else on one handle is the caller's to serialise. After fork() the child may go on with its copy. The
  * caller's floating-point mode (rounding, flushing of subnormals) neither matters nor changes.
  *
+ * DEVICES. A handle computes on the processor, or on a device (options.device): then its states, weights and gradients
+ * are memory of that device, a step is submitted to a stream and not waited for, and what it came to is known when
+ * somebody asks. See "Devices" below; docs/gpu.md tells how.
+ *
  * MEMORY. Weights and gradients always belong to the caller and need only the alignment of their element. States belong
  * to the caller (halfstep_bind_states, halfstep_bind_slot) or to the library (halfstep_allocate_states). For best speed
  * buffers of many megabytes should not start at equal offsets modulo large powers of two; the library's own do not. */
@@ -76,6 +80,8 @@ HALFSTEP_API int32_t halfstep_abi(void);
 #define HALFSTEP_ERROR_ORDER       -15 /* a call at the wrong time: a step before states exist, a tensor after them */
 #define HALFSTEP_ERROR_UNSUPPORTED -20 /* a combination that has no meaning, e.g. a block format for a gradient */
 #define HALFSTEP_ERROR_MEMORY      -30
+#define HALFSTEP_ERROR_DEVICE      -31 /* a device, or its driver: none, too old, of no use here, or it has failed. After a
+                                          failure that the driver calls lasting every handle on that device refuses */
 #define HALFSTEP_ERROR_FORMAT      -40 /* halfstep_io: a file that is not what it should be */
 #define HALFSTEP_ERROR_MISMATCH    -41 /* halfstep_io: a sound file that belongs to another configuration */
 #define HALFSTEP_ERROR_IO          -42 /* halfstep_io: the operating system refused */
@@ -220,17 +226,79 @@ typedef struct halfstep_options {
     uint64_t seed;             /* of the random bits */
     halfstep_run_tasks run;    /* NULL: the library's own pool */
     void *host;                /* first argument of run */
+    const char *device;        /* NULL or "cpu"; "cuda": the first GPU; "cuda:N": number N, from 0 */
+    void *stream;              /* of the device, a CUstream (cudaStream_t); NULL: its default stream */
 } halfstep_options;
 
-/* options may be NULL. *optimizer is NULL after an error. */
+/* options may be NULL. *optimizer is NULL after an error. Errors: NAME for a device that is unknown, ARGUMENT for a
+ * stream without a device, RANGE, MEMORY; DEVICE where the device cannot be used: halfstep_error_detail(NULL) then has
+ * the sentence. */
 HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer);
 /* Changes options.threads from the next step on. Errors: RANGE. */
 HALFSTEP_API int halfstep_set_threads(halfstep_optimizer *optimizer, int32_t threads);
 /* Frees everything the library allocated for it; NULL is fine. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
 /* A sentence about the last error or refused step on this handle, "" if there was none: that of the calling thread's
- * own last error, where its last error was on this handle, else of any thread's. Valid until the thread's next call. */
+ * own last error, where its last error was on this handle, else of any thread's. NULL: of the thread's last error, if
+ * that was of halfstep_create() or halfstep_get_device_info(). Valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
+
+/* ---- Devices ----------------------------------------------------------------------------------------------------- */
+
+/* What a handle on a device ("cuda") does otherwise than one on the processor:
+ *   memory    weights, gradients, states and what halfstep_accumulate() adds are memory of that device, the caller's or
+ *             from halfstep_device_allocate(); ARGUMENT for any other, with nothing changed. Values of
+ *             halfstep_read_slot() and halfstep_write_slot() stay the process's. Statistics may be either; for the
+ *             process's there is a wait.
+ *   steps     are submitted to the stream in the order of the calls, whose arrays of pointers have been read when a call
+ *             returns: gradients must stay until the stream has come that far. They return HALFSTEP_OK where a processor
+ *             would say HALFSTEP_NONFINITE: halfstep_synchronize() says it.
+ *   reading   of counters, scalars, slots, steps of groups, the lr, the norm or skipped steps waits for the stream, and so
+ *             do copies of halfstep_bind_step() and halfstep_bind_grid(), which are written then.
+ *   capture   while the stream is captured into a CUDA graph, steps are recorded, and counters, schedules and random bits
+ *             go on at each replay. Call halfstep_synchronize() before the capture begins; whatever waits, allocates or
+ *             sends anything changed is refused with ORDER until it ends, and a second step in one capture must have the
+ *             pointers of the first. Hyper-parameters that are set afterwards reach the replays that follow.
+ *   threads   as on a processor; any thread may call, whatever context is current in it.
+ *   fork      the child cannot use such a handle, but for destroying it.
+ * A handle without tensors cannot step (ORDER). */
+
+/* Waits for everything that was asked for. HALFSTEP_NONFINITE if a step or round was refused since the last call, with
+ * the sentence of the last of them, DEVICE if the device failed. On the processor everything has been told: always
+ * HALFSTEP_OK. */
+HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
+/* Another stream of the same device, for all that is asked for from now on; it is made to wait for what was asked for
+ * before, unless it is being captured. Errors: ARGUMENT on the processor unless NULL, DEVICE. */
+HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
+/* "lr" of a group, or of all, and "gradient_scale" (group = HALFSTEP_ALL_GROUPS) are read from *place when a step runs: a
+ * double in the memory of the device, which work before it on the stream may write. On the processor when a step is
+ * called, and then no two threads may step at once. The caller keeps it within the bounds. NULL: as set. Errors: NAME
+ * for other hyper-parameters, ARGUMENT for memory that is not the device's. */
+HALFSTEP_API int halfstep_bind_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name,
+                                     const double *place);
+/* Memory of the handle's device, aligned to 64 bytes, to be released before the handle is destroyed (NULL is fine), and a
+ * copy between it and the process's, in either direction, or within it, in the order of the calls, done when it
+ * returns. Errors: MEMORY, DEVICE. */
+HALFSTEP_API int halfstep_device_allocate(const halfstep_optimizer *optimizer, uint64_t bytes, void **memory);
+HALFSTEP_API void halfstep_device_release(const halfstep_optimizer *optimizer, void *memory);
+HALFSTEP_API int halfstep_device_copy(const halfstep_optimizer *optimizer, void *to, const void *from, uint64_t bytes);
+
+typedef struct halfstep_device_info {
+    uint32_t struct_size;
+    int32_t devices;         /* that the driver shows */
+    int32_t driver;          /* the newest CUDA it speaks, 1000 * major + 10 * minor; 0: no driver */
+    int32_t minimum_driver;  /* that the library takes */
+    int32_t images;          /* of device code in this build, one for each architecture, and PTX; 0: it has none */
+    int32_t compute;         /* compute capability, 10 * major + minor */
+    int32_t multiprocessors;
+    int32_t usable;          /* 1: halfstep_create() would take it */
+    uint64_t memory;         /* bytes */
+    const char *name;        /* "" if there is none; static text */
+} halfstep_device_info;
+
+/* As much as can be told of a device of halfstep_options, whether or not it can be used; where it cannot,
+ * halfstep_error_detail(NULL) says why. Errors: ARGUMENT; NAME for what is no device, or the processor. */
+HALFSTEP_API int halfstep_get_device_info(const char *device, halfstep_device_info *info);
 
 /* ---- Groups and hyper-parameters --------------------------------------------------------------------------------- */
 

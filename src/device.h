@@ -17,6 +17,18 @@ struct hstep_context {
     int threads;                         /* 0: hstep_default_threads() */
     halfstep_run_tasks run;              /* the caller's own threads, or NULL */
     void *host;
+    struct hstep_link *link; /* what open() has made, or NULL */
+};
+
+/* What steps of a late device are told in its own memory, and leave there until somebody asks. */
+struct hstep_ledger {
+    double gradient_scale; /* in place of the call's own */
+    double round_norm;     /* likewise; of the last round */
+    double norm;           /* of the last step that computed one, or of the last round */
+    uint64_t skipped;      /* steps, or single tensors, because of their gradients */
+    uint64_t refusals;     /* calls that NONFINITE is to be said of */
+    int offender;          /* of the last of these the first tensor, or -1: a norm was not finite, */
+    int in_round;          /* that of a round */
 };
 
 /* Everything that steps of one handle share, in the memory of the device. */
@@ -27,9 +39,10 @@ struct hstep_plan {
     const struct hstep_chunk *chunks;
     const int64_t *tasks; /* the first chunk of each, and at the end the number of chunks */
     struct hstep_update *updates;
-    int64_t *statistics;    /* of steps whose caller keeps none */
-    float *workspace;       /* for matrices, the largest of which it fits; one at a time */
-    int64_t *round_squares; /* limbs of the squares of a round of release so far */
+    int64_t *statistics;         /* of steps whose caller keeps none */
+    float *workspace;            /* for matrices, the largest of which it fits; one at a time */
+    int64_t *round_squares;      /* limbs of the squares of a round of release so far */
+    struct hstep_ledger *ledger; /* of late devices, else NULL */
 };
 
 /* What decide() has found. */
@@ -83,10 +96,34 @@ struct hstep_device {
     const char *name;
     /* The memory of the device is that of the process: core/ then reads and writes tensors and groups in place. */
     int shared;
+    /* A step on it returns before it is done, and is told of when somebody asks: until core/ has fetched them, tensors,
+     * groups and ledger in its memory are ahead of core's own. What such a device reads of the process's memory it has
+     * read when a call returns. Its own pointers are all that it takes of callers (owns()). */
+    int late;
+
+    /* A device that has several of its kind, or streams; else NULL, as are those down to why(). name: of the options,
+     * after its colon, or "". close() ends what open() has begun, after all that is still to be done. */
+    int (*open)(struct hstep_context *c, const char *name, void *stream);
+    void (*close)(struct hstep_context *c);
+    /* Work asked for from now on goes to this stream, after what was asked for before. */
+    int (*follow)(const struct hstep_context *c, void *stream);
+    /* 1 while work is only recorded, to be done later and more than once: nothing can be waited for then. */
+    int (*records)(const struct hstep_context *c);
+    /* The first of n places that is no memory of this device, with ARGUMENT or another error in *error; n: there is
+     * none. NULL is no place. */
+    int (*owns)(const struct hstep_context *c, const void *const *memory, int n, int *error);
+    /* As much as there is to tell of the device of that name; why() is for one that is not usable. */
+    void (*inform)(const char *name, halfstep_device_info *info);
+    /* A sentence for the error that an entry has just returned to this thread, or NULL. */
+    const char *(*why)(void);
+
+    /* Room for calls about the tensors of a plan, once it is known: a step allocates nothing. Or NULL. */
+    int (*settle)(const struct hstep_context *c, const struct hstep_plan *plan);
 
     /* Aligned to 64 bytes. */
     int (*allocate)(const struct hstep_context *c, uint64_t bytes, void **memory);
-    void (*release)(void *memory); /* or NULL; after all that is still to be done */
+    /* NULL is fine; after all that is still to be done. */
+    void (*release)(const struct hstep_context *c, void *memory);
     int (*zero)(const struct hstep_context *c, void *memory, uint64_t bytes);
     /* Before states, which have their places, are zeroed for the first time: touches them from where they will be
      * stepped. NULL where all memory is equally near. */
@@ -157,6 +194,12 @@ static inline int hstep_is_whole(const struct hstep_tensor *t)
 static inline int hstep_needs_sums(const struct hstep_tensor *t, int micro)
 {
     return t->sums > (micro ? hstep_rules[t->rule].norms : 0);
+}
+
+/* What gradients are multiplied by before anything else. */
+static inline double hstep_gradient_scale(const struct hstep_call *call)
+{
+    return call->plan.ledger ? call->plan.ledger->gradient_scale : call->gradient_scale;
 }
 
 static inline int hstep_is_clipped(const struct hstep_call *call) { return !call->micro && call->clip_norm > 0.0; }

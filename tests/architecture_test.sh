@@ -13,7 +13,7 @@ done >"$scratch/symbols"
 python3 - "$scratch/symbols" <<'PYTHON' || fail "the sources break docs/architecture.md"
 import glob, os, re, sys
 
-rooms, order, uses, crossings = {}, [], {}, {("core/optimizer", "hstep_default_device")}
+rooms, order, uses, crossings = {}, [], {}, {("core/devices", "hstep_default_device"), ("core/devices", "hstep_cuda_device")}
 for line in open("docs/architecture.md", encoding="utf-8"):
     cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
     if len(cells) == 4 and re.fullmatch(r"(`[\w/]+` ?)+", cells[1]):
@@ -22,7 +22,7 @@ for line in open("docs/architecture.md", encoding="utf-8"):
             rooms[name] = cells[0]
             order.append(name)
 broken = []
-files = sorted(f[4:-2] for pattern in ("src/*.c", "src/core/*.c", "src/host/*.c") for f in glob.glob(pattern))
+files = sorted(f[4:-2] for pattern in ("src/*.c", "src/core/*.c", "src/host/*.c", "src/cuda/*.c") for f in glob.glob(pattern))
 broken += [f"{f}.c stands in no room" for f in files if f not in rooms]
 broken += [f"room {rooms[f]}: there is no {f}.c" for f in order if f not in files]
 broken += [f"room {room} may use {other}, which is none" for room in uses for other in uses[room] if other not in uses]
@@ -53,12 +53,14 @@ if len(defined) < 100 or len(wanted) < 100:
 
 header_rooms = {f + ".h": room for f, room in rooms.items()}
 header_rooms.update({"core/optimizer.h": "handle", "host/host.h": "host", "host/transform.h": "host", "host/pair.h": "kernels",
-                     "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels"})
-for path in sorted(glob.glob("src/*.[ch]") + glob.glob("src/core/*.[ch]") + glob.glob("src/host/*.[ch]")):
+                     "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels",
+                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda"})
+for path in sorted(glob.glob("src/*.[ch]") + glob.glob("src/core/*.[ch]") + glob.glob("src/host/*.[ch]") +
+                   glob.glob("src/cuda/*.[ch]")):
     name = path[4:]
     room = rooms.get(name[:-2]) if name.endswith(".c") else header_rooms.get(name)
     for header in re.findall(r'^#\s*include\s+"([^"]+)"', open(path, encoding="utf-8").read(), re.M):
-        if not header.startswith(("core/", "host/")):
+        if not header.startswith(("core/", "host/", "cuda/")) or header.endswith(".def"):
             continue
         if not os.path.exists("src/" + header):
             broken.append(f"{name} includes {header}, which is not there")

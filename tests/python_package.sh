@@ -61,7 +61,7 @@ case "$library" in
 *) fail "loaded $library" ;;
 esac
 needed=$(readelf -d "$library" | sed -nE 's/.*(NEEDED|RPATH|RUNPATH)[^[]*\[(.*)\]/\1 \2/p' |
-    grep -vE '^NEEDED (lib(c|m|pthread)\.so|ld-linux)' || true)
+    grep -vE '^NEEDED (lib(c|m|pthread|dl)\.so|ld-linux)' || true)
 [ -z "$needed" ] || fail "the library in the wheel has $needed"
 echo "ok   installed, imported; the library needs the C library alone"
 touch "$installed"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The core library stays small enough to travel in wheels: under 4 MB without symbols, and it needs libc and libm only.
+# The core library stays small enough to travel in wheels: under 4 MB without symbols, and it needs libc, libm and their kin only.
 . "$(dirname "$0")/lib.sh"
 need strip readelf
 make_scratch
@@ -7,5 +7,5 @@ strip -o "$scratch/lib.so" "$build_dir/libhalfstep.so"
 bytes=$(wc -c <"$scratch/lib.so")
 echo "libhalfstep.so: $bytes bytes"
 [ "$bytes" -lt 4000000 ] || fail "libhalfstep.so has $bytes bytes, 4000000 are too many"
-others=$(readelf -d "$scratch/lib.so" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' | grep -Ev '^(libc|libm|libpthread|ld-linux.*)\.so' || true)
+others=$(readelf -d "$scratch/lib.so" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' | grep -Ev '^(libc|libm|libpthread|libdl|ld-linux.*)\.so' || true)
 [ -z "$others" ] || fail "libhalfstep.so needs $others"

@@ -201,6 +201,50 @@ static void test_building(void)
         halfstep_destroy(o);
         halfstep_destroy(NULL);
     }
+    TEST("devices by name, and what the processor has of them") {
+        halfstep_optimizer *o;
+        int32_t group;
+        halfstep_options options = {.struct_size = sizeof options, .device = "cpu"};
+        halfstep_device_info info = {.struct_size = sizeof info};
+        void *memory;
+        double lr = 0.25, found;
+        float values[4] = {1, 2, 3, 4};
+        MUST(halfstep_create(&options, &o));
+        MUST(halfstep_add_group(o, "adamw", &group));
+        EXPECT(halfstep_synchronize(o), HALFSTEP_OK);
+        EXPECT(halfstep_set_stream(o, NULL), HALFSTEP_OK);
+        EXPECT_NAMED(o, halfstep_set_stream(o, &options), HALFSTEP_ERROR_ARGUMENT, "no streams");
+        EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "beta1", &lr), HALFSTEP_ERROR_NAME, "'beta1' cannot be bound");
+        EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "gradient_scale", &lr), HALFSTEP_ERROR_NAME, "gradient_scale");
+        EXPECT_NAMED(o, halfstep_bind_hyper(o, 7, "lr", &lr), HALFSTEP_ERROR_ARGUMENT, "no group 7");
+        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "lr", &lr));
+        MUST(halfstep_step(o, NULL, NULL));
+        MUST(halfstep_get_hyper(o, 0, "lr", &found));
+        CHECK(found == lr, "the bound lr is %g", found);
+        MUST(halfstep_bind_hyper(o, 0, "lr", NULL));
+        lr = 0.5;
+        MUST(halfstep_step(o, NULL, NULL));
+        MUST(halfstep_get_hyper(o, 0, "lr", &found));
+        CHECK(found == 0.25, "an lr that is bound no more is %g", found);
+        MUST(halfstep_device_allocate(o, sizeof values, &memory));
+        MUST(halfstep_device_copy(o, memory, values, sizeof values));
+        CHECK((uintptr_t)memory % 64 == 0 && !memcmp(memory, values, sizeof values), "memory of the device");
+        halfstep_device_release(o, memory);
+        halfstep_destroy(o);
+        EXPECT(halfstep_get_device_info("cpu", &info), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_get_device_info("tpu", &info), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_get_device_info("cuda:", &info), HALFSTEP_ERROR_NAME);
+        EXPECT(halfstep_get_device_info("cuda", &info), HALFSTEP_OK);
+        CHECK(info.minimum_driver == 12000, "the oldest driver is of CUDA %d", (int)info.minimum_driver);
+        CHECK(info.usable || halfstep_error_detail(NULL)[0], "nothing is said of a device that is not usable");
+        info.struct_size = 3;
+        EXPECT(halfstep_get_device_info("cuda", &info), HALFSTEP_ERROR_ARGUMENT);
+        options.device = "tpu";
+        EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_NAME);
+        options.device = NULL;
+        options.stream = &options;
+        EXPECT(halfstep_create(&options, &o), HALFSTEP_ERROR_ARGUMENT);
+    }
     TEST("hyper-parameters and choices are checked, and a failed call changes nothing") {
         halfstep_optimizer *o;
         int32_t g, h;

@@ -58,10 +58,17 @@ static void test_null_handle(void)
     halfstep_tensor t = tensor("w", 2, 1, 64);
     halfstep_slot_info slot = {.struct_size = sizeof slot};
     halfstep_counters counters = {.struct_size = sizeof counters};
+    void *memory;
     TEST("no function takes NULL for a handle") {
         REFUSED(halfstep_set_threads(NULL, 1));
         halfstep_destroy(NULL);
         CHECK(halfstep_error_detail(NULL)[0] == 0, "a sentence of no handle");
+        REFUSED(halfstep_synchronize(NULL));
+        REFUSED(halfstep_set_stream(NULL, NULL));
+        REFUSED(halfstep_bind_hyper(NULL, 0, "lr", NULL));
+        REFUSED(halfstep_device_allocate(NULL, 1, &memory));
+        halfstep_device_release(NULL, NULL);
+        REFUSED(halfstep_device_copy(NULL, w, g, 4));
         REFUSED(halfstep_add_group(NULL, "adamw", &index));
         CHECK(halfstep_group_count(NULL) == 0 && halfstep_tensor_count(NULL) == 0, "counts of no handle");
         REFUSED(halfstep_get_group_recipe(NULL, 0, text, sizeof text));
@@ -138,6 +145,13 @@ static void test_null_pointers(void)
         halfstep_tensor t = tensor("w", 2, 1, 64);
         halfstep_optimizer *o = make("lamb/bf16-sr", &t);
         REFUSED(halfstep_create(NULL, NULL));
+        REFUSED(halfstep_bind_hyper(o, 0, NULL, NULL));
+        REFUSED(halfstep_device_allocate(o, 1, NULL));
+        REFUSED(halfstep_device_copy(o, NULL, text, 1));
+        REFUSED(halfstep_device_copy(o, text, NULL, 1));
+        EXPECT(halfstep_device_copy(o, NULL, NULL, 0), HALFSTEP_OK);
+        halfstep_device_release(o, NULL);
+        REFUSED(halfstep_get_device_info("cuda", NULL));
         REFUSED(halfstep_get_rule_info(0, NULL));
         REFUSED(halfstep_get_format_info(0, NULL));
         REFUSED(halfstep_get_hyper_info(0, 0, NULL));

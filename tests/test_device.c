@@ -97,8 +97,9 @@ static int apart_allocate(const struct hstep_context *c, uint64_t bytes, void **
 
 static int work_off(void);
 
-static void apart_release(void *memory)
+static void apart_release(const struct hstep_context *c, void *memory)
 {
+    (void)c;
     if (!memory) return;
     work_off();
     if (--arena.live) return;

@@ -25,6 +25,7 @@ ERROR_DUPLICATE = -14
 ERROR_ORDER = -15
 ERROR_UNSUPPORTED = -20
 ERROR_MEMORY = -30
+ERROR_DEVICE = -31
 NONFINITE = -50
 
 ROLE_WEIGHT = 1
@@ -82,7 +83,14 @@ RunTasks = CFUNCTYPE(None, c_void_p, Task, c_void_p, c_int64)
 
 
 class Options(_Sized):
-    _fields_ = [("struct_size", c_uint32), ("threads", c_int32), ("seed", c_uint64), ("run", RunTasks), ("host", c_void_p)]
+    _fields_ = [("struct_size", c_uint32), ("threads", c_int32), ("seed", c_uint64), ("run", RunTasks), ("host", c_void_p),
+                ("device", c_char_p), ("stream", c_void_p)]
+
+
+class DeviceInfo(_Sized):
+    _fields_ = [("struct_size", c_uint32), ("devices", c_int32), ("driver", c_int32), ("minimum_driver", c_int32),
+                ("images", c_int32), ("compute", c_int32), ("multiprocessors", c_int32), ("usable", c_int32),
+                ("memory", c_uint64), ("name", c_char_p)]
 
 
 class Tensor(_Sized):
@@ -135,6 +143,13 @@ signatures = {
     "halfstep_set_threads": (c_int, (_handle, c_int32)),
     "halfstep_destroy": (None, (_handle,)),
     "halfstep_error_detail": (c_char_p, (_handle,)),
+    "halfstep_synchronize": (c_int, (_handle,)),
+    "halfstep_set_stream": (c_int, (_handle, c_void_p)),
+    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
+    "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
+    "halfstep_device_release": (None, (_handle, c_void_p)),
+    "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),
+    "halfstep_get_device_info": (c_int, (c_char_p, POINTER(DeviceInfo))),
     "halfstep_add_group": (c_int, (_handle, c_char_p, POINTER(c_int32))),
     "halfstep_group_count": (c_int32, (_handle,)),
     "halfstep_get_group_recipe": (c_int, (_handle, c_int32, c_char_p, c_size_t)),

@@ -23,7 +23,8 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
         hstep_cut_tensor(&t, 0, chunks);
         a->chunks = chunks;
     }
-    int error = hstep_wait(o, o->device->accumulate(a));
+    int error = o->device->accumulate(a);
+    error = o->device->late ? hstep_why(o, error) : hstep_wait(o, error);
     free(chunks);
     return error;
 }
@@ -54,13 +55,19 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if (t->n_rows && t->n_columns && (!accumulator || !gradient))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
                           o->labels[tensor].name);
+    int stochastic = hstep_formats[a.format].stochastic, elements = t->n_rows && t->n_columns;
+    if ((stochastic && (error = hstep_fetch(o))) ||
+        (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
+        return hstep_why(o, error);
     /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
     a.stream = hstep_key_write(generator, o->seed, t->id,
                                generator == HSTEP_GENERATOR_LATTICE ? t->writes - t->state_steps : t->writes,
                                HALFSTEP_SLOT_GRADIENT);
     if ((error = run_accumulation(o, tensor, &a))) return error;
-    if (hstep_formats[a.format].stochastic) t->writes++;
+    if (!stochastic) return HALFSTEP_OK;
+    t->writes++;
+    hstep_changed(o, tensor, 1);
     return HALFSTEP_OK;
 }
 

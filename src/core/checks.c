@@ -19,6 +19,7 @@ const char *halfstep_strerror(int code)
     case HALFSTEP_ERROR_ORDER: return "call out of order";
     case HALFSTEP_ERROR_UNSUPPORTED: return "unsupported combination";
     case HALFSTEP_ERROR_MEMORY: return "out of memory";
+    case HALFSTEP_ERROR_DEVICE: return "device or driver failed";
     case HALFSTEP_ERROR_FORMAT: return "malformed file";
     case HALFSTEP_ERROR_MISMATCH: return "file belongs to another configuration";
     case HALFSTEP_ERROR_IO: return "input or output failed";
@@ -59,7 +60,7 @@ int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
 const char *halfstep_error_detail(const halfstep_optimizer *o)
 {
     static _Thread_local char shown[HSTEP_DETAIL_BYTES];
-    if (!o) return "";
+    if (!o) return own_detail.serial ? "" : own_detail.text;
     if (own_detail.serial == o->serial) return own_detail.text;
     copy_detail(o, shown, 1);
     return shown;
@@ -85,10 +86,24 @@ int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *n
     return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
 }
 
+int hstep_why(const halfstep_optimizer *o, int error)
+{
+    const char *why = error && o->device->why ? o->device->why() : NULL;
+    return why ? hstep_fail(o, error, "%s", why) : error;
+}
+
+int hstep_check_owned(const halfstep_optimizer *o, const void *memory)
+{
+    int error = HALFSTEP_OK;
+    if (o->device->owns) o->device->owns(&o->context, &memory, 1, &error);
+    return error;
+}
+
 int hstep_wait(const halfstep_optimizer *o, int error)
 {
+    if (error) hstep_why(o, error);
     int waited = o->device->wait(&o->context);
-    return error ? error : waited;
+    return error ? error : hstep_why(o, waited);
 }
 
 int hstep_grow(void **array, int count, int *capacity, size_t size)

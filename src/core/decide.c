@@ -9,7 +9,7 @@
 
 static double norm_of(const struct hstep_call *call, const int64_t *squares)
 {
-    return sqrt(hstep_exact_round(squares)) * call->gradient_scale;
+    return sqrt(hstep_exact_round(squares)) * hstep_gradient_scale(call);
 }
 
 static double clip_factor(const struct hstep_call *call, double norm)
@@ -22,7 +22,8 @@ static double clip_factor(const struct hstep_call *call, double norm)
 static double clipping_norm(const struct hstep_call *call)
 {
     if (!hstep_is_clipped(call)) return 0.0;
-    return hstep_is_clipped_by_own_norm(call) ? norm_of(call, call->statistics) : call->round_norm;
+    if (hstep_is_clipped_by_own_norm(call)) return norm_of(call, call->statistics);
+    return call->plan.ledger ? call->plan.ledger->round_norm : call->round_norm;
 }
 
 static void look(const struct hstep_call *call, struct hstep_verdict *v)
@@ -140,8 +141,22 @@ static void count_groups(const struct hstep_call *call)
     for (int i = 0; i < call->plan.n_groups; i++) call->plan.groups[i].steps++;
 }
 
+/* What the caller of a late device will be told. */
+static void enter(const struct hstep_call *call)
+{
+    struct hstep_ledger *l = call->plan.ledger;
+    const struct hstep_verdict *v = call->verdict;
+    if (!v->refused && !call->micro && !call->single) l->norm = v->norm;
+    if (!v->refused && !v->offenders) return;
+    l->skipped += v->refused ? 1 : (uint64_t)v->offenders;
+    l->refusals++;
+    l->offender = v->offender;
+    l->in_round = 0;
+}
+
 int hstep_count(const struct hstep_call *call)
 {
+    if (call->plan.ledger) enter(call);
     for (int i = call->first; i < call->first + call->n; i++) {
         if (call->plan.updates[i].skip) continue;
         count_update(&call->plan.tensors[i], &call->plan.updates[i]);
@@ -157,7 +172,14 @@ int hstep_end_round(const struct hstep_call *call)
     struct hstep_verdict *v = call->verdict;
     *v = (struct hstep_verdict){.offender = -1, .norm = call->clip_norm > 0.0 ? norm_of(call, squares) : 0.0};
     v->refused = !(v->norm < INFINITY);
+    struct hstep_ledger *l = call->plan.ledger;
+    if (l && v->refused) {
+        l->refusals++;
+        l->offender = -1;
+        l->in_round = 1;
+    }
     if (v->refused) return HALFSTEP_OK;
+    if (l) l->norm = l->round_norm = v->norm;
     memset(call->plan.round_squares, 0, HSTEP_EXACT_LIMBS * sizeof *squares);
     count_groups(call);
     return HALFSTEP_OK;

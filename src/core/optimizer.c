@@ -21,6 +21,15 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 /* ---- Handles ---- */
 
+/* The handle that could not be made has no sentence, so its device's goes where NULL is asked. */
+static int fail_create(halfstep_optimizer *o, int error)
+{
+    o->serial = 0;
+    hstep_why(o, error);
+    halfstep_destroy(o);
+    return error;
+}
+
 int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
 {
     static atomic_uint_least64_t serial;
@@ -29,9 +38,13 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     *optimizer = NULL;
     if (given && !hstep_take_struct(&options, sizeof options, given)) return HALFSTEP_ERROR_ARGUMENT;
     if (options.threads < 0 || options.threads > 1024) return HALFSTEP_ERROR_RANGE;
+    const char *rest = "";
+    const struct hstep_device *device = hstep_find_device(options.device, &rest);
+    if (!device) return HALFSTEP_ERROR_NAME;
+    if (options.stream && !device->open) return HALFSTEP_ERROR_ARGUMENT;
     halfstep_optimizer *o = calloc(1, sizeof *o);
     if (!o) return HALFSTEP_ERROR_MEMORY;
-    o->device = hstep_default_device;
+    o->device = device;
     o->context.kernels = hstep_isa_in_use();
     o->context.threads = options.threads;
     o->seed = options.seed;
@@ -43,11 +56,10 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     atomic_init(&o->nonfinite_tensor, -1);
     atomic_flag_clear(&o->detail_lock);
     atomic_flag_clear(&o->workspace_lock);
-    int error = hstep_first_plan(o);
-    if (error) {
-        halfstep_destroy(o);
-        return error;
-    }
+    atomic_flag_clear(&o->hand_lock);
+    atomic_init(&o->ahead, 0);
+    int error = device->open ? device->open(&o->context, rest, options.stream) : HALFSTEP_OK;
+    if (error || (error = hstep_first_plan(o)) || (error = hstep_open_late(o))) return fail_create(o, error);
     *optimizer = o;
     return HALFSTEP_OK;
 }
@@ -65,9 +77,11 @@ void halfstep_destroy(halfstep_optimizer *o)
 {
     if (!o) return;
     hstep_release_plan(o);
-    o->device->release(o->plan.round_squares);
-    o->device->release(o->verdict);
-    o->device->release(o->memory);
+    hstep_close_late(o);
+    o->device->release(&o->context, o->plan.round_squares);
+    o->device->release(&o->context, o->verdict);
+    o->device->release(&o->context, o->memory);
+    if (o->device->close) o->device->close(&o->context);
     for (int i = 0; i < o->n_tensors; i++) free(o->labels[i].name);
     free(o->labels);
     free(o->tensors);
@@ -191,7 +205,7 @@ int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, d
     struct hstep_fp fp = hstep_fp_enter();
     int result = set_hyper(o, group, name, value);
     hstep_fp_leave(fp);
-    return result;
+    return result ? result : hstep_send_at_once(o);
 }
 
 int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *name, double *value)
@@ -260,7 +274,7 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
 {
     if (!o || !lr) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
-    if (error) return error;
+    if (error || (error = hstep_fetch(o))) return error;
     struct hstep_fp fp = hstep_fp_enter();
     *lr = hstep_group_lr(&o->groups[group]);
     hstep_fp_leave(fp);
@@ -269,29 +283,47 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
 
 /* ---- What happened ---- */
 
-uint64_t halfstep_skipped_steps(const halfstep_optimizer *o) { return o ? atomic_load(&o->skipped) : 0; }
+/* Those that return no code tell what was known before, where the device does not answer. */
+
+uint64_t halfstep_skipped_steps(const halfstep_optimizer *o)
+{
+    if (!o) return 0;
+    hstep_fetch(o);
+    return atomic_load(&o->skipped);
+}
 
 int halfstep_set_skipped_steps(halfstep_optimizer *o, uint64_t skipped)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_count(o, "", "skipped steps", skipped);
-    if (!error) atomic_store(&o->skipped, skipped);
-    return error;
+    if (error || (error = hstep_fetch(o))) return error;
+    atomic_store(&o->skipped, skipped);
+    hstep_counts_changed(o);
+    return HALFSTEP_OK;
 }
 
 const char *halfstep_nonfinite_tensor(const halfstep_optimizer *o)
 {
+    if (o) hstep_fetch(o);
     int tensor = o ? atomic_load(&o->nonfinite_tensor) : -1;
     return tensor < 0 ? "" : o->labels[tensor].name;
 }
 
-double halfstep_gradient_norm(const halfstep_optimizer *o) { return o ? o->gradient_norm : 0.0; }
+double halfstep_gradient_norm(const halfstep_optimizer *o)
+{
+    if (!o) return 0.0;
+    hstep_fetch(o);
+    return o->gradient_norm;
+}
 
 int halfstep_set_gradient_norm(halfstep_optimizer *o, double norm)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     if (!(norm >= 0.0 && norm < INFINITY)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%g is no gradient norm", norm);
+    int error = hstep_fetch(o);
+    if (error) return error;
     o->gradient_norm = o->round_norm = norm;
+    hstep_counts_changed(o);
     return HALFSTEP_OK;
 }
 
@@ -299,6 +331,7 @@ int halfstep_get_group_steps(const halfstep_optimizer *o, int32_t group, uint64_
 {
     if (!o || !steps) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
+    if (!error) error = hstep_fetch(o);
     if (!error) *steps = o->groups[group].steps;
     return error;
 }
@@ -307,8 +340,10 @@ int halfstep_set_group_steps(halfstep_optimizer *o, int32_t group, uint64_t step
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_group(o, group);
-    if (!error && !(error = hstep_check_count(o, "", "group steps", steps))) o->groups[group].steps = steps;
-    return error;
+    if (error || (error = hstep_check_count(o, "", "group steps", steps)) || (error = hstep_fetch(o))) return error;
+    o->groups[group].steps = steps;
+    hstep_counts_changed(o);
+    return HALFSTEP_OK;
 }
 
 uint64_t halfstep_get_seed(const halfstep_optimizer *o) { return o ? o->seed : 0; }

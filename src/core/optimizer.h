@@ -45,6 +45,23 @@ struct halfstep_optimizer {
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
+    /* Of late devices (late.c). */
+    atomic_int ahead;               /* steps were asked for since the last fetch */
+    int captured;                   /* a step was recorded, and may be made again at any time */
+    int changed_first, changed_end; /* tensors that core/ has changed since it sent them */
+    int counts_changed;             /* also steps of groups, or what the ledger counts */
+    struct hstep_group *sent;       /* groups as they were sent, */
+    struct hstep_group *fetched;    /* and room for as many */
+    double sent_scale;
+    uint64_t refusals, refusals_seen, refusals_told; /* as the ledger has them */
+    int offender, in_round;
+    void *rooms; /* of calls about single tensors, one for each, in the memory of the device */
+    atomic_flag hand_lock;
+
+    /* Where hyper-parameters are read in the memory of the device, or NULL. */
+    const double **lr_place; /* by group */
+    const double *scale_place;
+
     double round_norm; /* clipping in release: of the round before */
     double gradient_norm;
     atomic_uint_least64_t skipped;
@@ -56,6 +73,10 @@ struct halfstep_optimizer {
 
 /* The device of handles made from now on: tests put another in the place of the host. */
 extern const struct hstep_device *hstep_default_device;
+extern const struct hstep_device hstep_cuda_device;
+
+/* What halfstep_options.device names; NULL: nothing does. rest: what follows the colon. */
+const struct hstep_device *hstep_find_device(const char *name, const char **rest);
 
 /* Sets the detail sentence and returns the code. */
 int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -68,6 +89,39 @@ int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *n
 /* Waits for the device, after an error too: what was asked for before it may still be on its way to memory of the
  * caller's. Returns the error, or the wait's own. */
 int hstep_wait(const halfstep_optimizer *o, int error);
+/* Returns the error, with the device's own sentence where it has one. */
+int hstep_why(const halfstep_optimizer *o, int error);
+
+/* ARGUMENT, with the device's sentence to come, unless its memory can be there. */
+int hstep_check_owned(const halfstep_optimizer *o, const void *memory);
+
+/* Of late devices, and nothing to do for others (late.c). What steps have come to, into the handle; waits. */
+int hstep_fetch(const halfstep_optimizer *o);
+/* Tensors were changed, which were fetched before; counts of groups or of the ledger likewise. */
+void hstep_changed(halfstep_optimizer *o, int first, int n);
+void hstep_counts_changed(halfstep_optimizer *o);
+/* What was changed, to the device: before a step, or at once where a graph may step. */
+int hstep_send(halfstep_optimizer *o);
+int hstep_send_at_once(halfstep_optimizer *o);
+/* Hyper-parameters from their places; of every device. */
+int hstep_send_bound(halfstep_optimizer *o);
+int hstep_open_late(halfstep_optimizer *o);
+int hstep_settle_late(halfstep_optimizer *o);
+void hstep_close_late(halfstep_optimizer *o);
+
+#define HSTEP_MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
+
+/* Statistics and a verdict of one tensor, so that several threads may each step one. */
+struct hstep_room {
+    int64_t statistics[HSTEP_MAX_SINGLE_STATISTICS];
+    struct hstep_verdict verdict;
+};
+
+/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that late devices
+ * keep, or of this call alone. */
+int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room);
+void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room);
+
 /* Room for one more element; on failure the array is as it was. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);
 

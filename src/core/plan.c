@@ -81,7 +81,7 @@ int hstep_settle(halfstep_optimizer *o)
              task_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->tasks;
     o->chunks = malloc((size_t)chunk_bytes);
     o->tasks = malloc((size_t)task_bytes);
-    int error = o->chunks && o->tasks ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
+    int error = o->chunks && o->tasks ? hstep_settle_late(o) : HALFSTEP_ERROR_MEMORY;
     for (int i = 0; !error && i < o->n_tensors; i++)
         hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
     if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;
@@ -95,14 +95,16 @@ int hstep_settle(halfstep_optimizer *o)
         (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
         (!device->shared &&
          ((error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)) ||
-          (error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes))))) {
+          (error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes)))) ||
+        (device->settle && (error = device->settle(&o->context, &plan)))) {
         int64_t *first = o->plan.statistics;
         o->plan = plan;
         hstep_release_plan(o);
-        o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares};
+        o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares, .ledger = plan.ledger};
+        if (error != HALFSTEP_ERROR_MEMORY) return hstep_why(o, error);
         return hstep_fail(o, error, "no memory for the plan of %d tensors", o->n_tensors);
     }
-    device->release(o->plan.statistics);
+    device->release(&o->context, o->plan.statistics);
     o->plan = plan;
     o->workspace_bytes = workspace * sizeof *plan.workspace;
     o->settled = 1;
@@ -113,27 +115,16 @@ void hstep_release_plan(halfstep_optimizer *o)
 {
     struct hstep_plan *plan = &o->plan;
     if (!o->device->shared) {
-        o->device->release((void *)(uintptr_t)plan->chunks);
-        o->device->release((void *)(uintptr_t)plan->tasks);
-        o->device->release(plan->tensors);
-        o->device->release(plan->groups);
+        o->device->release(&o->context, (void *)(uintptr_t)plan->chunks);
+        o->device->release(&o->context, (void *)(uintptr_t)plan->tasks);
+        o->device->release(&o->context, plan->tensors);
+        o->device->release(&o->context, plan->groups);
     }
-    o->device->release(plan->updates);
-    o->device->release(plan->statistics);
-    o->device->release(plan->workspace);
+    o->device->release(&o->context, plan->updates);
+    o->device->release(&o->context, plan->statistics);
+    o->device->release(&o->context, plan->workspace);
     free(o->chunks);
     free(o->tasks);
     o->chunks = NULL;
     o->tasks = NULL;
-}
-
-void hstep_show(const halfstep_optimizer *o, int first, int n)
-{
-    for (int i = first; i < first + n && o->shows; i++) {
-        const struct hstep_tensor *t = &o->tensors[i];
-        const struct hstep_label *label = &o->labels[i];
-        if (label->step) *label->step = (float)t->state_steps;
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
-            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
-    }
 }

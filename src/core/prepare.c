@@ -217,7 +217,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     if (rule->kind == HSTEP_RAW_GRADIENT) {
         u->gradient_scale = 1.0f;
     } else {
-        double sign = g->hyper[HSTEP_MAXIMIZE] != 0.0 ? -1.0 : 1.0, scale = sign * call->gradient_scale * clip;
+        double sign = g->hyper[HSTEP_MAXIMIZE] != 0.0 ? -1.0 : 1.0, scale = sign * hstep_gradient_scale(call) * clip;
         u->gradient_scale = (float)scale;
         u->l2 = (float)l2;
         if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;

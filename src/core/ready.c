@@ -11,7 +11,8 @@ static int check_bound(const struct hstep_request *s)
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
-        if (o->n_tensors) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+        if (o->n_tensors || o->device->late)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
         return HALFSTEP_OK;
     }
     int error = o->bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
@@ -117,12 +118,29 @@ static int check_preparable(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
+/* Pointers of callers, where the device takes only its own. */
+static int check_memory(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int weights = 0; o->device->owns && weights < (c->weights ? 2 : 1); weights++) {
+        const void *const *memory = weights ? (const void *const *)c->weights : c->gradients;
+        for (int i = 0, error = HALFSTEP_OK; i < c->n; i++, error = HALFSTEP_OK) {
+            i += o->device->owns(&o->context, memory + i, c->n - i, &error);
+            if (i == c->n || !c->gradients[i] || !o->tensors[c->first + i].runs) continue;
+            return hstep_fail(o, error, "the %s of tensor '%s': %s", weights ? "weights" : "gradient",
+                              o->labels[c->first + i].name, o->device->why());
+        }
+    }
+    return HALFSTEP_OK;
+}
+
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
         (part != HSTEP_BEGIN && (error = check_preparable(s))) || (part == HSTEP_FINISH && (error = check_norms(s))) ||
-        (part == HSTEP_ALONE && (error = check_alone(s))))
+        (part == HSTEP_ALONE && (error = check_alone(s))) || (error = check_memory(s)))
         return error;
     return HALFSTEP_OK;
 }

@@ -88,6 +88,13 @@ int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
     return HALFSTEP_OK;
 }
 
+/* whose: begins the sentence. */
+static int check_owned(const halfstep_optimizer *o, const void *memory, const char *whose)
+{
+    int error = hstep_check_owned(o, memory);
+    return error ? hstep_fail(o, error, "%s: %s", whose, o->device->why()) : HALFSTEP_OK;
+}
+
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     struct layout touched = {memory, 0}, layout = {memory, 0};
@@ -95,8 +102,9 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
         each_stream(o, place_stream, &touched);
         o->device->touch(&o->context, &o->plan);
     }
-    int error = o->device->zero(&o->context, memory, bytes);
-    if ((error = hstep_wait(o, error))) return error;
+    int error = hstep_fetch(o);
+    if (error || (error = hstep_wait(o, o->device->zero(&o->context, memory, bytes)))) return error;
+    hstep_changed(o, 0, o->n_tensors);
     each_stream(o, place_stream, &layout);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
@@ -115,9 +123,9 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
     if (bytes < needed)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
-    int error = hstep_settle(o);
-    if (error || (error = place_all(o, memory, needed))) return error;
-    o->device->release(o->memory);
+    int error = needed ? check_owned(o, memory, "memory for states") : HALFSTEP_OK;
+    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
+    o->device->release(&o->context, o->memory);
     o->memory = NULL;
     return HALFSTEP_OK;
 }
@@ -131,12 +139,14 @@ int halfstep_allocate_states(halfstep_optimizer *o)
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
     void *memory;
     int error = o->device->allocate(&o->context, bytes, &memory);
-    if (error) return hstep_fail(o, error, "no memory for %llu bytes of states", (unsigned long long)bytes);
+    if (error == HALFSTEP_ERROR_MEMORY)
+        return hstep_fail(o, error, "no memory for %llu bytes of states", (unsigned long long)bytes);
+    if (error) return hstep_why(o, error);
     if ((error = hstep_settle(o)) || (error = place_all(o, memory, bytes))) {
-        o->device->release(memory);
+        o->device->release(&o->context, memory);
         return error;
     }
-    o->device->release(o->memory);
+    o->device->release(&o->context, o->memory);
     o->memory = memory;
     return HALFSTEP_OK;
 }
@@ -153,7 +163,10 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
                           name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
-    if ((error = hstep_settle(o))) return error;
+    if ((code && (error = check_owned(o, code, name))) || (extra && (error = check_owned(o, extra, name))) ||
+        (error = hstep_settle(o)) || (error = hstep_fetch(o)))
+        return error;
+    hstep_changed(o, tensor, 1);
     s->code = code;
     s->extra = extra;
     return HALFSTEP_OK;
@@ -211,9 +224,11 @@ static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, 
                      int64_t n_rows, float *out)
 {
     int error = check_rows(o, tensor, slot, data, first_row, n_rows, out);
-    if (error) return error;
+    if (error || (error = hstep_fetch(o))) return error;
     struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
-    return o->device->read(&a, out);
+    if (slot < HALFSTEP_SLOT_STATE && a.end > a.first && (error = check_owned(o, data, o->labels[tensor].name)))
+        return error;
+    return hstep_why(o, o->device->read(&a, out));
 }
 
 static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const float *in, int64_t n)
@@ -238,7 +253,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
                       int64_t n_rows, const float *in)
 {
     int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
-    if (error) return error;
+    if (error || (error = hstep_fetch(o))) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_format *f = &hstep_formats[t->slot[slot].format];
     struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
@@ -250,6 +265,8 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
                           o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
+    if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
+        return error;
     return hstep_wait(o, o->device->write(&a, in));
 }
 
@@ -271,7 +288,7 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
                               state->name);
         for (a.first = all.first; a.first < all.end; a.first = a.end) {
             a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
-            if ((error = o->device->read(&a, other))) return error;
+            if ((error = o->device->read(&a, other))) return hstep_why(o, error);
             for (int64_t j = 0; j < a.end - a.first; j++) {
                 float *w = &out[a.first - all.first + j];
                 *w = *w + part * (other[j] - *w);
@@ -323,6 +340,7 @@ int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *
     if (a.end && !data)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL weights", o->labels[tensor].name);
     *count = 0;
-    return hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format].code_bits == 16 ? o->device->saturated(&a, count)
-                                                                               : HALFSTEP_OK;
+    if (hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format].code_bits != 16 || !a.end) return HALFSTEP_OK;
+    if ((error = check_owned(o, data, o->labels[tensor].name))) return error;
+    return hstep_why(o, o->device->saturated(&a, count));
 }

@@ -11,6 +11,7 @@
 static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
 {
     struct hstep_plan plan = o->plan;
+    if (o->device->shared) hstep_send_bound(o);
     /* Of a handle without tensors, which may never settle. */
     if (!o->settled) {
         plan.groups = o->groups;
@@ -54,8 +55,6 @@ static int64_t sums_count(const struct hstep_request *s)
     return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
 }
 static int64_t statistics_count(const struct hstep_request *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
-
-#define MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
 
 /* ---- Memory of the device ---- */
 
@@ -230,20 +229,53 @@ static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
 }
 
 /* The decision and the update. weights are NULL in a micro-step. */
+static int submit(const struct hstep_request *s)
+{
+    const struct hstep_device *device = s->o->device;
+    int error;
+    if ((error = device->decide(&s->call)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
+        return error;
+    return device->count(&s->call);
+}
+
 static int finish(const struct hstep_request *s)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     struct hstep_verdict verdict;
-    int error;
-    if ((error = o->device->decide(c)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)) ||
-        (error = o->device->count(c)))
-        return hstep_wait(o, error);
+    int error = submit(s);
+    if (error) return hstep_wait(o, error);
     if ((error = wait_for_verdict(s, &verdict))) return error;
     *s->norms_made = 0;
     hstep_show(o, c->first, c->n);
     if (!verdict.refused && !c->micro && !c->single) o->gradient_norm = verdict.norm;
     return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
+}
+
+/* The same on a late device, which works on statistics of its own: those of the caller may be its memory or the
+ * process's, for which there is a wait. */
+static int make_late(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_device *device = o->device;
+    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *own;
+    int error = hstep_send(o);
+    if (error) return error;
+    s->call.statistics = own;
+    if (call != HSTEP_BEGIN) atomic_store(&o->ahead, 1);
+    if (device->records && device->records(&o->context)) o->captured = 1;
+    error = hstep_send_bound(o);
+    if (!error && (call == HSTEP_NORMS || call == HSTEP_FINISH))
+        error = device->copy(&o->context, own, statistics, bytes);
+    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
+    if (!error && call == HSTEP_NORMS) error = norms(s);
+    if (call == HSTEP_BEGIN || call == HSTEP_NORMS) {
+        if (!error) error = device->copy(&o->context, statistics, own, bytes);
+        return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
+    }
+    if (!error) error = submit(s);
+    *s->norms_made = 0;
+    return hstep_why(o, error);
 }
 
 /* statistics: written by HSTEP_BEGIN and HSTEP_NORMS, read by HSTEP_FINISH. own: room of the device for as many. */
@@ -252,6 +284,7 @@ static int make(struct hstep_request *s, enum hstep_part call, int64_t *statisti
     const halfstep_optimizer *o = s->o;
     int error = hstep_check_ready(s, call);
     if (error) return error;
+    if (o->device->late) return make_late(s, call, statistics, own);
     s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
     error = hand_over(s, 0);
     if (!error && call == HSTEP_FINISH)
@@ -295,21 +328,17 @@ static int call_all(halfstep_optimizer *o, enum hstep_part call, int micro, void
     return result;
 }
 
-/* Statistics and a verdict of one tensor, so that several threads may each step one. */
-struct room {
-    int64_t statistics[MAX_SINGLE_STATISTICS];
-    struct hstep_verdict verdict;
-};
-
 static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int32_t tensor, void *weight,
                     const void *gradient, const int64_t *statistics)
 {
     if (!o || (call != HSTEP_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
     int result = hstep_check_tensor(o, tensor);
     if (result) return result;
-    struct room here, *room = &here;
-    if (!o->device->shared && (result = o->device->allocate(&o->context, sizeof *room, (void **)&room)))
-        return hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name);
+    struct hstep_room here, *room = &here;
+    if ((result = hstep_take_room(o, tensor, &room)))
+        return result == HALFSTEP_ERROR_MEMORY
+                   ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
+                   : hstep_why(o, result);
     struct hstep_request s = request_of(o, tensor, 1, micro, &gradient);
     s.norms_made = &o->labels[tensor].norms_made;
     s.call.single = 1;
@@ -318,7 +347,7 @@ static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int3
     struct hstep_fp fp = hstep_fp_enter();
     result = make(&s, call, (int64_t *)(uintptr_t)statistics, room->statistics);
     hstep_fp_leave(fp);
-    if (room != &here) o->device->release(room);
+    hstep_leave_room(o, room);
     return result;
 }
 
@@ -399,11 +428,26 @@ int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tens
 
 /* ---- Rounds of release ---- */
 
+static int end_round_late(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
+{
+    if (!o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+    int error = hstep_send(o);
+    if (error) return error;
+    s->call.verdict = o->verdict;
+    atomic_store(&o->ahead, 1);
+    if (statistics) {
+        s->call.statistics = o->plan.statistics;
+        error = o->device->copy(&o->context, o->plan.statistics, statistics, HSTEP_EXACT_LIMBS * sizeof *statistics);
+    }
+    return hstep_why(o, error ? error : o->device->end_round(&s->call));
+}
+
 /* statistics: limbs of the squares of all parts; NULL: the handle's own. */
 static int end_round(halfstep_optimizer *o, const int64_t *statistics)
 {
     struct hstep_verdict verdict;
     struct hstep_request s = request_of(o, 0, 0, 0, NULL);
+    if (o->device->late) return end_round_late(o, &s, statistics);
     s.call.statistics = (int64_t *)(uintptr_t)statistics;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
@@ -435,8 +479,11 @@ int64_t halfstep_round_statistics_count(void) { return HSTEP_EXACT_LIMBS; }
 int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
 {
     if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
-    int error = o->device->copy(&o->context, statistics, o->plan.round_squares, HSTEP_EXACT_LIMBS * sizeof *statistics);
-    if (!error) error = o->device->carry(&o->context, statistics, 1);
+    const uint64_t bytes = HSTEP_EXACT_LIMBS * sizeof *statistics;
+    int64_t *own = o->device->late ? o->plan.statistics : statistics;
+    int error = o->device->copy(&o->context, own, o->plan.round_squares, bytes);
+    if (!error) error = o->device->carry(&o->context, own, 1);
+    if (!error && own != statistics) error = o->device->copy(&o->context, statistics, own, bytes);
     return hstep_wait(o, error);
 }
 

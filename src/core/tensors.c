@@ -203,7 +203,7 @@ int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_
 {
     if (!o || !c) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
-    if (error) return error;
+    if (error || (error = hstep_fetch(o))) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
     halfstep_counters ours = {
         .id = t->id, .state_steps = t->state_steps, .full_steps = t->full_steps, .writes = t->writes};
@@ -234,6 +234,8 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
         if (i != tensor && o->tensors[i].id == c->id)
             return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->labels[i].name,
                               (unsigned long long)c->id);
+    if ((error = hstep_fetch(o))) return error;
+    hstep_changed(o, tensor, 1);
     struct hstep_tensor *t = &o->tensors[tensor];
     if (c->id) t->id = c->id;
     t->state_steps = c->state_steps;
@@ -247,7 +249,7 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
     int error = hstep_check_tensor(o, tensor);
-    if (error) return error;
+    if (error || (error = hstep_fetch(o))) return error;
     o->labels[tensor].step = step;
     o->shows = 1;
     show(o, tensor);
@@ -263,6 +265,7 @@ int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, doub
     if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", o->labels[tensor].name,
                           (int)slot);
+    if ((error = hstep_fetch(o))) return error;
     o->labels[tensor].grid[slot] = grid;
     o->shows = 1;
     show(o, tensor);
@@ -304,6 +307,7 @@ int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char 
     int number = t->rule, row = find_scalar(&hstep_rules[number], hstep_rule_scalars(number), name);
     const struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
     if (row < 0 && !slot) return fail_scalar(o, tensor, name);
+    if ((error = hstep_fetch(o))) return error;
     *value = slot ? (double)slot->grid : t->scalar[row];
     return HALFSTEP_OK;
 }
@@ -321,6 +325,8 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
         if (!hstep_is_grid(value))
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]",
                               o->labels[tensor].name, name, value, (double)HSTEP_GRID_LEAST);
+        if ((error = hstep_fetch(o))) return error;
+        hstep_changed(o, tensor, 1);
         slot->grid = (float)value;
         show(o, tensor);
         return HALFSTEP_OK;
@@ -329,6 +335,8 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if (!(value >= scalar->minimum && value <= scalar->maximum))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", o->labels[tensor].name,
                           name, value, scalar->minimum, scalar->maximum);
+    if ((error = hstep_fetch(o))) return error;
+    hstep_changed(o, tensor, 1);
     t->scalar[row] = value;
     return HALFSTEP_OK;
 }

@@ -23,7 +23,7 @@ int hstep_host_read(const struct hstep_access *a, float *out); /* slots.c */
 int hstep_host_write(const struct hstep_access *a, const float *in);
 int hstep_host_saturated(const struct hstep_access *a, uint64_t *count);
 int hstep_host_allocate(const struct hstep_context *c, uint64_t bytes, void **memory); /* memory.c */
-void hstep_host_release(void *memory);
+void hstep_host_release(const struct hstep_context *c, void *memory);
 int hstep_host_zero(const struct hstep_context *c, void *memory, uint64_t bytes);
 void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan); /* tile.c */
 int hstep_host_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);

@@ -30,8 +30,9 @@ int hstep_host_allocate(const struct hstep_context *c, uint64_t wanted, void **m
     return *memory ? HALFSTEP_OK : HALFSTEP_ERROR_MEMORY;
 }
 
-void hstep_host_release(void *memory)
+void hstep_host_release(const struct hstep_context *c, void *memory)
 {
+    (void)c;
 #if defined(_WIN32)
     _aligned_free(memory);
 #else

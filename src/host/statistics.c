@@ -108,7 +108,7 @@ static double threshold(const struct hstep_call *call, int raw)
 {
     /* A weight that is followed may be as large as it likes. Gradients that are clipped by their own norm end below
      * clip_norm, so only NaN and infinities can offend. */
-    double scale = call->gradient_scale;
+    double scale = hstep_gradient_scale(call);
     return raw || hstep_is_clipped_by_own_norm(call) ? INFINITY : GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
 }
 

@@ -17,7 +17,8 @@ SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents
 HEADER = re.sub(r"/\*.*?\*/", "", (SOURCE / "include" / "halfstep.h").read_text(), flags=re.S)
 
 STRUCTURES = {"rule_info": _abi.RuleInfo, "format_info": _abi.FormatInfo, "hyper_info": _abi.HyperInfo,
-              "options": _abi.Options, "tensor": _abi.Tensor, "slot_info": _abi.SlotInfo, "counters": _abi.Counters}
+              "options": _abi.Options, "tensor": _abi.Tensor, "slot_info": _abi.SlotInfo, "counters": _abi.Counters,
+              "device_info": _abi.DeviceInfo}
 
 compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 

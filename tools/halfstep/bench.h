@@ -53,7 +53,7 @@ struct bench {
     int recipes;
     double params;
     int64_t tensors, threads, rounds;
-    const char *gradients, *generator;
+    const char *gradients, *generator, *device;
 };
 
 struct result {

@@ -87,10 +87,17 @@ struct subject {
     const void **gradient;
     int64_t params;
     int64_t tensors;
+    /* On a device: weights and gradients, and what the stream copies. */
+    char *there, *copied;
+    uint64_t copied_bytes; /* from the first half of `copied` to the second */
 };
+
+static int on_device(const struct bench *b) { return strcmp(b->device, "cpu") != 0; }
 
 static void subject_close(struct subject *s)
 {
+    halfstep_device_release(s->o, s->there);
+    halfstep_device_release(s->o, s->copied);
     halfstep_destroy(s->o);
     block_close(&s->weights);
     block_close(&s->gradients);
@@ -144,7 +151,24 @@ static void fill_slot(const struct subject *s, int32_t tensor, int slot, char *a
     *used += (info.code_bytes + 63) / 64 * 64;
 }
 
-static int subject_fill(struct subject *s, const char *recipe)
+/* Weights and gradients, filled here, to the device. */
+static int subject_move(struct subject *s, const char *recipe, uint64_t weights, uint64_t gradients)
+{
+    void *memory = NULL;
+    int error = halfstep_device_allocate(s->o, weights + gradients, &memory);
+    s->there = memory;
+    if (!error) error = halfstep_device_copy(s->o, s->there, s->weights.memory, weights);
+    if (!error) error = halfstep_device_copy(s->o, s->there + weights, s->gradients.memory, gradients);
+    for (int64_t t = 0; t < s->tensors && !error; t++) {
+        s->weight[t] = s->there + ((char *)s->weight[t] - s->weights.memory);
+        s->gradient[t] = s->there + weights + ((const char *)s->gradient[t] - s->gradients.memory);
+    }
+    block_close(&s->weights);
+    block_close(&s->gradients);
+    return error ? subject_fail(s, recipe, error) : 0;
+}
+
+static int subject_fill(const struct bench *b, struct subject *s, const char *recipe)
 {
     uint64_t weights, gradients, w_at = 0, g_at = 0;
     halfstep_memory(s->o, &weights, &gradients, NULL, NULL, NULL);
@@ -158,14 +182,14 @@ static int subject_fill(struct subject *s, const char *recipe)
         fill_slot(s, t, HALFSTEP_SLOT_WEIGHT, weight, &w_at);
         fill_slot(s, t, HALFSTEP_SLOT_GRADIENT, gradient, &g_at);
     }
-    return 0;
+    return on_device(b) ? subject_move(s, recipe, w_at, g_at) : 0;
 }
 
 /* As many parameters as come close to `params` in `tensors` equal matrices whose rows are whole blocks. */
 static int subject_open(const struct bench *b, struct subject *s, const char *recipe, const char *gradients,
                         int64_t params, int64_t tensors, int threads)
 {
-    halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 1};
+    halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = 1, .device = b->device};
     halfstep_rule_info rule = rule_of(recipe);
     memset(s, 0, sizeof *s);
     int64_t each = params / tensors, length = each >= 65536 ? 4096 : each >= 4096 ? 512 : 64, count = each / length;
@@ -200,7 +224,7 @@ static int subject_open(const struct bench *b, struct subject *s, const char *re
         error = halfstep_add_tensor(s->o, &d, &index);
     }
     if (!error) error = halfstep_allocate_states(s->o);
-    return error ? subject_fail(s, recipe, error) : subject_fill(s, recipe);
+    return error ? subject_fail(s, recipe, error) : subject_fill(b, s, recipe);
 }
 
 /* ---- Timing ------------------------------------------------------------------------------------------------------ */
@@ -210,10 +234,31 @@ static double subject_step(struct subject *s, const char *recipe)
 {
     double start = bench_now();
     int error = halfstep_step(s->o, s->weight, s->gradient);
+    if (!error) error = halfstep_synchronize(s->o);
     double seconds = bench_now() - start;
     if (!error) return seconds;
     subject_fail(s, recipe, error);
     return -1;
+}
+
+/* A copy within the device's memory of as many bytes as a step moves, in place of the stream. */
+static double copy_run(struct subject *s, const char *recipe)
+{
+    double start = bench_now();
+    int error = halfstep_device_copy(s->o, s->copied + s->copied_bytes, s->copied, s->copied_bytes);
+    double seconds = bench_now() - start;
+    if (!error) return seconds;
+    subject_fail(s, recipe, error);
+    return -1;
+}
+
+static int copy_open(struct subject *s, const char *recipe, double bytes)
+{
+    void *memory = NULL;
+    s->copied_bytes = (uint64_t)(bytes * (double)s->params / 2);
+    int error = halfstep_device_allocate(s->o, 2 * s->copied_bytes, &memory);
+    s->copied = memory;
+    return error ? subject_fail(s, recipe, error) : 0;
 }
 
 /* Stream, step, stream, step, ..., stream: each step between its two neighbours. */
@@ -222,15 +267,18 @@ static int measure(const struct bench *b, struct subject *subject, struct stream
 {
     double *times = calloc(3 * (size_t)b->rounds, sizeof *times);
     if (!times) return failure("bench", "out of memory");
+    const int device = on_device(b);
+    const double moved = device ? 2.0 * (double)subject->copied_bytes : stream_bytes(stream);
     double *fractions = times + b->rounds, *rates = fractions + b->rounds, before = 0;
     int status = subject_step(subject, recipe) < 0;
     for (int64_t i = -1; i < b->rounds && !status; i++) {
-        double step = i < 0 ? 0 : subject_step(subject, recipe), after = stream_run(stream);
+        double step = i < 0 ? 0 : subject_step(subject, recipe),
+               after = device ? copy_run(subject, recipe) : stream_run(stream);
         if (step < 0 || after < 0) {
-            status = step < 0 ? 1 : failure("bench", "cannot start %d threads", stream->threads);
+            status = step < 0 || device ? 1 : failure("bench", "cannot start %d threads", stream->threads);
         } else if (i >= 0) {
             times[i] = step;
-            rates[i] = stream_bytes(stream) / (0.5 * (before + after));
+            rates[i] = moved / (0.5 * (before + after));
             fractions[i] = bytes * (double)subject->params / step / rates[i];
         }
         before = after;
@@ -311,7 +359,8 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
         r->bytes = 2 * written + read_only;
         r->scan_bytes = r->bytes + slot_bytes(&subject, HALFSTEP_SLOT_GRADIENT) / (double)subject.params;
         if (bench_is_matrix(recipe)) r->flops = product_flops(&subject, recipe);
-        if (stream_open(&stream, subject.params, written, read_only, threads))
+        if (on_device(b)) status = copy_open(&subject, recipe, r->bytes);
+        else if (stream_open(&stream, subject.params, written, read_only, threads))
             status = failure("bench", "%s: no memory or threads for the stream", recipe);
     }
     for (int mode = 0; mode < 2 && !status; mode++) {
@@ -323,7 +372,7 @@ int bench_case(const struct bench *b, const char *recipe, int64_t params, int64_
     }
     stream_close(&stream);
     subject_close(&subject);
-    if (!status && in_cache && !bench_is_matrix(recipe))
+    if (!status && in_cache && !on_device(b) && !bench_is_matrix(recipe))
         status = measure_in_cache(b, recipe, r->gradients, &r->cache_ns);
     return status;
 }
@@ -340,6 +389,10 @@ int64_t bench_affordable(const struct bench *b)
         /* The recipe's own, and the stream's, which reads twice where the recipe may. */
         most = fmax(most, kept + (rule_of(recipe).two_pass ? 2 : 1) * kept);
     }
-    double fits = most > 0 ? 0.6 * available_bytes() / most : b->params;
+    halfstep_device_info info = {.struct_size = sizeof info};
+    double available = available_bytes();
+    if (on_device(b) && !halfstep_get_device_info(b->device, &info) && (double)info.memory < available)
+        available = (double)info.memory;
+    double fits = most > 0 ? 0.6 * available / most : b->params;
     return (int64_t)(b->params < fits ? b->params : fits);
 }

@@ -42,6 +42,8 @@ static const struct option rows[] = {
      "default: f32, bf16 or f16, as the weights"},
     {"generator", OPTION_CHOICE, AT(bench.generator), "NAME", NULL, 0, 0, 0, generator_name,
      "source of random bits (default: the library's)"},
+    {"device", OPTION_STRING, AT(bench.device), "NAME", "cpu", 0, 0, 0, NULL,
+     "cpu; cuda or cuda:N: there the stream is a copy within the GPU's memory"},
     {"csv", OPTION_STRING, AT(csv), "FILE", NULL, 0, 0, 0, NULL, "also write the cases to FILE"},
     OPTION_JSON(struct choice),
 };
@@ -179,12 +181,13 @@ static void put_case(struct document *d, json_t *in, const struct result *r)
     if (r->flops > 0) put_number(d, o, "gflop_per_s", r->flops / r->ns);
 }
 
-static int print_object(const struct result *results, int n, int threads)
+static int print_object(const struct result *results, int n, const char *device, int threads)
 {
     struct document d;
     json_t *object = document_begin(&d);
     double ratio = sr_over_nearest(results, n);
     put_text(&d, object, "isa", halfstep_isa());
+    put_text(&d, object, "device", device);
     put_integer(&d, object, "threads", threads);
     json_t *cases = put_array(&d, object, "cases");
     for (int i = 0; i < n; i++) put_case(&d, cases, &results[i]);
@@ -252,8 +255,9 @@ static int run_all(const struct choice *c, struct result *results, int *n, int t
     if ((double)params < b->params)
         fprintf(stderr, "halfstep: bench: memory allows %lld of the %.0f parameters\n", (long long)params, b->params);
     if (!c->json) {
-        printf("%s kernels, %d thread%s, %.4g M parameters\n\n", halfstep_isa(), threads, threads == 1 ? "" : "s",
-               (double)params * 1e-6);
+        if (strcmp(b->device, "cpu")) printf("%s, ", b->device);
+        else printf("%s kernels, %d thread%s, ", halfstep_isa(), threads, threads == 1 ? "" : "s");
+        printf("%.4g M parameters\n\n", (double)params * 1e-6);
         print_heading();
     }
     for (int i = 0; i < b->recipes; i++)
@@ -279,7 +283,8 @@ int cmd_bench(int argc, char **argv)
     if (status != ARGS_RUN) return status;
     c.bench.recipe = NULL;
     c.bench.recipes = 0;
-    status = choose(&args, &c);
+    status = check_device("bench", c.bench.device);
+    if (!status) status = choose(&args, &c);
     /* Before the cases are timed, which takes minutes; what it holds stays until there are others. */
     FILE *csv = !status && c.csv ? fopen(c.csv, "a") : NULL;
     if (!status && c.csv && !csv) status = failure("bench", "cannot write %s: %s", c.csv, strerror(errno));
@@ -287,7 +292,7 @@ int cmd_bench(int argc, char **argv)
     struct result *results = calloc(2 * (size_t)c.bench.recipes + 1, sizeof *results);
     if (!status) status = results ? run_all(&c, results, &n, threads) : failure("bench", "out of memory");
     double ratio = status ? 0 : sr_over_nearest(results, n);
-    if (!status && c.json) status = print_object(results, n, threads);
+    if (!status && c.json) status = print_object(results, n, c.bench.device, threads);
     if (ratio > 0 && !c.json) printf("\nStochastic rounding takes %.3f times as long as rounding to nearest.\n", ratio);
     if (csv && !status) status = write_csv(csv, c.csv, results, n);
     else if (csv) fclose(csv);

@@ -35,10 +35,68 @@ static void put_choices(struct document *d, json_t *in, const char *key, const c
     for (int32_t i = 0; (each = halfstep_choice_value(choice, i)) != NULL; i++) put_text(d, array, NULL, each);
 }
 
+/* ---- GPUs ---- */
+
+static halfstep_device_info gpu_info(int32_t number)
+{
+    char name[24];
+    halfstep_device_info info = {.struct_size = sizeof info};
+    snprintf(name, sizeof name, "cuda:%d", (int)number);
+    halfstep_get_device_info(name, &info);
+    return info;
+}
+
+static void put_gpus(struct document *d, json_t *in)
+{
+    halfstep_device_info info = gpu_info(0);
+    json_t *cuda = put_object(d, in, "cuda");
+    put_integer(d, cuda, "driver", info.driver);
+    put_integer(d, cuda, "minimum_driver", info.minimum_driver);
+    put_integer(d, cuda, "images", info.images);
+    if (!info.usable) put_text(d, cuda, "unusable", halfstep_error_detail(NULL));
+    json_t *gpus = put_array(d, cuda, "gpus");
+    for (int32_t i = 0, n = info.devices; i < n; i++) {
+        info = gpu_info(i);
+        json_t *gpu = put_object(d, gpus, NULL);
+        put_text(d, gpu, "name", info.name);
+        put_integer(d, gpu, "compute", info.compute);
+        put_integer(d, gpu, "multiprocessors", info.multiprocessors);
+        put_integer(d, gpu, "bytes", (int64_t)info.memory);
+        put_integer(d, gpu, "usable", info.usable);
+    }
+}
+
+#define DOT(number) (int)(number) / 1000, (int)(number) % 1000 / 10
+
+static void print_gpus(void)
+{
+    halfstep_device_info info = gpu_info(0);
+    if (!info.usable) printf("%-15snone: %s\n", "GPUs", halfstep_error_detail(NULL));
+    for (int32_t i = 0; i < info.devices; i++) {
+        halfstep_device_info gpu = gpu_info(i);
+        printf("%-15scuda:%d, %s, compute capability %d.%d, %d multiprocessors, %.1f GB%s\n", i ? "" : "GPUs", (int)i,
+               gpu.name, (int)gpu.compute / 10, (int)gpu.compute % 10, (int)gpu.multiprocessors,
+               (double)gpu.memory * 1e-9, gpu.usable ? "" : " (not usable)");
+    }
+    printf("%-15s%d in this build; driver of CUDA %d.%d or newer wanted, ", "device code", (int)info.images,
+           DOT(info.minimum_driver));
+    if (info.driver) printf("%d.%d found\n", DOT(info.driver));
+    else printf("none found\n");
+}
+
 static void version(char text[32])
 {
     int32_t v = halfstep_version();
     snprintf(text, 32, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
+}
+
+int check_device(const char *command, const char *device)
+{
+    halfstep_device_info info = {.struct_size = sizeof info};
+    if (!device || !strcmp(device, "cpu")) return 0;
+    if (halfstep_get_device_info(device, &info))
+        return failure(command, "there is no device '%s': cpu, cuda or cuda:N", device);
+    return info.usable ? 0 : failure(command, "%s: %s", device, halfstep_error_detail(NULL));
 }
 
 static int print_object(const char *features)
@@ -55,6 +113,7 @@ static int print_object(const char *features)
         if (halfstep_isa_available(i)) put_text(&d, isas, NULL, halfstep_isa_name(i));
     put_text(&d, object, "cpu_features", features);
     put_integer(&d, object, "threads", halfstep_default_threads());
+    put_gpus(&d, object);
     put_names(&d, object, "rules", rule_name);
     put_names(&d, object, "weight_formats", weight_format_name);
     put_names(&d, object, "state_formats", state_format_name);
@@ -122,6 +181,7 @@ static int print_text(const char *features)
     for (int32_t i = 0; i < halfstep_isa_count(); i++)
         if (halfstep_isa_available(i)) printf(" %s", halfstep_isa_name(i));
     printf(")\n%-15s%d\n", "threads", halfstep_default_threads());
+    print_gpus();
     print_choice("schedules", "schedule");
     print_choice("decay", "decay");
     print_choice("random bits", "generator");

@@ -17,7 +17,7 @@
 extern const char hstep_golden_hashes[];
 
 struct verify {
-    const char *isa, *write;
+    const char *isa, *write, *device;
     int64_t threads;
     int list, json;
 };
@@ -34,6 +34,8 @@ static const struct option rows[] = {
      "kernels to check (default: those in use)"},
     {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL,
      "0: as many as a step would use"},
+    {"device", OPTION_STRING, offsetof(struct verify, device), "NAME", "cpu", 0, 0, 0, NULL,
+     "cpu; cuda or cuda:N, a GPU that computes the same bits"},
     {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL,
      "print every case and the hash found"},
     {"write", OPTION_STRING, offsetof(struct verify, write), "FILE", NULL, 0, 0, 0, NULL,
@@ -98,11 +100,13 @@ static void close_list(struct list *list)
 }
 
 /* Cases of one recipe follow each other. */
-static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, int threads, int passed)
+static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, const char *device,
+                        int threads, int passed)
 {
     struct document d;
     json_t *object = document_begin(&d);
     put_text(&d, object, "isa", halfstep_isa());
+    put_text(&d, object, "device", device);
     put_integer(&d, object, "threads", threads);
     put_integer(&d, object, "passed", passed);
     put_integer(&d, object, "failed", n - passed);
@@ -120,7 +124,7 @@ static int print_object(const struct golden_case *cases, const struct outcome *o
 
 static int compute(const struct verify *v, const struct golden_case *cases, struct outcome *outcomes, int n)
 {
-    struct golden_layout layout = {.threads = (int32_t)v->threads};
+    struct golden_layout layout = {.threads = (int32_t)v->threads, .device = v->device};
     int live = isatty(2);
     for (int i = 0; i < n; i++) {
         char error[300];
@@ -148,8 +152,10 @@ static int report(const struct verify *v, const struct golden_case *cases, const
             printf("%-10s %s %s %s %016" PRIx64 "\n", word, cases[i].recipe, cases[i].gradients, cases[i].generator,
                    outcomes[i].hash);
     }
-    if (v->json && print_object(cases, outcomes, n, threads, passed)) return 1;
-    if (!v->json)
+    if (v->json && print_object(cases, outcomes, n, v->device, threads, passed)) return 1;
+    if (!v->json && strcmp(v->device, "cpu"))
+        printf("%s: %d of %d cases give the promised bits (%s)\n", passed == n ? "ok" : "FAILED", passed, n, v->device);
+    else if (!v->json)
         printf("%s: %d of %d cases give the promised bits (%s kernels, %d thread%s)\n", passed == n ? "ok" : "FAILED",
                passed, n, halfstep_isa(), threads, threads == 1 ? "" : "s");
     return passed != n;
@@ -168,6 +174,7 @@ int cmd_verify(int argc, char **argv)
     if (!outcomes) status = failure("verify", "out of memory");
     else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
         status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
+    else if (check_device("verify", v.device)) status = 1;
     else if (v.write && open_list(&list, v.write) != 0) status = 1;
     else if ((status = compute(&v, cases, outcomes, n)) == 0)
         status = v.write ? write_list(&list, v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);

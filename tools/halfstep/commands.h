@@ -11,6 +11,8 @@ int cmd_plan(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 int cmd_info(int argc, char **argv);
 int cmd_inspect(int argc, char **argv);
+/* 0, or 1 after a line that says why a device cannot be used. */
+int check_device(const char *command, const char *device);
 int cmd_verify(int argc, char **argv);
 int cmd_random(int argc, char **argv);
 

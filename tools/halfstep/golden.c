@@ -309,6 +309,7 @@ struct run {
     int64_t *statistics[GOLDEN_MAX_PARTS];
     char *states[GOLDEN_MAX_PARTS]; /* the caller's memory for them, or NULL */
     int bound;
+    const char *device;
     char *error;
     size_t error_bytes;
 };
@@ -327,8 +328,8 @@ __attribute__((format(printf, 2, 3))) static int complain(struct run *r, const c
 static int check(struct run *r, int part, int result, const char *what)
 {
     if (result == HALFSTEP_OK) return 0;
-    return complain(r, "%s: %s (%s)", what, halfstep_strerror(result),
-                    r->optimizer[part] ? halfstep_error_detail(r->optimizer[part]) : "no handle");
+    const char *detail = halfstep_error_detail(r->optimizer[part]);
+    return complain(r, "%s: %s (%s)", what, halfstep_strerror(result), *detail ? detail : "no handle");
 }
 
 static int exists(const struct run *r, int tensor)
@@ -415,6 +416,38 @@ static void move_part(const struct shape *s, const struct rectangle *h, void *wh
 
 static void *zeros(int64_t bytes) { return calloc(1, (size_t)(bytes ? bytes : 1)); }
 
+/* The same where a part is stepped; NULL where there is no room. */
+static void *device_zeros(struct run *r, int part, int64_t bytes)
+{
+    void *here = zeros(bytes), *memory = NULL;
+    if (!r->device || !here) return here;
+    if (!halfstep_device_allocate(r->optimizer[part], (uint64_t)bytes + 64, &memory) &&
+        halfstep_device_copy(r->optimizer[part], memory, here, (uint64_t)bytes)) {
+        halfstep_device_release(r->optimizer[part], memory);
+        memory = NULL;
+    }
+    free(here);
+    return memory;
+}
+
+static void device_free(struct run *r, int part, void *memory)
+{
+    if (r->device) halfstep_device_release(r->optimizer[part], memory);
+    else free(memory);
+}
+
+/* A copy of what a part has on its device, the caller's to free; the memory itself where there is none. */
+static void *from_device(struct run *r, int part, void *memory, int64_t bytes)
+{
+    if (!r->device || !memory) return memory;
+    void *here = zeros(bytes);
+    if (here && halfstep_device_copy(r->optimizer[part], here, memory, (uint64_t)bytes)) {
+        free(here);
+        here = NULL;
+    }
+    return here;
+}
+
 static int has_hyper(int32_t rule, const char *name)
 {
     halfstep_hyper_info info = {.struct_size = sizeof info};
@@ -480,7 +513,7 @@ static int place_states(struct run *r, int part)
     uint64_t bytes;
     if (!r->bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
     if (check(r, part, halfstep_state_bytes(o, &bytes), "halfstep_state_bytes")) return -1;
-    r->states[part] = zeros((int64_t)bytes + 64);
+    r->states[part] = device_zeros(r, part, (int64_t)bytes + 64);
     if (!r->states[part]) return complain(r, "out of memory");
     return check(r, part, halfstep_bind_states(o, r->states[part] + (64 - (uintptr_t)r->states[part] % 64), bytes),
                  "halfstep_bind_states");
@@ -522,9 +555,9 @@ static int add_tensors(struct run *r, int part)
             return -1;
         int64_t n = h->n_rows * h->n_columns;
         float *values = zeros(n * 4);
-        r->weight[part][i] = zeros((int64_t)info.code_bytes);
-        r->gradient[part][i] = zeros(n * r->element_bytes);
-        if (t == shape_of("rows.1000")) r->accumulator[part] = zeros(n * 2);
+        r->weight[part][i] = device_zeros(r, part, (int64_t)info.code_bytes);
+        r->gradient[part][i] = device_zeros(r, part, n * r->element_bytes);
+        if (t == shape_of("rows.1000")) r->accumulator[part] = device_zeros(r, part, n * 2);
         int lacking = !values || !r->weight[part][i] || !r->gradient[part][i];
         for (int64_t j = 0; !lacking && j < n; j++)
             values[j] = weight_at(t, (h->first_row + j / h->n_columns) * shapes[t].row_length + h->first_column +
@@ -572,9 +605,19 @@ static int make_step(struct run *r, int step)
         void *whole = zeros(shapes[t].rows * shapes[t].row_length * r->element_bytes);
         if (!whole) return complain(r, "out of memory");
         make_gradient(t, step, r->c->gradients, whole);
-        for (int p = 0; p < r->parts; p++)
-            move_part(&shapes[t], &r->held[p][t], whole, r->gradient[p][i], r->element_bytes, 1);
+        int lacking = 0;
+        for (int p = 0; p < r->parts; p++) {
+            const struct rectangle *h = &r->held[p][t];
+            const int64_t bytes = h->n_rows * h->n_columns * r->element_bytes;
+            void *here = r->device ? zeros(bytes) : r->gradient[p][i];
+            lacking |= !here;
+            if (here) move_part(&shapes[t], h, whole, here, r->element_bytes, 1);
+            if (!r->device) continue;
+            lacking |= here && halfstep_device_copy(r->optimizer[p], r->gradient[p][i], here, (uint64_t)bytes);
+            free(here);
+        }
         free(whole);
+        if (lacking) return complain(r, "out of memory");
     }
     if (step == ACCUMULATE_STEP && accumulate(r, shape_of("rows.1000"))) return -1;
     for (int p = 0; p < r->parts; p++)
@@ -582,6 +625,7 @@ static int make_step(struct run *r, int step)
     int expected = step == NONFINITE_STEP ? HALFSTEP_NONFINITE : HALFSTEP_OK, result;
     if (r->parts == 1) {
         result = halfstep_step(r->optimizer[0], r->weight[0], gradients[0]);
+        if (!result && expected) result = halfstep_synchronize(r->optimizer[0]);
         return result == expected ? 0 : complain(r, "step %d: %s", step, halfstep_strerror(result));
     }
     int64_t n = halfstep_statistics_count(r->optimizer[0]);
@@ -600,6 +644,7 @@ static int make_step(struct run *r, int step)
     }
     for (int p = 0; p < r->parts; p++) {
         result = halfstep_step_finish(r->optimizer[p], r->weight[p], gradients[p], r->statistics[0]);
+        if (!result && expected) result = halfstep_synchronize(r->optimizer[p]);
         if (result != expected) return complain(r, "step %d, part %d: %s", step, p, halfstep_strerror(result));
     }
     return 0;
@@ -619,7 +664,9 @@ static int hash_stream(struct run *r, int t, void *const *streams, int64_t width
         struct rectangle h = r->held[p][t];
         h.n_columns = (h.n_columns + block - 1) / block;
         h.first_column /= block;
-        if (streams[p]) move_part(&s, &h, whole, streams[p], width, 0);
+        void *here = from_device(r, p, streams[p], h.n_rows * h.n_columns * width);
+        if (here) move_part(&s, &h, whole, here, width, 0);
+        if (here != streams[p]) free(here);
     }
     *hash = hash_bytes(*hash, whole, (size_t)bytes);
     free(whole);
@@ -645,7 +692,10 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
         for (int p = 0; p < r->parts; p++)
             if (r->held[p][t].n_rows && r->held[p][t].n_columns) {
-                *hash = hash_bytes(*hash, extra[p], (size_t)format.scale_bytes);
+                void *here = from_device(r, p, extra[p], format.scale_bytes);
+                if (!here) return complain(r, "out of memory");
+                *hash = hash_bytes(*hash, here, (size_t)format.scale_bytes);
+                if (here != extra[p]) free(here);
                 return 0;
             }
         return 0;
@@ -711,7 +761,8 @@ static int compute(struct run *r, const struct golden_layout *layout, uint64_t *
                                     .threads = layout->threads,
                                     .seed = UINT64_C(0x0123456789abcdef),
                                     .run = layout->run,
-                                    .host = layout->host};
+                                    .host = layout->host,
+                                    .device = layout->device};
         if (check(r, p, halfstep_create(&options, &r->optimizer[p]), "halfstep_create")) return -1;
         if (check(r, p, halfstep_set_choice(r->optimizer[p], HALFSTEP_ALL_GROUPS, "generator", r->c->generator),
                   "generator"))
@@ -737,6 +788,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
     r->bound = layout->bound;
+    r->device = layout->device && strcmp(layout->device, "cpu") ? layout->device : NULL;
     char name[32];
     halfstep_rule_info rule = {.struct_size = sizeof rule};
     snprintf(name, sizeof name, "%.*s", (int)strcspn(c->recipe, "/"), c->recipe);
@@ -754,14 +806,14 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
         result = compute(r, layout, hash);
     }
     for (int p = 0; p < GOLDEN_MAX_PARTS; p++) {
-        halfstep_destroy(r->optimizer[p]);
-        free(r->accumulator[p]);
+        device_free(r, p, r->accumulator[p]);
         free(r->statistics[p]);
-        free(r->states[p]);
+        device_free(r, p, r->states[p]);
         for (int t = 0; t < SHAPES; t++) {
-            free(r->weight[p][t]);
-            free(r->gradient[p][t]);
+            device_free(r, p, r->weight[p][t]);
+            device_free(r, p, r->gradient[p][t]);
         }
+        halfstep_destroy(r->optimizer[p]);
     }
     free(r);
     return result;

@@ -23,9 +23,10 @@ struct golden_layout {
     int32_t threads;
     halfstep_run_tasks run; /* or NULL */
     void *host;
-    int parts;      /* handles that share every tensor; 0 is 1 */
-    int by_columns; /* cut columns instead of rows */
-    int bound;      /* states in memory of the caller */
+    int parts;          /* handles that share every tensor; 0 is 1 */
+    int by_columns;     /* cut columns instead of rows */
+    int bound;          /* states in memory of the caller */
+    const char *device; /* as in halfstep_options, or NULL */
 };
 
 enum { GOLDEN_MAX_PARTS = 4 };

@@ -1,0 +1,44 @@
+#!/bin/bash
+# The program on a GPU that is not there, and on the fake one of tests/fake_cuda: what is missing is said in one line, and the bits are
+# those that every machine has to find.
+. "$(dirname "$0")/lib.sh"
+need python3
+halfstep=$build_dir/halfstep
+fake=$build_dir/tests/fake_cuda
+[ -x "$halfstep" ] || skip "$halfstep is not built"
+[ -e "$fake/libcuda.so.1" ] || skip "$fake/libcuda.so.1 is not built"
+make_scratch
+cd "$scratch"
+
+# expect PATTERN ARGUMENT...: exit status 1, and one line on stderr that matches.
+expect() {
+    local pattern=$1 got=0
+    shift
+    "$halfstep" "$@" >out 2>err || got=$?
+    [ "$got" = 1 ] && [ "$(wc -l <err)" = 1 ] && [ ! -s out ] || fail "halfstep $*: exit $got: $(cat err)"
+    grep -qE -- "$pattern" err || fail "halfstep $*: $(cat err) does not match $pattern"
+}
+export LD_LIBRARY_PATH=$fake${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+FAKE_CUDA_DEVICES=0 expect 'verify: cuda: cuInit: CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES' verify --device cuda
+FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver speaks CUDA 11.4, and 12.0' bench --device cuda
+HALFSTEP_CUDA_IMAGE=$scratch/none expect 'none cannot be read' verify --device cuda
+expect "there is no device 'tpu'" verify --device tpu
+expect 'no GPU number 3: the driver shows 1' bench --device cuda:3
+echo "ok   what is missing is said in one line"
+
+export HALFSTEP_CUDA_IMAGE=$fake/image
+FAKE_CUDA_DEVICES=2 "$halfstep" info >info
+grep -q 'cuda:1, Fake GPU 1, compute capability 9.0, 3 multiprocessors, 1.1 GB' info || fail "info does not show the GPUs"
+grep -q 'driver of CUDA 12.0 or newer wanted, 12.8 found' info || fail "info does not show the drivers"
+FAKE_CUDA_DEVICES=2 "$halfstep" info --json >info.json
+python3 -c 'import json; c = json.load(open("info.json"))["cuda"]; assert len(c["gpus"]) == 2 and c["minimum_driver"] == 12000, c' ||
+    fail "info --json does not show the GPUs"
+FAKE_CUDA_COMPUTE=75 "$halfstep" info >info
+grep -q 'none: Fake GPU 0 has compute capability 7.5' info || fail "info does not say why a GPU is of no use"
+echo "ok   info shows drivers and GPUs"
+
+"$halfstep" bench --device cuda --params 65536 --tensors 4 --rounds 2 --recipes adamw/bf16-sr/int8,lamb/f32 >bench
+[ "$(grep -cE '^(adamw/bf16-sr/int8|lamb/f32)' bench)" = 4 ] || fail "bench --device cuda: $(cat bench)"
+echo "ok   bench runs on the device"
+FAKE_CUDA_FAULT=5 expect 'CUDA_ERROR_ILLEGAL_ADDRESS' verify --device cuda
+echo "ok   a fault of the device ends in one line"

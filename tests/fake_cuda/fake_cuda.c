@@ -1,0 +1,636 @@
+/* Over 500 lines because one driver is one library, and its calls share memory, streams and mutations. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "fake_cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "cuda/driver.h"
+#include "cuda/kernels.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    ILLEGAL_ADDRESS = 700,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_ISOLATION = 905
+};
+
+static struct fake_cuda_control control = {.devices = -1};
+static int lost; /* a kernel has faulted */
+
+static int number(const char *name, int otherwise)
+{
+    const char *text = getenv(name);
+    return text && *text ? atoi(text) : otherwise;
+}
+
+EXPORT struct fake_cuda_control *fake_cuda_control(void)
+{
+    if (control.devices < 0) {
+        control.devices = number("FAKE_CUDA_DEVICES", 1);
+        control.driver = number("FAKE_CUDA_DRIVER", 12080);
+        control.compute = number("FAKE_CUDA_COMPUTE", 90);
+        control.fail_allocation = number("FAKE_CUDA_FAIL_ALLOCATION", 0);
+        control.fault = number("FAKE_CUDA_FAULT", 0);
+    }
+    return &control;
+}
+
+static int misuse(const char *what)
+{
+    if (!control.offence) control.offence = what;
+    return INVALID_VALUE;
+}
+
+/* ---- Memory ---- */
+
+/* One stretch for each GPU, so that opening and closing it is one call. Blocks are not used again until all are free. */
+#define ARENA ((size_t)1 << 30)
+#define MOST 4096
+
+static struct {
+    char *base;
+    size_t used;
+    int live;
+} arena[2];
+
+static struct block {
+    char *base;
+    size_t bytes;
+    int device;
+} blocks[MOST], pins[MOST];
+
+static void touchable(int yes)
+{
+    for (int d = 0; d < 2; d++)
+        if (arena[d].used) mprotect(arena[d].base, arena[d].used, yes ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+static struct block *find(struct block *in, const void *at)
+{
+    for (int i = 0; i < MOST; i++)
+        if (in[i].base && (size_t)((const char *)at - in[i].base) < in[i].bytes) return &in[i];
+    return NULL;
+}
+
+static struct block *vacant(struct block *in)
+{
+    for (int i = 0; i < MOST; i++)
+        if (!in[i].base) return &in[i];
+    abort();
+}
+
+/* ---- Streams, events, graphs ---- */
+
+enum kind { COPY, SET, LAUNCH, RECORD, WAIT };
+
+struct op {
+    struct op *next;
+    enum kind kind;
+    char *to;
+    const char *from;
+    char *owned; /* what was read of memory that is not pinned */
+    size_t bytes;
+    int byte, kernel, blocks, threads;
+    char about[sizeof(struct hstep_call)]; /* the largest that a kernel takes */
+    struct hstep_cuda_what what;
+    struct event *event;
+    long number;
+};
+
+struct graph {
+    struct op *first, **last;
+};
+
+struct stream {
+    struct op *first, **last;
+    struct graph *capture;
+    int invalid;
+};
+
+struct event {
+    struct stream *stream;
+    long recorded, done;
+};
+
+static struct stream legacy;
+static int captures;
+
+static struct stream *stream_of(void *handle)
+{
+    struct stream *s = handle ? handle : &legacy;
+    if (!s->last) s->last = &s->first;
+    return s;
+}
+
+static int run_until(struct stream *s, const struct event *event, long number);
+
+static void run(struct op *o)
+{
+    void *parameters[] = {o->about, &o->what};
+    switch (o->kind) {
+    case COPY: memmove(o->to, o->owned ? o->owned : o->from, o->bytes); break;
+    case SET: memset(o->to, o->byte, o->bytes); break;
+    case LAUNCH:
+        control.kernels++;
+        if (control.fault && !--control.fault) lost = 1;
+        else if (hstep_emulate(&hstep_emulated_kernels[o->kernel], o->blocks, o->threads, 0, parameters))
+            misuse("a launch of a shape that the kernel is not written for");
+        break;
+    case RECORD: o->event->done = o->number; break;
+    case WAIT:
+        if (o->event->done < o->number) run_until(o->event->stream, o->event, o->number);
+        break;
+    }
+}
+
+/* All of a stream, or until an event was recorded for the number-th time. */
+static int run_until(struct stream *s, const struct event *event, long number)
+{
+    static int inner; /* one stream runs another that it waits for */
+    if (s->first && !inner++) touchable(1);
+    else if (!s->first) return lost ? ILLEGAL_ADDRESS : OK;
+    while (s->first && !lost && !(event && event->done >= number)) {
+        struct op *o = s->first;
+        s->first = o->next;
+        if (!s->first) s->last = &s->first;
+        run(o);
+        free(o->owned);
+        free(o);
+    }
+    if (!--inner) touchable(0);
+    return lost ? ILLEGAL_ADDRESS : OK;
+}
+
+static struct stream *all[64];
+
+static void run_all(void)
+{
+    run_until(stream_of(NULL), NULL, 0);
+    for (int i = 0; i < 64; i++)
+        if (all[i] && !all[i]->capture) run_until(all[i], NULL, 0);
+}
+
+static struct op *append(struct stream *s, enum kind kind)
+{
+    struct op *o = calloc(1, sizeof *o), ***last = s->capture ? &s->capture->last : &s->last;
+    if (!o) abort();
+    o->kind = kind;
+    **last = o;
+    *last = &o->next;
+    return o;
+}
+
+/* What every call that needs a context begins with. */
+#define BEGIN()                                     \
+    do {                                            \
+        if (!control.depth) return INVALID_CONTEXT; \
+        if (lost) return ILLEGAL_ADDRESS;           \
+    } while (0)
+
+/* What breaks every capture that is going on. */
+static int breaks_captures(void)
+{
+    if (!captures) return 0;
+    misuse("a call that no capture survives");
+    for (int i = 0; i < 64; i++)
+        if (all[i] && all[i]->capture) all[i]->invalid = 1;
+    return 1;
+}
+
+/* ---- The driver's functions ---- */
+
+EXPORT int cuInit(unsigned flags)
+{
+    (void)flags;
+    return fake_cuda_control()->devices ? OK : NO_DEVICE;
+}
+
+EXPORT int cuDriverGetVersion(int *version)
+{
+    *version = fake_cuda_control()->driver;
+    return OK;
+}
+
+EXPORT int cuGetErrorName(int result, const char **text)
+{
+    static const struct {
+        int result;
+        const char *name;
+    } names[] = {{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                 {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+                 {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+                 {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
+                 {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
+                 {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                 {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
+    *text = NULL;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (names[i].result == result) *text = names[i].name;
+    return *text ? OK : INVALID_VALUE;
+}
+
+EXPORT int cuGetErrorString(int result, const char **text)
+{
+    *text = result == OUT_OF_MEMORY ? "out of memory" : "an error of the fake driver";
+    return OK;
+}
+
+EXPORT int cuDeviceGetCount(int *count)
+{
+    *count = control.devices;
+    return OK;
+}
+
+EXPORT int cuDeviceGet(int *device, int ordinal)
+{
+    *device = ordinal;
+    return ordinal < control.devices ? OK : INVALID_DEVICE;
+}
+
+EXPORT int cuDeviceGetName(char *name, int length, int device)
+{
+    snprintf(name, (size_t)length, "Fake GPU %d", device);
+    return OK;
+}
+
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    (void)device;
+    *value = attribute == HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS ? 3
+             : attribute == HSTEP_CU_ATTRIBUTE_COMPUTE_MAJOR ? control.compute / 10
+                                                             : control.compute % 10;
+    return OK;
+}
+
+EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int device)
+{
+    (void)device;
+    *bytes = ARENA;
+    return OK;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void **context, int device)
+{
+    if (!arena[device].base) {
+        arena[device].base = mmap(NULL, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (arena[device].base == MAP_FAILED) abort();
+    }
+    *context = &arena[device];
+    return OK;
+}
+
+static _Thread_local void *contexts[8];
+static _Thread_local int depth;
+
+EXPORT int cuCtxPushCurrent_v2(void *context)
+{
+    if (depth == 8) return misuse("contexts are pushed and not popped");
+    contexts[depth++] = context;
+    control.depth = depth;
+    return OK;
+}
+
+EXPORT int cuCtxPopCurrent_v2(void **context)
+{
+    if (!depth) return misuse("a context is popped that was not pushed");
+    *context = contexts[--depth];
+    control.depth = depth;
+    return OK;
+}
+
+EXPORT int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values)
+{
+    BEGIN();
+    (void)n, (void)options, (void)values;
+    *module = &control;
+    return !strncmp(image, "fake", 4) ? OK : INVALID_IMAGE;
+}
+
+EXPORT int cuModuleGetFunction(void **function, void *module, const char *name)
+{
+    BEGIN();
+    (void)module;
+    for (int k = 0; k < hstep_emulated_kernel_count; k++)
+        if (!strcmp(hstep_emulated_kernels[k].name, name)) {
+            *function = (void *)(uintptr_t)&hstep_emulated_kernels[k];
+            return OK;
+        }
+    return NOT_FOUND;
+}
+
+EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, int threads, size_t shared)
+{
+    (void)function, (void)threads, (void)shared;
+    *n = 2;
+    return OK;
+}
+
+EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
+{
+    BEGIN();
+    if (breaks_captures()) return CAPTURE_UNSUPPORTED;
+    control.allocations++;
+    int d = contexts[depth - 1] == (void *)&arena[1];
+    size_t room = (bytes + 4095) / 4096 * 4096 + 4096;
+    if (control.fail_allocation && !--control.fail_allocation) return OUT_OF_MEMORY;
+    if (!bytes) return INVALID_VALUE;
+    if (arena[d].used + room > ARENA) return OUT_OF_MEMORY;
+    struct block *b = vacant(blocks);
+    *b = (struct block){arena[d].base + arena[d].used, bytes, d};
+    arena[d].used += room;
+    arena[d].live++;
+    control.live++;
+    *memory = (uint64_t)(uintptr_t)b->base;
+    /* What is there is nobody's. */
+    touchable(1);
+    memset(b->base, 0xa5, bytes < 4096 ? bytes : 4096);
+    touchable(0);
+    return OK;
+}
+
+EXPORT int cuMemFree_v2(uint64_t memory)
+{
+    BEGIN();
+    if (breaks_captures()) return CAPTURE_UNSUPPORTED;
+    struct block *b = find(blocks, (void *)(uintptr_t)memory);
+    if (!b || b->base != (char *)(uintptr_t)memory) return misuse("memory is freed that was not allocated");
+    run_all();
+    int d = b->device;
+    *b = (struct block){0};
+    control.live--;
+    if (--arena[d].live) return OK;
+    madvise(arena[d].base, arena[d].used, MADV_DONTNEED);
+    mprotect(arena[d].base, arena[d].used, PROT_NONE);
+    arena[d].used = 0;
+    return OK;
+}
+
+EXPORT int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
+{
+    BEGIN();
+    (void)flags;
+    if (breaks_captures()) return CAPTURE_UNSUPPORTED;
+    control.allocations++;
+    if (control.fail_allocation && !--control.fail_allocation) return OUT_OF_MEMORY;
+    struct block *b = vacant(pins);
+    *b = (struct block){malloc(bytes), bytes, 0};
+    control.pinned++;
+    *memory = b->base;
+    return OK;
+}
+
+EXPORT int cuMemFreeHost(void *memory)
+{
+    BEGIN();
+    struct block *b = find(pins, memory);
+    if (!b || b->base != memory) return misuse("pinned memory is freed that was not allocated");
+    memset(b->base, 0x5a, b->bytes); /* a copy that is still to be made shows it */
+    free(b->base);
+    *b = (struct block){0};
+    control.pinned--;
+    return OK;
+}
+
+EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *handle)
+{
+    BEGIN();
+    struct stream *s = stream_of(handle);
+    char *target = (char *)(uintptr_t)to;
+    const char *source = (const char *)(uintptr_t)from;
+    struct block *of_target = find(blocks, target), *of_source = find(blocks, source);
+    if ((of_target && target + bytes > of_target->base + of_target->bytes) ||
+        (of_source && source + bytes > of_source->base + of_source->bytes))
+        return misuse("a copy beyond the end of an allocation");
+    int near_target = !of_target && !find(pins, target), near_source = !of_source && !find(pins, source);
+    control.copies++;
+    if (s->capture && (near_target || near_source)) {
+        misuse("memory that is not pinned in a capture");
+        return CAPTURE_UNSUPPORTED;
+    }
+    struct op *o = append(s, COPY);
+    o->to = target;
+    o->from = source;
+    o->bytes = bytes;
+    control.pageable += near_source;
+    if (near_source && (o->owned = malloc(bytes))) memcpy(o->owned, source, bytes);
+    return OK;
+}
+
+EXPORT int cuMemsetD8Async(uint64_t memory, unsigned char byte, size_t bytes, void *handle)
+{
+    BEGIN();
+    struct block *b = find(blocks, (void *)(uintptr_t)memory);
+    if (!b || (char *)(uintptr_t)memory + bytes > b->base + b->bytes) return misuse("memory set beyond its end");
+    struct op *o = append(stream_of(handle), SET);
+    o->to = (char *)(uintptr_t)memory;
+    o->byte = byte;
+    o->bytes = bytes;
+    return OK;
+}
+
+EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t pointer)
+{
+    BEGIN();
+    const struct block *b = find(blocks, (void *)(uintptr_t)pointer);
+    const int pinned = !b && find(pins, (void *)(uintptr_t)pointer) != NULL;
+    if (!b && !pinned) return INVALID_VALUE;
+    if (attribute == HSTEP_CU_POINTER_MEMORY_TYPE) *(unsigned *)value = pinned ? 1 : HSTEP_CU_MEMORY_DEVICE;
+    else *(int *)value = b ? b->device : 0;
+    return OK;
+}
+
+EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t pointer)
+{
+    const struct block *b = find(blocks, (void *)(uintptr_t)pointer);
+    if (!b) return INVALID_VALUE;
+    *base = (uint64_t)(uintptr_t)b->base;
+    *bytes = b->bytes;
+    return OK;
+}
+
+EXPORT int cuStreamCreate(void **handle, unsigned flags)
+{
+    (void)flags;
+    for (int i = 0; i < 64; i++)
+        if (!all[i]) {
+            *handle = all[i] = calloc(1, sizeof **all);
+            return OK;
+        }
+    return OUT_OF_MEMORY;
+}
+
+EXPORT int cuStreamDestroy_v2(void *handle)
+{
+    run_until(handle, NULL, 0);
+    for (int i = 0; i < 64; i++)
+        if (all[i] == handle) all[i] = NULL;
+    free(handle);
+    return OK;
+}
+
+EXPORT int cuStreamSynchronize(void *handle)
+{
+    BEGIN();
+    if (breaks_captures()) return CAPTURE_UNSUPPORTED;
+    control.synchronizations++;
+    if (control.mutation == FAKE_CUDA_NO_STREAM_SYNCHRONIZE) return OK;
+    return run_until(stream_of(handle), NULL, 0);
+}
+
+EXPORT int cuStreamWaitEvent(void *handle, void *event, unsigned flags)
+{
+    BEGIN();
+    (void)flags;
+    if (control.mutation == FAKE_CUDA_NO_STREAM_WAIT) return OK;
+    struct stream *s = stream_of(handle);
+    struct event *e = event;
+    if (s->capture) return CAPTURE_ISOLATION;
+    if (!e->recorded) return OK;
+    struct op *o = append(s, WAIT);
+    o->event = e;
+    o->number = e->recorded;
+    return OK;
+}
+
+EXPORT int cuStreamIsCapturing(void *handle, int *status)
+{
+    struct stream *s = stream_of(handle);
+    *status = !s->capture ? 0 : s->invalid ? 2 : HSTEP_CU_CAPTURE_ACTIVE;
+    return OK;
+}
+
+EXPORT int cuStreamBeginCapture_v2(void *handle, int mode)
+{
+    struct stream *s = handle;
+    (void)mode;
+    if (!s || s->capture) return INVALID_VALUE;
+    s->capture = calloc(1, sizeof *s->capture);
+    s->capture->last = &s->capture->first;
+    s->invalid = 0;
+    captures++;
+    return OK;
+}
+
+EXPORT int cuStreamEndCapture(void *handle, void **graph)
+{
+    struct stream *s = handle;
+    *graph = s->capture;
+    s->capture = NULL;
+    captures--;
+    return s->invalid ? CAPTURE_INVALIDATED : OK;
+}
+
+EXPORT int cuGraphLaunch(void *graph, void *handle)
+{
+    struct stream *s = stream_of(handle);
+    BEGIN();
+    for (const struct op *from = ((struct graph *)graph)->first; from; from = from->next) {
+        struct op *o = append(s, from->kind), *next = o->next;
+        *o = *from;
+        o->next = next;
+    }
+    return OK;
+}
+
+EXPORT int cuEventCreate(void **event, unsigned flags)
+{
+    BEGIN();
+    (void)flags;
+    *event = calloc(1, sizeof(struct event));
+    return OK;
+}
+
+EXPORT int cuEventDestroy_v2(void *event)
+{
+    run_all(); /* whose ops may name it */
+    free(event);
+    return OK;
+}
+
+EXPORT int cuEventRecord(void *event, void *handle)
+{
+    BEGIN();
+    if (control.mutation == FAKE_CUDA_NO_EVENT_RECORD) return OK;
+    struct event *e = event;
+    e->stream = stream_of(handle);
+    struct op *o = append(e->stream, RECORD);
+    o->event = e;
+    o->number = ++e->recorded;
+    return OK;
+}
+
+EXPORT int cuEventSynchronize(void *event)
+{
+    BEGIN();
+    if (breaks_captures()) return CAPTURE_UNSUPPORTED;
+    struct event *e = event;
+    if (control.mutation == FAKE_CUDA_NO_EVENT_SYNCHRONIZE || !e->recorded) return OK;
+    return run_until(e->stream, e, e->recorded);
+}
+
+/* What a kernel takes beside `what`. */
+static size_t size_of_about(int kernel)
+{
+    const char *name = hstep_emulated_kernels[kernel].name + strlen("halfstep_cuda_");
+    if (!strcmp(name, "accumulate")) return sizeof(struct hstep_accumulation);
+    return !strcmp(name, "read") || !strcmp(name, "write") || !strcmp(name, "saturated") ? sizeof(struct hstep_access)
+                                                                                         : sizeof(struct hstep_call);
+}
+
+static void mix_up(struct op *o)
+{
+    struct hstep_call *call = (struct hstep_call *)(void *)o->about;
+    int first = o->what.first;
+    if (control.mutation == FAKE_CUDA_SWAP_POINTERS && size_of_about(o->kernel) == sizeof *call && call->weights) {
+        const void *const *gradients = call->gradients;
+        call->gradients = (const void *const *)call->weights;
+        call->weights = (void *const *)(uintptr_t)gradients;
+    }
+    if (control.mutation == FAKE_CUDA_SWAP_WHAT) {
+        o->what.first = o->what.n;
+        o->what.n = first;
+    }
+}
+
+EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y,
+                          unsigned threads_z, unsigned shared, void *handle, void **parameters, void **extra)
+{
+    BEGIN();
+    const int swap = control.mutation == FAKE_CUDA_SWAP_PARAMETERS;
+    (void)shared, (void)extra;
+    if (control.mutation == FAKE_CUDA_SWAP_SHAPE) {
+        unsigned blocks = x;
+        x = threads_x;
+        threads_x = blocks;
+    }
+    if (!x || y != 1 || z != 1 || threads_x != HSTEP_CUDA_THREADS || threads_y != 1 || threads_z != 1)
+        return misuse("a launch of another shape");
+    control.launches++;
+    struct op *o = append(stream_of(handle), LAUNCH);
+    o->kernel = (int)((const struct hstep_emulated_kernel *)function - hstep_emulated_kernels);
+    o->blocks = (int)x;
+    o->threads = (int)threads_x;
+    memcpy(o->about, parameters[swap], swap ? sizeof o->what : size_of_about(o->kernel));
+    memcpy(&o->what, parameters[!swap], sizeof o->what);
+    if (!swap && size_of_about(o->kernel) == sizeof(struct hstep_call) &&
+        ((struct hstep_call *)(void *)o->about)->context)
+        return misuse("a pointer into the process in a launch");
+    mix_up(o);
+    return OK;
+}

@@ -1,0 +1,54 @@
+/* A libcuda.so.1 without a GPU: as much of the driver as src/cuda/driver.def and graphs need. Its device memory faults
+ * when it is touched outside of work; a stream works only when somebody waits for it or for an event behind it, and when
+ * memory is freed, so that copies to the process's memory are late too, later than a real driver may be; kernels are
+ * functions of the host (hstep_emulated_kernels).
+ *
+ * What is to go wrong comes from the environment, or from a test by fake_cuda_control():
+ *   FAKE_CUDA_DEVICES=N     GPUs, 0 .. 2 (1)         FAKE_CUDA_DRIVER=N     cuDriverGetVersion() (12080)
+ *   FAKE_CUDA_COMPUTE=N     capability, 10 times (90)  FAKE_CUDA_FAIL_ALLOCATION=N  the N-th is out of memory
+ *   FAKE_CUDA_FAULT=N       the N-th kernel faults, and the context is lost */
+#ifndef FAKE_CUDA_H
+#define FAKE_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* What a mutation leaves out or mixes up, for tests that have to notice. */
+enum fake_cuda_mutation {
+    FAKE_CUDA_NONE,
+    FAKE_CUDA_NO_STREAM_SYNCHRONIZE,
+    FAKE_CUDA_NO_EVENT_SYNCHRONIZE,
+    FAKE_CUDA_NO_EVENT_RECORD,
+    FAKE_CUDA_NO_STREAM_WAIT,
+    FAKE_CUDA_SWAP_POINTERS,   /* weights and gradients of a call */
+    FAKE_CUDA_SWAP_WHAT,       /* first and n */
+    FAKE_CUDA_SWAP_PARAMETERS, /* the two of a launch */
+    FAKE_CUDA_SWAP_SHAPE,      /* blocks and threads */
+    FAKE_CUDA_MUTATIONS
+};
+
+struct fake_cuda_control {
+    int devices, driver, compute;
+    long fail_allocation, fault; /* counted down, 0: never */
+    int mutation;
+    /* Told: */
+    long launches, kernels, synchronizations, pageable, copies, allocations; /* kernels: that have run */
+    long live, pinned;                                                       /* blocks of either memory */
+    int depth;                                                               /* of this thread's contexts */
+    const char *offence;                                                     /* the first misuse, or NULL */
+};
+
+struct fake_cuda_control *fake_cuda_control(void);
+
+/* What the driver runs: kernels by name, and a launch of one; parameters as cuLaunchKernel() takes them. 0, or -1 for a
+ * shape that a kernel is not written for. */
+struct hstep_emulated_kernel {
+    const char *name;
+    void (*run)(void **parameters);
+    int shape;
+};
+extern const struct hstep_emulated_kernel hstep_emulated_kernels[];
+extern const int hstep_emulated_kernel_count;
+int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters);
+
+#endif

@@ -1,0 +1,99 @@
+/* Each kernel as the host's entry of its name: what tests of the driver run, whatever the device code does. */
+#include <stddef.h>
+
+#include "core/prepare.h"
+#include "cuda/kernels.h"
+#include "dispatch.h"
+#include "fake_cuda.h"
+#include "host/host.h"
+
+static struct hstep_context context;
+
+static const struct hstep_context *host(void)
+{
+    context.kernels = hstep_isa_in_use();
+    context.threads = 1;
+    return &context;
+}
+
+static struct hstep_call call_of(void **parameters)
+{
+    struct hstep_call call = *(const struct hstep_call *)parameters[0];
+    call.context = host();
+    return call;
+}
+
+static const struct hstep_cuda_what *what_of(void **parameters) { return parameters[1]; }
+
+#define CALL_KERNEL(name, ...)                                 \
+    static void run_##name(void **parameters)                  \
+    {                                                          \
+        struct hstep_call call = call_of(parameters);          \
+        const struct hstep_cuda_what *w = what_of(parameters); \
+        (void)w;                                               \
+        hstep_host_device.name(&call __VA_ARGS__);             \
+    }
+CALL_KERNEL(scan)
+CALL_KERNEL(decide)
+CALL_KERNEL(sum, , w->first, w->n)
+CALL_KERNEL(decide_sums, , w->first, w->n)
+CALL_KERNEL(cross, , w->tensor, w->pair)
+CALL_KERNEL(update, , w->first, w->n, (enum hstep_pass)w->pass)
+CALL_KERNEL(transform, , w->tensor)
+CALL_KERNEL(count)
+CALL_KERNEL(end_round)
+
+static void run_carry(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    hstep_host_device.carry(host(), w->to, w->n);
+}
+
+static void run_accumulate(void **parameters)
+{
+    struct hstep_accumulation a = *(const struct hstep_accumulation *)parameters[0];
+    a.context = host();
+    hstep_host_device.accumulate(&a);
+}
+
+static void run_read(void **parameters)
+{
+    struct hstep_access a = *(const struct hstep_access *)parameters[0];
+    a.context = host();
+    hstep_host_device.read(&a, what_of(parameters)->to);
+}
+
+static void run_write(void **parameters)
+{
+    struct hstep_access a = *(const struct hstep_access *)parameters[0];
+    a.context = host();
+    hstep_host_device.write(&a, what_of(parameters)->from);
+}
+
+static void run_saturated(void **parameters)
+{
+    struct hstep_access a = *(const struct hstep_access *)parameters[0];
+    a.context = host();
+    hstep_host_device.saturated(&a, what_of(parameters)->to);
+}
+
+static void run_zero(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    hstep_host_device.zero(host(), w->to, w->bytes);
+}
+
+const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
+#define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name, shape},
+#define KERNEL_SUM KERNEL
+#define KERNEL_ACCESS KERNEL
+#include "cuda/kernels.def"
+};
+const int hstep_emulated_kernel_count = sizeof hstep_emulated_kernels / sizeof *hstep_emulated_kernels;
+
+int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters)
+{
+    if (block != HSTEP_CUDA_THREADS || grid < 1 || (kernel->shape == HSTEP_CUDA_ONE && grid != 1) || shared) return -1;
+    kernel->run(parameters);
+    return 0;
+}

@@ -1,0 +1,633 @@
+/* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that the
+ * process may touch. Every case of tests/golden/hashes.txt has to have its hash (--short: a 61st of them); errors have to
+ * come back as one code and one sentence; and what the fake leaves out or mixes up has to be noticed. Over 500 lines
+ * because all of it shares one small problem, made once for the GPU and once for the host. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "test.h"
+
+#include "cuda/link.h"
+#include "fake_cuda/fake_cuda.h"
+#include <tools/halfstep/golden.c>
+
+static struct fake_cuda_control *fake;
+static void *driver;
+
+/* Of the driver, by its own name and type. */
+#define DRIVER(name, ...) ((int (*)(__VA_ARGS__))find(name))
+static void (*find(const char *name))(void)
+{
+    void (*found)(void);
+    void *symbol = dlsym(driver, name);
+    memcpy(&found, &symbol, sizeof found);
+    if (!found) exit(1);
+    return found;
+}
+
+#define MUST(call)                                               \
+    do {                                                         \
+        int must_ = (call);                                      \
+        if (must_) {                                             \
+            CHECK(0, "%s: %s", #call, halfstep_strerror(must_)); \
+            return;                                              \
+        }                                                        \
+    } while (0)
+
+/* ---- A small problem ---- */
+
+enum { ROWS = 48, COLUMNS = 64, N = ROWS * COLUMNS, TENSORS = 3 };
+
+struct problem {
+    halfstep_optimizer *o;
+    int32_t group;
+    void *weights[TENSORS];
+    const void *gradients[TENSORS];
+    float values[TENSORS][N];
+    const char *device;
+};
+
+static void value_of(float *g, int tensor, int step)
+{
+    for (int i = 0; i < N; i++) g[i] = (float)((i * 7 + tensor * 3 + step * 5) % 23 - 11) / 8.0f;
+}
+
+static int problem_open(struct problem *p, const char *device, const char *recipe, void *stream)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .device = device, .stream = stream};
+    memset(p, 0, sizeof *p);
+    p->device = device;
+    int error = halfstep_create(&options, &p->o);
+    if (error) return error;
+    if ((error = halfstep_add_group(p->o, recipe, &p->group)) ||
+        (error = halfstep_set_hyper(p->o, HALFSTEP_ALL_GROUPS, "clip_norm", 10.0)) ||
+        (error = halfstep_set_hyper(p->o, 0, "total_steps", 20)) ||
+        (error = halfstep_set_choice(p->o, 0, "schedule", "cosine")))
+        return error;
+    for (int i = 0; i < TENSORS; i++) {
+        static const char *const names[TENSORS] = {"a", "b", "c"};
+        int32_t tensor;
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .name = names[i],
+                             .ndim = 2,
+                             .rows = ROWS,
+                             .row_length = COLUMNS,
+                             .gradient = "f32"};
+        if ((error = halfstep_add_tensor(p->o, &t, &tensor))) return error;
+        for (int j = 0; j < 2; j++) {
+            void *memory = NULL;
+            if (device && (error = halfstep_device_allocate(p->o, N * 4, &memory))) return error;
+            if (!device) memory = calloc(N, 4);
+            if (j) p->gradients[i] = memory;
+            else p->weights[i] = memory;
+        }
+    }
+    if ((error = halfstep_allocate_states(p->o))) return error;
+    for (int i = 0; i < TENSORS && !error; i++) {
+        for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
+        error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], 0, ROWS, p->values[i]);
+    }
+    return error;
+}
+
+static int problem_gradients(struct problem *p, int step)
+{
+    static float g[N];
+    int error = HALFSTEP_OK;
+    for (int i = 0; i < TENSORS && !error; i++) {
+        value_of(g, i, step);
+        if (p->device) error = halfstep_device_copy(p->o, (void *)(uintptr_t)p->gradients[i], g, sizeof g);
+        else memcpy((void *)(uintptr_t)p->gradients[i], g, sizeof g);
+    }
+    return error;
+}
+
+static uint64_t problem_hash(struct problem *p)
+{
+    uint64_t hash = HASH_START;
+    for (int i = 0; i < TENSORS; i++) {
+        halfstep_counters c = {.struct_size = sizeof c};
+        for (int s = 0; s < 4; s++) {
+            if (s == HALFSTEP_SLOT_GRADIENT) continue;
+            if (halfstep_read_slot(p->o, i, s, s ? NULL : p->weights[i], 0, ROWS, p->values[i])) return 1;
+            hash = hash_bytes(hash, p->values[i], sizeof p->values[i]);
+        }
+        if (halfstep_get_counters(p->o, i, &c)) return 2;
+        hash = hash_word(hash_word(hash, c.state_steps), c.writes);
+    }
+    double norm = halfstep_gradient_norm(p->o);
+    uint64_t steps = 0, bits;
+    memcpy(&bits, &norm, sizeof bits);
+    if (halfstep_get_group_steps(p->o, 0, &steps)) return 3;
+    return hash_finish(hash_word(hash_word(hash, bits), steps));
+}
+
+static void problem_close(struct problem *p)
+{
+    for (int i = 0; i < TENSORS; i++) {
+        if (p->device) {
+            halfstep_device_release(p->o, p->weights[i]);
+            halfstep_device_release(p->o, (void *)(uintptr_t)p->gradients[i]);
+        } else {
+            free(p->weights[i]);
+            free((void *)(uintptr_t)p->gradients[i]);
+        }
+    }
+    halfstep_destroy(p->o);
+    p->o = NULL;
+}
+
+static void check_clean(const char *where)
+{
+    CHECK(!fake->live && !fake->pinned, "%s: %ld blocks of the GPU and %ld pinned are left", where, fake->live,
+          fake->pinned);
+    CHECK(!fake->depth, "%s: %d contexts are left current", where, fake->depth);
+    CHECK(!fake->offence, "%s: %s", where, fake->offence);
+    fake->offence = NULL;
+}
+
+/* ---- The promised bits ---- */
+
+static void run_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
+{
+    uint64_t hash = 0, expected = 0;
+    char error[300] = "";
+    if (!golden_expected(list, c, &expected)) return;
+    int failed = golden_run(c, layout, &hash, error, sizeof error);
+    CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
+    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients,
+          c->generator, hash, expected);
+    check_clean(c->recipe);
+}
+
+/* ---- Steps that nobody waits for ---- */
+
+/* Two sets of gradients that take turns, so that every step has pointers of its own. */
+static void two_sets(struct problem *p, const void *sets[2][TENSORS], void *owned[TENSORS])
+{
+    static float g[N];
+    for (int i = 0; i < TENSORS; i++) {
+        value_of(g, i, 1);
+        MUST(halfstep_device_allocate(p->o, sizeof g, &owned[i]));
+        MUST(halfstep_device_copy(p->o, owned[i], g, sizeof g));
+        sets[0][i] = p->gradients[i];
+        sets[1][i] = owned[i];
+    }
+}
+
+/* 80 steps, more than there are pinned rooms, and not one wait; the first counters that are read wait for all. */
+static void test_submission(const char *recipe)
+{
+    struct problem p;
+    const void *sets[2][TENSORS];
+    void *owned[TENSORS];
+    MUST(problem_open(&p, "cuda", recipe, NULL));
+    MUST(problem_gradients(&p, 0));
+    two_sets(&p, sets, owned);
+    MUST(halfstep_synchronize(p.o));
+    long waits = fake->synchronizations, ran = fake->kernels, pageable = fake->pageable, allocated = fake->allocations;
+    for (int step = 0; step < 2; step++) MUST(halfstep_step(p.o, p.weights, sets[step % 2]));
+    CHECK(fake->kernels == ran, "%s: %ld kernels have run before somebody waits", recipe, fake->kernels - ran);
+    for (int step = 2; step < 80; step++) {
+        if (step == 40) MUST(halfstep_set_hyper(p.o, 0, "weight_decay", 0.01));
+        MUST(halfstep_step(p.o, p.weights, sets[step % 2]));
+    }
+    CHECK(fake->synchronizations == waits, "%s: a step waits", recipe);
+    CHECK(fake->pageable == pageable, "%s: a step sends memory that is not pinned", recipe);
+    CHECK(fake->allocations - allocated <= HSTEP_CUDA_ROOMS, "%s: %ld allocations in steps", recipe,
+          fake->allocations - allocated);
+    halfstep_counters c = {.struct_size = sizeof c};
+    MUST(halfstep_get_counters(p.o, 1, &c));
+    CHECK(c.state_steps == 80, "%d steps are counted", (int)c.state_steps);
+    uint64_t hash = problem_hash(&p), expected = 0;
+    struct problem h;
+    MUST(problem_open(&h, NULL, recipe, NULL));
+    for (int step = 0; step < 80; step++) {
+        if (step == 40) MUST(halfstep_set_hyper(h.o, 0, "weight_decay", 0.01));
+        MUST(problem_gradients(&h, step % 2));
+        MUST(halfstep_step(h.o, h.weights, h.gradients));
+    }
+    expected = problem_hash(&h);
+    CHECK(hash == expected, "%s: %016" PRIx64 " after 80 steps, on the host %016" PRIx64, recipe, hash, expected);
+    for (int i = 0; i < TENSORS; i++) halfstep_device_release(p.o, owned[i]);
+    problem_close(&h);
+    problem_close(&p);
+    check_clean("submission");
+}
+
+static void test_launches(void)
+{
+    struct problem p;
+    MUST(problem_open(&p, "cuda", "adamw/bf16-sr/int8", NULL));
+    MUST(problem_gradients(&p, 0));
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    long launches = fake->launches;
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    launches = fake->launches - launches;
+    CHECK(launches == 4, "a step is %ld launches: scan, decide, update, count", launches);
+    problem_close(&p);
+}
+
+static void test_refusal(void)
+{
+    struct problem p;
+    float bad[N];
+    float step_shown = -1.0f;
+    MUST(problem_open(&p, "cuda", "adamw", NULL));
+    MUST(halfstep_bind_step(p.o, 0, &step_shown));
+    for (int step = 0; step < 4; step++) {
+        MUST(problem_gradients(&p, step));
+        if (step == 1 || step == 2) {
+            value_of(bad, step, step);
+            bad[7] = NAN;
+            MUST(halfstep_device_copy(p.o, (void *)(uintptr_t)p.gradients[step], bad, sizeof bad));
+        }
+        MUST(halfstep_step(p.o, p.weights, p.gradients));
+    }
+    CHECK(step_shown == 0.0f, "a count is shown before it is asked for");
+    CHECK(halfstep_skipped_steps(p.o) == 2, "%d steps skipped", (int)halfstep_skipped_steps(p.o));
+    CHECK(!strcmp(halfstep_nonfinite_tensor(p.o), "c"), "'%s' offends", halfstep_nonfinite_tensor(p.o));
+    int told = halfstep_synchronize(p.o);
+    CHECK(told == HALFSTEP_NONFINITE && strstr(halfstep_error_detail(p.o), "'c'"), "%s: %s", halfstep_strerror(told),
+          halfstep_error_detail(p.o));
+    CHECK(halfstep_synchronize(p.o) == HALFSTEP_OK, "it is told twice");
+    CHECK(step_shown == 2.0f, "%g steps are shown", (double)step_shown);
+    problem_close(&p);
+    check_clean("refusal");
+}
+
+/* Single tensors and rounds, with delayed clipping by what only the device knows. */
+static void test_rounds(void)
+{
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/int8", NULL));
+        MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
+        for (int step = 0; step < 5; step++) {
+            MUST(problem_gradients(&p, step));
+            for (int i = TENSORS - 1; i >= 0; i--) MUST(halfstep_step_tensor(p.o, i, p.weights[i], p.gradients[i]));
+            MUST(halfstep_end_round(p.o));
+        }
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "rounds: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("rounds");
+}
+
+/* Counters, scalars and accumulators that are set between steps. */
+static void test_between_steps(void)
+{
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
+        for (int step = 0; step < 4; step++) {
+            halfstep_counters c = {.struct_size = sizeof c};
+            MUST(problem_gradients(&p, step));
+            MUST(halfstep_step(p.o, p.weights, p.gradients));
+            if (step == 1) {
+                MUST(halfstep_get_counters(p.o, 2, &c));
+                c.state_steps += 5;
+                c.writes += 5;
+                MUST(halfstep_set_counters(p.o, 2, &c));
+                MUST(halfstep_set_group_steps(p.o, 0, 11));
+                MUST(halfstep_set_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", 0.5));
+            }
+            if (step == 2)
+                MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32",
+                                         0.5));
+        }
+        uint64_t saturated;
+        MUST(halfstep_saturated(p.o, 0, p.weights[0], &saturated));
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "between steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("between steps");
+}
+
+/* ---- Streams and graphs ---- */
+
+static void *new_stream(void)
+{
+    void *stream = NULL;
+    DRIVER("cuStreamCreate", void **, unsigned)(&stream, 0);
+    return stream;
+}
+
+static void free_stream(void *stream) { DRIVER("cuStreamDestroy_v2", void *)(stream); }
+
+/* Steps that take turns on two streams are in the order of the calls. */
+static void test_streams(void)
+{
+    void *streams[2] = {new_stream(), new_stream()};
+    struct problem p;
+    MUST(problem_open(&p, "cuda:0", "adamw/bf16-sr/int8", streams[0]));
+    MUST(problem_gradients(&p, 0));
+    for (int step = 0; step < 6; step++) {
+        MUST(halfstep_set_stream(p.o, streams[step % 2]));
+        MUST(halfstep_step(p.o, p.weights, p.gradients));
+    }
+    uint64_t hash = problem_hash(&p);
+    struct problem h;
+    MUST(problem_open(&h, NULL, "adamw/bf16-sr/int8", NULL));
+    MUST(problem_gradients(&h, 0));
+    for (int step = 0; step < 6; step++) MUST(halfstep_step(h.o, h.weights, h.gradients));
+    CHECK(hash == problem_hash(&h), "steps on two streams give other bits");
+    problem_close(&h);
+    problem_close(&p);
+    for (int i = 0; i < 2; i++) free_stream(streams[i]);
+    check_clean("streams");
+}
+
+/* A step captured once and replayed: counters, schedule and random bits go on, an lr that is set reaches later replays,
+ * and so does one that lies on the device. */
+static void test_graph(void)
+{
+    void *stream = new_stream(), *graph = NULL, *place = NULL;
+    struct problem p, h;
+    double lr = 0.02, scale = 0.5;
+    MUST(problem_open(&p, "cuda", "adamw/bf16-sr/int8", stream));
+    MUST(problem_open(&h, NULL, "adamw/bf16-sr/int8", NULL));
+    MUST(problem_gradients(&p, 0));
+    MUST(problem_gradients(&h, 0));
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    MUST(halfstep_step(h.o, h.weights, h.gradients));
+    MUST(halfstep_device_allocate(p.o, 64, &place));
+    MUST(halfstep_device_copy(p.o, place, &scale, sizeof scale));
+    MUST(halfstep_bind_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", place));
+    MUST(halfstep_synchronize(p.o));
+    DRIVER("cuStreamBeginCapture_v2", void *, int)(stream, 0);
+    long ran = fake->kernels;
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    halfstep_counters c = {.struct_size = sizeof c};
+    int refused = halfstep_get_counters(p.o, 0, &c);
+    CHECK(refused == HALFSTEP_ERROR_ORDER && strstr(halfstep_error_detail(p.o), "captured"), "reading in a capture: %s",
+          halfstep_error_detail(p.o));
+    int ended = DRIVER("cuStreamEndCapture", void *, void **)(stream, &graph);
+    CHECK(!ended && fake->kernels == ran && graph, "the capture ends with %d", ended);
+    for (int step = 0; step < 6; step++) {
+        void *context = NULL;
+        if (step == 2) {
+            MUST(halfstep_set_hyper(p.o, 0, "lr", lr));
+            MUST(halfstep_set_hyper(h.o, 0, "lr", lr));
+        }
+        if (step == 4) {
+            scale = 0.25;
+            MUST(halfstep_device_copy(p.o, place, &scale, sizeof scale));
+        }
+        DRIVER("cuDevicePrimaryCtxRetain", void **, int)(&context, 0);
+        DRIVER("cuCtxPushCurrent_v2", void *)(context);
+        DRIVER("cuGraphLaunch", void *, void *)(graph, stream);
+        DRIVER("cuCtxPopCurrent_v2", void **)(&context);
+        MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", &scale));
+        MUST(halfstep_step(h.o, h.weights, h.gradients));
+    }
+    MUST(halfstep_get_counters(p.o, 0, &c));
+    CHECK(c.state_steps == 7, "%d steps after 6 replays and one before", (int)c.state_steps);
+    uint64_t hash = problem_hash(&p), expected = problem_hash(&h);
+    CHECK(hash == expected, "replays: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
+    halfstep_device_release(p.o, place);
+    problem_close(&h);
+    problem_close(&p);
+    free_stream(stream);
+    check_clean("graph");
+}
+
+/* ---- Errors ---- */
+
+static void test_pointers(void)
+{
+    struct problem p, q;
+    fake->devices = 2;
+    float here[N] = {0};
+    void *weights[TENSORS];
+    const void *gradients[TENSORS];
+    MUST(problem_open(&p, "cuda:0", "adamw", NULL));
+    MUST(problem_open(&q, "cuda:1", "adamw", NULL));
+    uint64_t before = problem_hash(&p);
+    memcpy(weights, p.weights, sizeof weights);
+    memcpy(gradients, p.gradients, sizeof gradients);
+    weights[1] = here;
+    int error = halfstep_step(p.o, weights, gradients);
+    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "weights of tensor 'b'") &&
+              strstr(halfstep_error_detail(p.o), "memory of the process"),
+          "weights of the process: %s", halfstep_error_detail(p.o));
+    weights[1] = p.weights[1];
+    gradients[2] = q.gradients[2];
+    error = halfstep_step(p.o, weights, gradients);
+    CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
+              strstr(halfstep_error_detail(p.o), "memory of GPU 1"),
+          "a gradient of another GPU: %s", halfstep_error_detail(p.o));
+    error = halfstep_bind_states(p.o, here + (16 - (uintptr_t)here / 4 % 16), 1 << 30);
+    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "states of the process: %s", halfstep_error_detail(p.o));
+    error = halfstep_step_tensor(p.o, 0, here, p.gradients[0]);
+    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "a tensor of the process: %s", halfstep_error_detail(p.o));
+    CHECK(before == problem_hash(&p), "a refused step has changed something");
+    problem_close(&q);
+    problem_close(&p);
+    fake->devices = 1;
+    check_clean("pointers");
+}
+
+/* A life whose allocations are each refused once: the code comes back, with a sentence, and nothing is left behind. */
+static void test_out_of_memory(void)
+{
+    for (long k = 1, fired = 1; fired; k++) {
+        struct problem p;
+        fake->fail_allocation = k;
+        int error = problem_open(&p, "cuda", "lamb/bf16-sr/int8", NULL);
+        if (!error) error = problem_gradients(&p, 0);
+        if (!error) error = halfstep_step(p.o, p.weights, p.gradients);
+        if (!error) error = halfstep_step_tensor(p.o, 0, p.weights[0], p.gradients[0]);
+        if (!error && problem_hash(&p) < 4) error = HALFSTEP_ERROR_MEMORY;
+        fired = !fake->fail_allocation;
+        CHECK(error == (fired ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK), "allocation %ld: %s", k,
+              halfstep_strerror(error));
+        CHECK(!fired || strstr(halfstep_error_detail(p.o), "memory"), "allocation %ld: '%s'", k,
+              halfstep_error_detail(p.o));
+        fake->fail_allocation = 0;
+        /* The handle that could not have one goes on. */
+        if (p.o && fired && p.weights[TENSORS - 1] && p.gradients[TENSORS - 1])
+            CHECK(!halfstep_allocate_states(p.o) && !halfstep_step(p.o, p.weights, p.gradients) &&
+                      !halfstep_synchronize(p.o),
+                  "allocation %ld: the handle does not go on: %s", k, halfstep_error_detail(p.o));
+        problem_close(&p);
+        check_clean("out of memory");
+        if (!fired) printf("     %ld allocations refused\n", k - 1);
+    }
+}
+
+/* In a process of its own, since what is found out of the driver is kept. prints: what the sentence must say. */
+static void in_child(void (*live)(void), const char *name, const char *value, const char *says, int code)
+{
+    int ends[2];
+    char text[400] = "";
+    if (pipe(ends)) return;
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        if (name) setenv(name, value, 1);
+        if (name) fake->devices = -1, driver = NULL;
+        dup2(ends[1], 3);
+        live();
+        test_leave(0);
+    }
+    close(ends[1]);
+    size_t got = 0;
+    for (ssize_t n; got < sizeof text - 1 && (n = read(ends[0], text + got, sizeof text - 1 - got)) > 0;)
+        got += (size_t)n;
+    close(ends[0]);
+    int status = -1;
+    waitpid(child, &status, 0);
+    CHECK(status == 0, "%s=%s: the process ended with %d", name ? name : "-", value, status);
+    CHECK(strstr(text, says) && atoi(text) == code, "%s=%s: '%s'", name ? name : "-", value, text);
+}
+
+static void create_and_tell(void)
+{
+    halfstep_options options = {.struct_size = sizeof options, .device = "cuda"};
+    halfstep_optimizer *o;
+    int error = halfstep_create(&options, &o);
+    dprintf(3, "%d %s", error, halfstep_error_detail(NULL));
+    /* The process lives on. */
+    if (halfstep_create(NULL, &o)) test_leave(1);
+    halfstep_destroy(o);
+    halfstep_device_info info = {.struct_size = sizeof info};
+    if (halfstep_get_device_info("cuda", &info) || info.usable || info.minimum_driver != 12000) test_leave(2);
+}
+
+/* After a fault of a kernel every handle on the GPU refuses, with the sentence; those on the processor go on. */
+static void fault_and_tell(void)
+{
+    struct problem p, q, h;
+    if (problem_open(&p, "cuda", "adamw", NULL) || problem_open(&q, "cuda", "adamw", NULL) ||
+        problem_open(&h, NULL, "adamw", NULL) || problem_gradients(&p, 0))
+        test_leave(1);
+    fake->fault = 3;
+    if (halfstep_step(p.o, p.weights, p.gradients)) test_leave(2);
+    int error = halfstep_synchronize(p.o);
+    dprintf(3, "%d %s", error, halfstep_error_detail(p.o));
+    halfstep_counters c = {.struct_size = sizeof c};
+    if (halfstep_step(p.o, p.weights, p.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(3);
+    if (halfstep_step(q.o, q.weights, q.gradients) != HALFSTEP_ERROR_DEVICE) test_leave(4);
+    if (!strstr(halfstep_error_detail(q.o), "ILLEGAL_ADDRESS")) test_leave(5);
+    if (halfstep_get_counters(p.o, 0, &c) != HALFSTEP_ERROR_DEVICE) test_leave(6);
+    if (halfstep_step(h.o, h.weights, h.gradients)) test_leave(7);
+    problem_close(&p);
+    problem_close(&q);
+    problem_close(&h);
+}
+
+/* ---- The test can fail ---- */
+
+static void all_of_it(void)
+{
+    test_submission("adamw/bf16-sr/int8");
+    test_streams();
+    test_rounds();
+}
+
+static void test_mutation(const char *name, enum fake_cuda_mutation mutation)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        fake->mutation = (int)mutation;
+        if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) test_leave(0);
+        test_group_failed = 0;
+        all_of_it();
+        test_leave(test_group_failed != 0);
+    }
+    int status = 0, noticed = child > 0 && waitpid(child, &status, 0) == child && status != 0;
+    CHECK(noticed == (mutation != FAKE_CUDA_NONE), "%s, and %s is noticed", name, noticed ? "something" : "nothing");
+}
+
+int main(int argc, char **argv)
+{
+    int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
+    char path[4096];
+    const char *build = getenv("HALFSTEP_BUILD");
+    test_init(argc - short_run, argv + short_run);
+    test_program = argv[0];
+    /* Loaded by its path, it is what the name means from now on. */
+    snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
+    driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!driver) {
+        printf("cannot load %s (set HALFSTEP_BUILD to the build)\n", path);
+        return 1;
+    }
+    void *symbol = dlsym(driver, "fake_cuda_control");
+    struct fake_cuda_control *(*control)(void);
+    memcpy(&control, &symbol, sizeof control);
+    fake = control();
+    snprintf(path, sizeof path, "%s/tests/fake_cuda/image", build ? build : "build");
+    setenv("HALFSTEP_CUDA_IMAGE", path, 1);
+    char *list = test_source_text("tests/golden/hashes.txt");
+    struct golden_case *cases = golden_cases(&n);
+    if (!cases) return 1;
+
+    /* First, in children, while nothing is known of the driver yet. */
+    TEST("what cannot be used is told by a sentence") {
+        in_child(create_and_tell, "FAKE_CUDA_DEVICES", "0", "cuInit: CUDA_ERROR_NO_DEVICE", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "speaks CUDA 11.8, and 12.0 is the oldest",
+                 HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5, and 8.0", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "", "no device code", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", HALFSTEP_ERROR_DEVICE);
+        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", HALFSTEP_ERROR_DEVICE);
+    }
+    TEST("a fault is lasting, and the process lives on")
+        in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", HALFSTEP_ERROR_DEVICE);
+    const struct golden_layout layouts[] = {
+        {.threads = 1, .device = "cuda"},
+        {.threads = 1, .parts = 2, .bound = 1, .device = "cuda:0"},
+        {.threads = 1, .parts = 3, .by_columns = 1, .device = "cuda"},
+    };
+    const char *const names[] = {"every golden case, through the driver", "in 2 shards of rows",
+                                 "in 3 shards of columns"};
+    for (int l = 0; l < 3; l++)
+        TEST(names[l]) {
+            int stride = short_run ? 61 : l ? 16 : 1;
+            for (int i = l % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
+        }
+    TEST("steps are submitted and not waited for") {
+        test_submission("adamw/bf16-sr/int8");
+        test_submission("lamb/f32/f32");
+    }
+    TEST("one launch for all tensors of a phase") test_launches();
+    TEST("a refused step is told when somebody asks") test_refusal();
+    TEST("rounds of single tensors") test_rounds();
+    TEST("what is set between steps reaches the device") test_between_steps();
+    TEST("streams take turns in order") test_streams();
+    TEST("a captured step goes on in replays") test_graph();
+    TEST("memory of another is refused") test_pointers();
+    TEST("out of memory comes back as its code") test_out_of_memory();
+    TEST("nothing is noticed where nothing is wrong") test_mutation("all is as it should be", FAKE_CUDA_NONE);
+    TEST("a wait for a stream that is left out is noticed")
+        test_mutation("no stream is waited for", FAKE_CUDA_NO_STREAM_SYNCHRONIZE);
+    TEST("a wait for an event that is left out is noticed")
+        test_mutation("no event is waited for", FAKE_CUDA_NO_EVENT_SYNCHRONIZE);
+    TEST("an event that is left out is noticed") test_mutation("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
+    TEST("a stream that does not wait for another is noticed")
+        test_mutation("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
+    TEST("weights and gradients in each other's place are noticed")
+        test_mutation("weights and gradients are swapped", FAKE_CUDA_SWAP_POINTERS);
+    TEST("first and n in each other's place are noticed") test_mutation("first and n are swapped", FAKE_CUDA_SWAP_WHAT);
+    TEST("parameters in each other's place are noticed")
+        test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS);
+    TEST("blocks and threads in each other's place are noticed")
+        test_mutation("blocks and threads are swapped", FAKE_CUDA_SWAP_SHAPE);
+    free(cases);
+    free(list);
+    return test_done();
+}
