@@ -399,6 +399,7 @@ static void test_graph(void)
     halfstep_device_release(p.o, place);
     problem_close(&h);
     problem_close(&p);
+    DRIVER("cuGraphDestroy", void *)(graph);
     free_stream(stream);
     check_clean("graph");
 }

@@ -548,6 +548,16 @@ EXPORT int cuGraphLaunch(void *graph, void *handle)
     return OK;
 }
 
+EXPORT int cuGraphDestroy(void *graph)
+{
+    for (struct op *o = ((struct graph *)graph)->first, *next; o; o = next) {
+        next = o->next;
+        free(o);
+    }
+    free(graph);
+    return OK;
+}
+
 EXPORT int cuEventCreate(void **event, unsigned flags)
 {
     BEGIN();
