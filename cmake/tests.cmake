@@ -74,6 +74,8 @@ foreach(source IN LISTS programs)
   set(extra "")
   if(name STREQUAL test_vec)
     set(extra ${vec_unit_objects})
+  elseif(name MATCHES "^test_cuda")
+    set(extra ${tests}/cuda/emulate.c)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c ${io_sources})

@@ -143,7 +143,7 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* of vectors that a matrix has */
 /* The rows and columns of a state of that extent. */
-static inline void hstep_extend(int extent, int64_t *rows, int64_t *columns)
+HSTEP_INLINE void hstep_extend(int extent, int64_t *rows, int64_t *columns)
 {
     if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
     if (extent == HALFSTEP_EXTENT_COLUMNS) *rows = 1;
