@@ -4,6 +4,10 @@
  * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
 #include "vec/cuda.h"
 
+#if defined(__clang__) && !defined(HSTEP_CUDA_EMULATED)
+#pragma clang force_cuda_host_device begin
+#endif
+
 #include "cuda/kernels.h"
 #include "cuda/lane.h"
 #include "cuda/rules.h"
@@ -18,6 +22,9 @@
 #include "core/prepare.c"
 #include "core/schedule.c"
 #include "core/tables.c"
+#ifdef __clang__
+#pragma clang force_cuda_host_device end
+#endif
 #endif
 
 /* ---- What a pass is about ---- */

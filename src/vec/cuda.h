@@ -35,12 +35,18 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 
 #else
 
+/* Clang takes functions that say nothing for functions of both sides (kernels.cu), and lets these call no other. */
+#ifdef __clang__
+#define CUDA_FUNCTION __attribute__((host, device, unused))
+#else
+#define CUDA_FUNCTION __attribute__((device, unused))
+#endif
 #define CUDA_SHARED static __attribute__((shared))
 #define CUDA_KERNEL extern "C" __attribute__((global))
-#define CUDA_DEVICE static __attribute__((device, unused))
-#define HSTEP_INLINE static inline __attribute__((device, unused))
+#define CUDA_DEVICE static CUDA_FUNCTION
+#define HSTEP_INLINE static inline CUDA_FUNCTION
 #define HSTEP_TABLE __attribute__((device))
-#define V_OP static inline __attribute__((device, always_inline, unused))
+#define V_OP static inline __attribute__((always_inline)) CUDA_FUNCTION
 #define V_TABLE static __attribute__((device)) const
 
 #ifdef __clang__
@@ -68,7 +74,22 @@ CUDA_DEVICE int hstep_cuda_compare(const char *a, const char *b)
     while (*a && *a == *b) a++, b++;
     return (unsigned char)*a - (unsigned char)*b;
 }
+CUDA_DEVICE int hstep_cuda_compare_bytes(const void *a, const void *b, size_t n)
+{
+    const unsigned char *x = (const unsigned char *)a, *y = (const unsigned char *)b;
+    for (size_t i = 0; i < n; i++)
+        if (x[i] != y[i]) return x[i] - y[i];
+    return 0;
+}
+CUDA_DEVICE size_t hstep_cuda_length(const char *text)
+{
+    size_t n = 0;
+    while (text[n]) n++;
+    return n;
+}
 #define strcmp hstep_cuda_compare
+#define memcmp hstep_cuda_compare_bytes
+#define strlen hstep_cuda_length
 
 #if defined(__clang__)
 /* Without a toolkit nothing else declares these: the instructions, rounded to nearest even, subnormals kept. */
