@@ -27,8 +27,9 @@ enum {
 /* Places of one lane: first .. last - 1 of the eight are held here. */
 struct lane {
     int first, last;
-    int begins;      /* the first element of the stretch is here */
-    int64_t element; /* of place 0, held or not */
+    int begins;         /* the first element of the stretch is here */
+    int64_t element;    /* of place 0, held or not */
+    int64_t begin, end; /* elements of the stretch */
     uint64_t index;
 };
 
@@ -64,6 +65,8 @@ CUDA_DEVICE struct lane lane_at(int64_t element, uint64_t index, int64_t lead, i
     l.last = within(lead + n - place, PLACES);
     l.begins = lead >= place && lead < place + PLACES && n > 0;
     l.element = element - lead + place;
+    l.begin = element;
+    l.end = element + n;
     l.index = index - (uint64_t)lead + (uint64_t)place;
     return l;
 }
@@ -94,13 +97,19 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
     int n = l->last - l->first;
     int64_t element = l->element + l->first;
     clear_room(r);
+    if (extra && f->block) {
+        /* All lanes of a block have its scale, also those that hold none of it: what a code of 0 stands for, which
+         * padding decodes to, may depend on it. */
+        int64_t from = l->element - lane_of_thread() * PLACES % f->block, end = least(from + f->block, l->end);
+        if (from < l->begin) from = l->begin;
+        if (from < end) copy_bytes(r->extra, extra + hstep_extra_offset(t, format, from), f->scale_bits / 8);
+    }
     if (n <= 0) return;
     copy_bytes(r->code + l->first * f->code_bits / 8, code + hstep_code_offset(t, format, element),
                (n * f->code_bits + 7) / 8);
-    if (!extra) return;
-    extra += hstep_extra_offset(t, format, element);
-    if (f->block) copy_bytes(r->extra, extra, f->scale_bits / 8);
-    else copy_bytes(r->extra + l->first * f->extra_bits / 8, extra, n * f->extra_bits / 8);
+    if (extra && !f->block)
+        copy_bytes(r->extra + l->first * f->extra_bits / 8, extra + hstep_extra_offset(t, format, element),
+                   n * f->extra_bits / 8);
 }
 
 CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
@@ -149,11 +158,11 @@ CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, float *x)
 }
 
 /* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
-#define SCALE_ROWS(fn, nonneg, scale)                           \
-    do {                                                        \
-        vi pattern = fn##_scale(v_from_bits(largest), nonneg);  \
+#define SCALE_ROWS(fn, nonneg, scale)                              \
+    do {                                                           \
+        vi pattern = fn##_scale(v_from_bits(largest), nonneg);     \
         hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern); \
-        inverse = fn##_inverse(pattern, nonneg);                \
+        inverse = fn##_inverse(pattern, nonneg);                   \
     } while (0)
 #define SCALE_FLAT SCALE_ROWS
 #define SCALE_TENSOR(fn, nonneg, scale) inverse = fn##_inverse(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0), nonneg)

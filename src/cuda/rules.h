@@ -9,13 +9,13 @@ struct values {
 };
 
 /* For each place: a statement on s[], its states, which are stored back. */
-#define EACH_PLACE(statement)                                                          \
-    for (int i = 0; i < PLACES; i++) {                                                 \
-        vf s[HALFSTEP_MAX_STATES];                                                     \
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) s[j] = v->state[j][i];           \
-        statement;                                                                     \
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) v->state[j][i] = s[j];           \
-    }                                                                                  \
+#define EACH_PLACE(statement)                                                \
+    for (int i = 0; i < PLACES; i++) {                                       \
+        vf s[HALFSTEP_MAX_STATES];                                           \
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) s[j] = v->state[j][i]; \
+        statement;                                                           \
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) v->state[j][i] = s[j]; \
+    }                                                                        \
     break
 
 CUDA_DEVICE void step_rule(int rule, int mode, const float *k, struct values *v)

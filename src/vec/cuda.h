@@ -42,7 +42,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_FUNCTION __attribute__((device, unused))
 #endif
 #define CUDA_SHARED static __attribute__((shared))
-#define CUDA_KERNEL extern "C" __attribute__((global))
+#define CUDA_KERNEL extern "C" __attribute__((global, launch_bounds(256)))
 #define CUDA_DEVICE static CUDA_FUNCTION
 #define HSTEP_INLINE static inline CUDA_FUNCTION
 #define HSTEP_TABLE __attribute__((device))

@@ -138,10 +138,10 @@ int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int bloc
 
 /* ---- The list ---- */
 
-#define RUN(type, name)                                                                                      \
-    static void run_##name(void **parameters)                                                                \
-    {                                                                                                        \
-        halfstep_cuda_##name(*(struct type *)parameters[0], *(struct hstep_cuda_what *)parameters[1]);       \
+#define RUN(type, name)                                                                                \
+    static void run_##name(void **parameters)                                                          \
+    {                                                                                                  \
+        halfstep_cuda_##name(*(struct type *)parameters[0], *(struct hstep_cuda_what *)parameters[1]); \
     }
 #define KERNEL(name, shape) RUN(hstep_call, name)
 #define KERNEL_SUM(name, shape) RUN(hstep_accumulation, name)
