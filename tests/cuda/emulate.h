@@ -16,8 +16,8 @@ struct hstep_emulated_kernel {
 extern const struct hstep_emulated_kernel hstep_emulated_kernels[];
 extern const int hstep_emulated_kernel_count;
 
-/* Returns when all blocks are done. block: HSTEP_CUDA_THREADS. shared: dynamic shared memory, which no kernel has. 0, or
- * -1 for a shape that the kernels are not written for, or without memory for stacks. */
+/* Returns when all blocks are done. block: HSTEP_CUDA_THREADS. shared: dynamic shared memory, which no kernel has.
+ * 0, or -1 for a shape that the kernels are not written for, or without memory for stacks. */
 int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters);
 
 #endif
