@@ -1,47 +1,40 @@
-# Device code inside the library. nvcc compiles src/cuda/kernels.cu to PTX once, ptxas makes machine code of that for each architecture, and
-# all of it becomes arrays of bytes. Without nvcc, or without the source, the table is empty and the library says so.
+# Device code inside the library. clang compiles src/cuda/kernels.cu to PTX once, which drivers compile for the GPU that is there; where ptxas is
+# found, it makes machine code of it for each architecture beforehand. All of it becomes arrays of bytes. nvcc's own front end takes functions that
+# say nothing for the host's, and refuses what the kernels share with core/.
 #
 #   cmake -D OUTPUT=file.c -D IMAGES=compute=file;compute=file... -P images.cmake    writes the table
 
 set(images_script ${CMAKE_CURRENT_LIST_FILE})
-# The least compute capability, of which the PTX is, and those that get machine code, newest first.
-set(HALFSTEP_CUDA_PTX 80)
-set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 89 86 80)
 
 function(halfstep_device_images result)
+  # The least compute capability, of which the PTX is, and those that get machine code, newest first.
+  set(HALFSTEP_CUDA_PTX 80)
+  set(HALFSTEP_CUDA_ARCHITECTURES 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first, where ptxas is found")
   set(source ${PROJECT_SOURCE_DIR}/src/cuda/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
-  find_program(NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
-  find_program(PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
-  mark_as_advanced(NVCC PTXAS)
-  set(has_source FALSE)
-  if(EXISTS ${source})
-    set(has_source TRUE)
-  endif()
-  string(TOUPPER "${HALFSTEP_CUDA}" wanted)
-  set(found FALSE)
-  if(NVCC AND PTXAS AND has_source)
-    set(found TRUE)
-  endif()
-  if(wanted STREQUAL AUTO AND NOT found)
-    message(STATUS "HALFSTEP_CUDA: no device code, nvcc or src/cuda/kernels.cu not found")
-  elseif(NOT found AND HALFSTEP_CUDA)
-    message(FATAL_ERROR "HALFSTEP_CUDA=ON but nvcc, ptxas or src/cuda/kernels.cu not found")
-  endif()
   set(images "")
   set(files "")
-  if(found AND (wanted STREQUAL AUTO OR HALFSTEP_CUDA))
+  if(HALFSTEP_CUDA)
+    find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
+    find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
+    mark_as_advanced(HALFSTEP_CLANG HALFSTEP_PTXAS)
+    if(NOT HALFSTEP_CLANG)
+      message(FATAL_ERROR "HALFSTEP_CUDA=ON but clang was not found")
+    endif()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
     add_custom_command(OUTPUT ${ptx}
-      COMMAND ${NVCC} -ptx -arch=compute_${HALFSTEP_CUDA_PTX} -std=c++17 --fmad=false -I${PROJECT_SOURCE_DIR}/src
-              -I${PROJECT_SOURCE_DIR}/include -MD -MF ${ptx}.d -MT ${ptx} -o ${ptx} ${source}
+      COMMAND ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib -Xclang -target-feature
+              -Xclang +ptx74 -ffp-contract=off -std=c++17 -O2 -Wno-everything -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
+              -MD -MF ${ptx}.d -MT ${ptx} -S -o ${ptx} ${source}
       DEPENDS ${source} DEPFILE ${ptx}.d)
-    foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
-      set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
-      add_custom_command(OUTPUT ${cubin} COMMAND ${PTXAS} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
-      list(APPEND images ${architecture}=${cubin})
-      list(APPEND files ${cubin})
-    endforeach()
+    if(HALFSTEP_PTXAS)
+      foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
+        set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
+        add_custom_command(OUTPUT ${cubin} COMMAND ${HALFSTEP_PTXAS} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
+        list(APPEND images ${architecture}=${cubin})
+        list(APPEND files ${cubin})
+      endforeach()
+    endif()
     list(APPEND images 0=${ptx})
     list(APPEND files ${ptx})
   endif()

@@ -66,14 +66,20 @@ function(halfstep_test_program name source)
   endif()
 endfunction()
 
-# A driver without a GPU, by the name that the library looks for, and what it takes for device code.
+# Drivers without a GPU, by the name that the library looks for, and what they take for device code: one runs each kernel as the host's entry
+# of its name, the other the kernels themselves.
+function(halfstep_fake_cuda name folder kernels)
+  add_library(${name} SHARED ${tests}/fake_cuda/fake_cuda.c ${kernels})
+  target_include_directories(${name} PRIVATE include src tests)
+  target_link_libraries(${name} PRIVATE halfstep_static Threads::Threads m)
+  target_link_options(${name} PRIVATE LINKER:--exclude-libs,ALL)
+  set_target_properties(${name} PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/${folder})
+endfunction()
 if(UNIX)
-  add_library(fake_cuda SHARED ${tests}/fake_cuda/fake_cuda.c ${tests}/fake_cuda/kernels.c)
-  target_include_directories(fake_cuda PRIVATE include src tests/fake_cuda)
-  target_link_libraries(fake_cuda PRIVATE halfstep_static Threads::Threads m)
-  target_link_options(fake_cuda PRIVATE LINKER:--exclude-libs,ALL)
-  set_target_properties(fake_cuda PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1
-    LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda)
+  halfstep_fake_cuda(fake_cuda fake_cuda ${tests}/fake_cuda/kernels.c)
+  if(NOT HALFSTEP_SANITIZE MATCHES thread) # to which fibers are no threads
+    halfstep_fake_cuda(fake_cuda_emulated fake_cuda/emulated ${tests}/cuda/emulate.c)
+  endif()
   file(WRITE ${PROJECT_BINARY_DIR}/tests/fake_cuda/image "fake\n")
 endif()
 
@@ -85,8 +91,12 @@ foreach(source IN LISTS programs)
   set(extra "")
   if(name STREQUAL test_cuda_driver AND NOT UNIX)
     continue()
+  elseif(name STREQUAL test_cuda_kernels AND HALFSTEP_SANITIZE MATCHES thread)
+    continue()
   elseif(name STREQUAL test_vec)
     set(extra ${vec_unit_objects})
+  elseif(name STREQUAL test_cuda_kernels)
+    set(extra ${tests}/cuda/emulate.c)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c ${io_sources})
@@ -98,6 +108,13 @@ foreach(source IN LISTS programs)
 endforeach()
 if(TARGET test_cuda_driver)
   add_dependencies(test_cuda_driver fake_cuda)
+endif()
+if(TARGET test_cuda_driver AND TARGET fake_cuda_emulated)
+  add_dependencies(test_cuda_driver fake_cuda_emulated)
+  add_test(NAME test_cuda_driver_emulated COMMAND test_cuda_driver --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  halfstep_test_properties(test_cuda_driver_emulated TIMEOUT 1800 COST 30)
+  set_property(TEST test_cuda_driver_emulated APPEND PROPERTY
+    ENVIRONMENT FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda/emulated/libcuda.so.1)
 endif()
 
 # tests/faults/calls.def lists the calls that can be made to fail, in a program by the linker, elsewhere by LD_PRELOAD.

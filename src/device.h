@@ -175,37 +175,37 @@ struct hstep_device {
 #define HSTEP_MAX_SUMS (HSTEP_MAX_NORMS + HALFSTEP_MAX_STATES)
 
 /* Places in call->statistics, in numbers. hstep_sum_offset() is for devices: it looks into their plan. */
-static inline int64_t hstep_flags_offset(void) { return HSTEP_STATISTICS_HEAD; }
-static inline int64_t hstep_sums_offset(int n_tensors) { return HSTEP_STATISTICS_HEAD + n_tensors; }
+HSTEP_INLINE int64_t hstep_flags_offset(void) { return HSTEP_STATISTICS_HEAD; }
+HSTEP_INLINE int64_t hstep_sums_offset(int n_tensors) { return HSTEP_STATISTICS_HEAD + n_tensors; }
 
-static inline int64_t hstep_sum_offset(const struct hstep_call *call, int tensor)
+HSTEP_INLINE int64_t hstep_sum_offset(const struct hstep_call *call, int tensor)
 {
     const struct hstep_tensor *tensors = call->plan.tensors;
     int before = tensors[tensor].first_sum - tensors[call->first].first_sum;
     return hstep_sums_offset(call->n) + (int64_t)before * HSTEP_EXACT_LIMBS;
 }
 
-static inline int hstep_is_whole(const struct hstep_tensor *t)
+HSTEP_INLINE int hstep_is_whole(const struct hstep_tensor *t)
 {
     return t->n_rows == t->rows && t->n_columns == t->row_length;
 }
 
 /* A micro-step has no use for the sums of the rule: they decide how far the weight goes. */
-static inline int hstep_needs_sums(const struct hstep_tensor *t, int micro)
+HSTEP_INLINE int hstep_needs_sums(const struct hstep_tensor *t, int micro)
 {
     return t->sums > (micro ? hstep_rules[t->rule].norms : 0);
 }
 
 /* What gradients are multiplied by before anything else. */
-static inline double hstep_gradient_scale(const struct hstep_call *call)
+HSTEP_INLINE double hstep_gradient_scale(const struct hstep_call *call)
 {
     return call->plan.ledger ? call->plan.ledger->gradient_scale : call->gradient_scale;
 }
 
-static inline int hstep_is_clipped(const struct hstep_call *call) { return !call->micro && call->clip_norm > 0.0; }
+HSTEP_INLINE int hstep_is_clipped(const struct hstep_call *call) { return !call->micro && call->clip_norm > 0.0; }
 
 /* Whether the gradients end below clip_norm, whatever they were. */
-static inline int hstep_is_clipped_by_own_norm(const struct hstep_call *call)
+HSTEP_INLINE int hstep_is_clipped_by_own_norm(const struct hstep_call *call)
 {
     return hstep_is_clipped(call) && (!call->single || call->clip == HSTEP_CLIP_TENSOR);
 }

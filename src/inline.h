@@ -7,4 +7,9 @@
 #define HSTEP_INLINE static inline
 #endif
 
+/* And tables with a name of their own, which kernels look into. */
+#ifndef HSTEP_TABLE
+#define HSTEP_TABLE
+#endif
+
 #endif

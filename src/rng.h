@@ -34,7 +34,7 @@ enum {
 };
 
 /* Rows run from 0 to HSTEP_GENERATOR_COUNT - 1 in the order of the table; 0 and NULL past the end. */
-static inline int hstep_generator_id(int row)
+HSTEP_INLINE int hstep_generator_id(int row)
 {
 #define HSTEP_GENERATOR_ROW(constant, id, name, title) \
     if (row-- == 0) return id;

@@ -57,7 +57,7 @@ struct hstep_group {
 };
 
 /* The role of the state in a slot; 0 for the weight and the gradient. */
-static inline int hstep_slot_role(const struct hstep_tensor *t, int slot)
+HSTEP_INLINE int hstep_slot_role(const struct hstep_tensor *t, int slot)
 {
     return slot < HALFSTEP_SLOT_STATE ? 0 : hstep_rules[t->rule].state[slot - HALFSTEP_SLOT_STATE].role;
 }

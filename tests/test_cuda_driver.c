@@ -1,6 +1,7 @@
 /* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that the
  * process may touch. Every case of tests/golden/hashes.txt has to have its hash (--short: a 61st of them); errors have to
- * come back as one code and one sentence; and what the fake leaves out or mixes up has to be noticed. Over 500 lines
+ * come back as one code and one sentence; and what the fake leaves out or mixes up has to be noticed. FAKE_CUDA: another
+ * fake, such as that whose kernels are those of src/cuda. Over 500 lines
  * because all of it shares one small problem, made once for the GPU and once for the host. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -557,14 +558,15 @@ int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
     char path[4096];
-    const char *build = getenv("HALFSTEP_BUILD");
+    const char *build = getenv("HALFSTEP_BUILD"), *library = getenv("FAKE_CUDA");
     test_init(argc - short_run, argv + short_run);
     test_program = argv[0];
     /* Loaded by its path, it is what the name means from now on. */
-    snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
+    if (library) snprintf(path, sizeof path, "%s", library);
+    else snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
     driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!driver) {
-        printf("cannot load %s (set HALFSTEP_BUILD to the build)\n", path);
+        printf("cannot load %s (set HALFSTEP_BUILD to the build, or FAKE_CUDA to a driver)\n", path);
         return 1;
     }
     void *symbol = dlsym(driver, "fake_cuda_control");

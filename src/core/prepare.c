@@ -63,7 +63,7 @@
 #include "rules/rules.def"
 #undef RULE
 
-static void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
+static HSTEP_TABLE void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
 #define RULE(id, name, fn, ...) [HSTEP_RULE_ROW_##id] = fn##_prepare,
 #include "rules/rules.def"
 #undef RULE
@@ -121,7 +121,7 @@ int hstep_state_needed(const struct hstep_group *group, int state)
 
 /* ---- One update ---- */
 
-int hstep_use_fused = 1;
+HSTEP_TABLE int hstep_use_fused = 1;
 
 static double reference_lr(const struct hstep_group *g)
 {

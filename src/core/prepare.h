@@ -5,7 +5,7 @@
 #include "device.h"
 
 /* 0 sends everything through tiles: tests hold the fused kernels to the same bits. */
-extern int hstep_use_fused;
+extern HSTEP_TABLE int hstep_use_fused;
 
 /* From a group's hyper-parameters, with the rest of p filled in by the caller, to the constants of its rule. */
 void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k);

@@ -7,7 +7,7 @@
 
 _Static_assert((int)HSTEP_SCHEDULE_COUNT == (int)HSTEP_SCHEDULE_END, "schedule ids must count from 0 without gaps");
 
-static const struct {
+static HSTEP_TABLE const struct {
     const char *name, *title;
 } schedules[] = {
 #define SCHEDULE(constant, id, name, title) [id] = {name, title},

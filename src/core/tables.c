@@ -56,7 +56,7 @@ enum {
 #undef ROLES
 
 /* clang-format off */
-const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
+HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
     {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, 0, #dtype, \
      HSTEP_BITS_##extra ? #extra : NULL},
@@ -68,7 +68,7 @@ const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 };
 /* clang-format on */
 
-const struct hstep_rule hstep_rules[HSTEP_RULES] = {
+HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define STATE(name, role, beta, unless) {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS}
 #define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS}
 #define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS}
@@ -148,7 +148,7 @@ struct hstep_hyper hstep_rule_hyper(int rule, int index)
     return hyper;
 }
 
-const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
+HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
     [HSTEP_LR] = {"lr", "learning rate", 1e-3, 0.0, 1e6, 0},
     [HSTEP_WEIGHT_DECAY] = {"weight_decay", "coefficient of the decay mode", 0.0, 0.0, 1e6, 0},
     [HSTEP_REFERENCE_LR] = {"reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set",
@@ -172,10 +172,10 @@ int hstep_find_hyper(int rule, const char *name)
     return -1;
 }
 
-static const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
-static const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
-static const char *const clips[] = {"delayed", "per-tensor", NULL};
-static const char *const missings[] = {"skip", "error", NULL};
+static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
+static HSTEP_TABLE const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
+static HSTEP_TABLE const char *const clips[] = {"delayed", "per-tensor", NULL};
+static HSTEP_TABLE const char *const missings[] = {"skip", "error", NULL};
 
 const char *halfstep_choice_value(const char *choice, int32_t index)
 {

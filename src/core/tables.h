@@ -77,8 +77,8 @@ struct hstep_rule {
     int kind, transform, pairs;
 };
 
-extern const struct hstep_format hstep_formats[HSTEP_FORMATS];
-extern const struct hstep_rule hstep_rules[HSTEP_RULES];
+extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];
+extern HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES];
 int hstep_rule_states(int rule);
 int hstep_rule_hypers(int rule); /* the rule's own */
 int hstep_rule_scalars(int rule);
@@ -107,7 +107,7 @@ enum {
     HSTEP_CLIP_NORM,
     HSTEP_COMMON_HYPERS
 };
-extern const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
+extern HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS];
 
 enum { HSTEP_DECAY_L2, HSTEP_DECAY_DECOUPLED, HSTEP_DECAY_FULLY, HSTEP_DECAY_PROXIMAL, HSTEP_DECAYS };
 enum { HSTEP_SCAN_ALL, HSTEP_SCAN_TENSOR, HSTEP_SCAN_NONE };
@@ -143,7 +143,7 @@ int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows,
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* of vectors that a matrix has */
 /* The rows and columns of a state of that extent. */
-static inline void hstep_extend(int extent, int64_t *rows, int64_t *columns)
+HSTEP_INLINE void hstep_extend(int extent, int64_t *rows, int64_t *columns)
 {
     if (extent == HALFSTEP_EXTENT_ROWS) *columns = 1;
     if (extent == HALFSTEP_EXTENT_COLUMNS) *rows = 1;

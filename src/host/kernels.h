@@ -118,7 +118,7 @@ struct hstep_kernels {
 };
 
 /* The one order in which 16 partial sums are added. */
-static inline double hstep_tree_sum(const double *s)
+HSTEP_INLINE double hstep_tree_sum(const double *s)
 {
     double t[8];
     for (int i = 0; i < 8; i++) t[i] = s[i] + s[i + 8];

@@ -15,8 +15,11 @@ typedef uint32_t vi;
 typedef int vm;
 typedef struct { double lane[16]; } va;
 
+/* Device code is declared otherwise (cuda.h). */
+#ifndef V_OP
 #define V_OP static inline __attribute__((always_inline, unused))
 #define V_TABLE static const
+#endif
 
 V_OP vf v_set(float x) { return x; }
 V_OP vi vi_set(uint32_t x) { return x; }

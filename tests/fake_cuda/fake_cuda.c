@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 
 #include "cuda/driver.h"
+#include "cuda/emulate.h"
 #include "cuda/kernels.h"
 
 #define EXPORT __attribute__((visibility("default")))

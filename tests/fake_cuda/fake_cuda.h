@@ -1,7 +1,7 @@
 /* A libcuda.so.1 without a GPU: as much of the driver as src/cuda/driver.def and graphs need. Its device memory faults
  * when it is touched outside of work; a stream works only when somebody waits for it or for an event behind it, and when
  * memory is freed, so that copies to the process's memory are late too, later than a real driver may be; kernels are
- * functions of the host (hstep_emulated_kernels).
+ * those that it is linked with (cuda/emulate.h): the host's entries by their names, or the kernels themselves.
  *
  * What is to go wrong comes from the environment, or from a test by fake_cuda_control():
  *   FAKE_CUDA_DEVICES=N     GPUs, 0 .. 2 (1)         FAKE_CUDA_DRIVER=N     cuDriverGetVersion() (12080)
@@ -39,16 +39,5 @@ struct fake_cuda_control {
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
-
-/* What the driver runs: kernels by name, and a launch of one; parameters as cuLaunchKernel() takes them. 0, or -1 for a
- * shape that a kernel is not written for. */
-struct hstep_emulated_kernel {
-    const char *name;
-    void (*run)(void **parameters);
-    int shape;
-};
-extern const struct hstep_emulated_kernel hstep_emulated_kernels[];
-extern const int hstep_emulated_kernel_count;
-int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters);
 
 #endif

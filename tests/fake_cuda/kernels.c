@@ -2,9 +2,9 @@
 #include <stddef.h>
 
 #include "core/prepare.h"
+#include "cuda/emulate.h"
 #include "cuda/kernels.h"
 #include "dispatch.h"
-#include "fake_cuda.h"
 #include "host/host.h"
 
 static struct hstep_context context;

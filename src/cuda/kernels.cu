@@ -1,0 +1,765 @@
+/* The device side of device.h: what src/host does with tasks and tiles, warp by warp and bit for bit. One source in
+ * what C and CUDA's C++ share: device code, and compiled as C the kernels of the emulation (tests/cuda).
+ *
+ * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
+#include "vec/cuda.h"
+
+#if defined(__clang__) && !defined(HSTEP_CUDA_EMULATED)
+#pragma clang force_cuda_host_device begin
+#endif
+
+#include "cuda/kernels.h"
+#include "cuda/lane.h"
+#include "cuda/rules.h"
+#include "product_shape.h"
+#include "squares.h"
+#include "transforms.h"
+
+#ifndef HSTEP_CUDA_EMULATED
+/* What decides is the same source as on a host. */
+#include "core/decide.c"
+#include "core/layout.c"
+#include "core/prepare.c"
+#include "core/schedule.c"
+#include "core/tables.c"
+#ifdef __clang__
+#pragma clang force_cuda_host_device end
+#endif
+#endif
+
+/* ---- What a pass is about ---- */
+
+CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, int pass, struct work *w)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_update *u = &call->plan.updates[tensor];
+    w->t = t;
+    w->u = u;
+    w->pass = pass;
+    w->mean = 0.0f;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        w->format[s] = s < t->slots ? t->slot[s].format : HSTEP_FORMAT_NONE;
+        w->code[s] = t->slot[s].code;
+        w->extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
+        w->segment[s] = ~(uint64_t)0;
+    }
+    /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
+    for (int s = 0; s < t->slots; s++)
+        if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
+            (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
+            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
+            w->format[s] = HSTEP_FORMAT_NONE;
+    w->code[HALFSTEP_SLOT_WEIGHT] = call->weights ? (char *)call->weights[tensor - call->first] : NULL;
+    w->code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
+    w->format[SLOT_WORK] = HSTEP_FORMAT_NONE;
+    w->code[SLOT_WORK] = w->extra[SLOT_WORK] = NULL;
+    if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
+        w->format[SLOT_WORK] = HSTEP_FORMAT_f32;
+        w->code[SLOT_WORK] = (char *)call->plan.workspace;
+    }
+}
+
+/* Weight, effective gradient and states of the lane's places; rooms keep what is stored. */
+CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *room, struct values *v)
+{
+    const struct hstep_update *u = w->u;
+    for (int i = 0; i < PLACES; i++) v->weight[i] = v->gradient[i] = v->change[i] = 0.0f;
+    if (w->format[0] >= 0) {
+        fetch_slot(w, 0, l, &room[0]);
+        decode(w->format[0], 0, &room[0], v->weight);
+    }
+    if (w->format[1] >= 0) {
+        fetch_slot(w, 1, l, &room[1]);
+        decode(w->format[1], 0, &room[1], v->gradient);
+        for (int i = 0; i < PLACES; i++) {
+            vf x = v_mul(v->gradient[i], u->gradient_scale);
+            if (w->mean != 0.0f) x = v_sub(x, w->mean);
+            if (u->l2 != 0.0f) x = v_add(x, v_mul(u->l2, v->weight[i]));
+            v->gradient[i] = x;
+        }
+    }
+    for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
+        int s = HALFSTEP_SLOT_STATE + j, from = u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        for (int i = 0; i < PLACES; i++) v->state[j][i] = 0.0f;
+        if (w->format[s] < 0) continue;
+        fetch_slot(w, s, l, &room[s]);
+        decode(w->format[s], w->t->slot[s].nonneg, &room[from], v->state[j]);
+        if (w->t->slot[s].root)
+            for (int i = 0; i < PLACES; i++) v->state[j][i] = v_mul(v->state[j][i], w->t->slot[s].grid);
+    }
+}
+
+/* Mean of a whole row of the raw gradient, times what the group takes of it; the same in all lanes. */
+CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row_start)
+{
+    int64_t n = w->t->n_columns, total[HSTEP_EXACT_LIMBS];
+    for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) total[k] = 0;
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        struct lane l = lane_at(row_start + i, 0, 0, least(HSTEP_TILE, n - i), 0);
+        struct room r;
+        float x[PLACES];
+        fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, &r);
+        decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, &r, x);
+        hstep_exact_add(total, warp_total(e, x, 0));
+    }
+    return (float)(w->u->centralize * (hstep_exact_round(total) / (double)n));
+}
+
+/* ---- update ---- */
+
+CUDA_DEVICE int is_of_tensor(int format) { return hstep_formats[format].geometry == HALFSTEP_GEOMETRY_TENSOR; }
+
+/* Back to the slot; the scale of a whole tensor is written once, after its update. */
+CUDA_DEVICE void put_slot(const struct work *w, int s, const struct lane *l, const struct room *r)
+{
+    put(w->t, w->format[s], w->code[s], is_of_tensor(w->format[s]) ? NULL : w->extra[s], l, r);
+}
+
+CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
+{
+    const struct hstep_update *u = w->u;
+    const struct hstep_tensor *t = w->t;
+    struct room room[WORK_SLOTS];
+    struct values v;
+    float old[HALFSTEP_MAX_STATES][PLACES];
+    uint32_t words[PLACES / 2];
+    load(w, l, room, &v);
+    if (w->pass == HSTEP_PASS_CHANGE) {
+        fetch_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
+        decode(HSTEP_FORMAT_f32, 0, &room[SLOT_WORK], v.gradient);
+        step_change(t->rule, u->k, &v);
+        slot_words(w, 0, l->index, words);
+        apply(w->format[0], v.weight, v.change, &room[0], words);
+        put_slot(w, 0, l, &room[0]);
+        return;
+    }
+    for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
+        for (int i = 0; i < PLACES; i++) old[j][i] = v.state[j][i];
+    if (w->pass == HSTEP_PASS_DIRECTION) {
+        step_direction(t->rule, u->mode & RULE_CLAMP, u->k, &v);
+        clear_room(&room[SLOT_WORK]);
+        nearest_words(words);
+        encode(HSTEP_FORMAT_f32, 0, v.change, &room[SLOT_WORK], words, 0, 1.0f);
+        put_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
+    } else {
+        step_rule(t->rule, u->mode, u->k, &v);
+        for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
+            if (u->first >> s & 1 && w->format[s] >= 0) room[s] = room[0];
+        if (!u->still && !u->micro) {
+            slot_words(w, 0, l->index, words);
+            apply(w->format[0], v.weight, v.change, &room[0], words);
+        }
+    }
+    for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
+        int j = s - HALFSTEP_SLOT_STATE;
+        if (w->format[s] < 0 || t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
+        slot_words(w, s, l->index, words);
+        if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
+            if (is_of_tensor(w->format[s])) memcpy(room[s].extra, &u->scale[s], 4);
+            encode(w->format[s], t->slot[s].nonneg, v.state[j], &room[s], words, 1, u->onto[s]);
+        } else if (!u->still) {
+            apply(w->format[s], old[j], v.state[j], &room[s], words);
+            if (u->copy >> s & 1) room[0] = room[s];
+        }
+        put_slot(w, s, l, &room[s]);
+    }
+    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->still) put_slot(w, 0, l, &room[0]);
+}
+
+/* The warps take tiles in turn; `turn` counts them through the chunk. */
+CUDA_DEVICE void update_stretch(struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t n,
+                                int64_t *turn, int64_t row_start)
+{
+    int64_t lead = hstep_unit_lead(w->t, element, index);
+    int known = row_start < 0;
+    for (int64_t tile = 0; tile < tiles_of(lead, n); tile++) {
+        if ((*turn)++ % WARPS != warp_of_thread()) continue;
+        if (!known) w->mean = row_mean(w, e, row_start);
+        known = 1;
+        struct lane l = lane_at(element, index, lead, n, tile);
+        update_tile(w, &l);
+    }
+}
+
+/* Every row has a mean of its own, so rows that touch in memory are taken apart. */
+CUDA_DEVICE void update_rows(struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t n,
+                             int64_t *turn)
+{
+    while (n > 0) {
+        int64_t column = element % w->t->n_columns, count = least(n, w->t->n_columns - column);
+        update_stretch(w, e, element, index, count, turn, element - column);
+        element += count;
+        index += (uint64_t)count;
+        n -= count;
+    }
+}
+
+CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int pass, struct exchange *e)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const struct hstep_update *u = &call->plan.updates[c->tensor];
+    struct work w;
+    int64_t turn = 0;
+    if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->still && pass == HSTEP_PASS_CHANGE)) return;
+    start_work(call, c->tensor, pass, &w);
+    for (int64_t run = c->run; run < c->run + c->runs; run++) {
+        int64_t element = run * t->run_length + c->offset;
+        uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
+        if (u->centralize != 0.0 && w.format[HALFSTEP_SLOT_GRADIENT] >= 0)
+            update_rows(&w, e, element, index, c->length, &turn);
+        else update_stretch(&w, e, element, index, c->length, &turn, -1);
+    }
+}
+
+/* The chunks of tensors first .. first + n - 1. */
+struct span {
+    int64_t first, end;
+};
+
+CUDA_DEVICE struct span span_of(const struct hstep_call *call, int first, int n)
+{
+    struct span span = {0, 0};
+    if (!n) return span;
+    const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
+    span.first = t->first_chunk;
+    span.end = last->first_chunk + last->chunks;
+    return span;
+}
+
+CUDA_KERNEL void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange e[WARPS];
+    struct span span = span_of(&call, what.first, what.n);
+    for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
+        update_chunk(&call, &call.plan.chunks[i], what.pass, &e[warp_of_thread()]);
+}
+
+/* ---- scan ---- */
+
+/* The main stream of a format alone, as a format: the first row that stores the same codes and nothing beside them. */
+CUDA_DEVICE int plain_format(int format)
+{
+    if (!hstep_formats[format].extra_bits) return format;
+    for (int i = 0; i < HSTEP_FORMATS; i++)
+        if (!hstep_formats[i].extra_bits && !strcmp(hstep_formats[i].code_dtype, hstep_formats[format].code_dtype))
+            return i;
+    return format;
+}
+
+/* The bound on an effective gradient: its square has to stay within fp32. Gradients that are clipped by their own norm
+ * end below clip_norm, and a weight that is followed may be as large as it likes. */
+CUDA_DEVICE double scan_threshold(const struct hstep_call *call, int raw)
+{
+    double scale = hstep_gradient_scale(call);
+    return raw || hstep_is_clipped_by_own_norm(call) ? (double)INFINITY : 0x1p62 / (scale > 0.0 ? scale : 1.0);
+}
+
+CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const char *gradient = (const char *)call->gradients[c->tensor - call->first];
+    if (!gradient) return;
+    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = hstep_is_clipped(call) && !raw;
+    int format = plain_format(t->slot[HALFSTEP_SLOT_GRADIENT].format);
+    double limit = scan_threshold(call, raw);
+    int64_t row = t->index_stride, turn = 0;
+    int bad = 0, singly = row < HSTEP_GROUP;
+    for (int64_t run = c->run; run < c->run + c->runs; run++) {
+        uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+        int64_t offset = c->offset, length = c->length;
+        if (summed) hstep_scan_bounds(t, start, &offset, &length);
+        while (length > 0) {
+            int64_t count = HSTEP_TILE;
+            if (summed && !singly) {
+                int64_t column = (int64_t)((start + (uint64_t)offset) % (uint64_t)row);
+                count = least(count - column % HSTEP_TILE, row - column);
+            }
+            count = least(count, length);
+            if (turn++ % WARPS == warp_of_thread()) {
+                struct lane l = lane_at(run * t->run_length + offset, 0, 0, count, 0);
+                struct room r;
+                float x[PLACES];
+                fetch(t, format, gradient, NULL, &l, &r);
+                decode(format, 0, &r, x);
+                for (int i = 0; i < PLACES; i++) bad |= !((double)v_abs(x[i]) < limit);
+                if (summed && singly) {
+                    for (int i = l.first; i < l.last; i++)
+                        if (is_finite((double)x[i])) add_shared(call->statistics, (double)x[i] * (double)x[i]);
+                } else if (summed) {
+                    /* Chunks that are not finite are left out, and no others, so that no cut matters. */
+                    double total = warp_total(e, x, 1);
+                    if (is_finite(total) && lane_of_thread() == 0) add_shared(call->statistics, total);
+                }
+            }
+            offset += count;
+            length -= count;
+        }
+    }
+    if (bad && call->scan != HSTEP_SCAN_NONE) call->statistics[hstep_flags_offset() + c->tensor - call->first] = 1;
+}
+
+CUDA_KERNEL void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange e[WARPS];
+    struct span span = span_of(&call, call.first, call.n);
+    (void)what;
+    if (call.scan == HSTEP_SCAN_NONE && !hstep_is_clipped(&call)) return;
+    for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
+        scan_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()]);
+}
+
+/* ---- sum ---- */
+
+/* What the update will see of the lane's places: values to be summed. pair: of vectors; -1: of the tensor's sums. */
+CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l, float (*x)[PLACES])
+{
+    int rule = w->t->rule, count = hstep_rules[rule].norms, clamp = w->u->mode & RULE_CLAMP;
+    struct room room[WORK_SLOTS];
+    struct values v;
+    load(w, l, room, &v);
+    if (pair >= 0) {
+        step_cross(rule, pair, clamp, w->u->k, &v, x[0]);
+        return;
+    }
+    if (w->t->matrix) step_direction(rule, clamp, w->u->k, &v);
+    else if (count) step_norms(rule, clamp, w->u->k, &v, x);
+    else step_rule(rule, w->u->mode, w->u->k, &v);
+    for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++) {
+        if (w->t->slot[s].format < 0 || !is_of_tensor(w->t->slot[s].format)) continue;
+        for (int i = 0; i < PLACES; i++)
+            x[count][i] = norm_value(w->t->slot[s].format, w->t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
+        count++;
+    }
+}
+
+/* `count` elements from `element` on, all in one chunk of columns. */
+CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t count,
+                           int singly, int64_t *limbs)
+{
+    const struct hstep_rule *rule = &hstep_rules[w->t->rule];
+    float x[HSTEP_MAX_SUMS][PLACES];
+    struct lane l = lane_at(element, index, hstep_unit_lead(w->t, element, index), count, 0);
+    values_of(w, -1, &l, x);
+    for (int j = 0; j < w->t->sums; j++) {
+        int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
+        int squared = !rule->totals || j >= rule->norms;
+        for (int i = 0; i < PLACES; i++) {
+            if (i < l.first || i >= l.last) x[j][i] = 0.0f;
+            else if (singly && is_finite((double)x[j][i]))
+                add_shared(sum, (double)x[j][i] * (squared ? (double)x[j][i] : 1.0));
+        }
+        if (singly) continue;
+        double total = warp_total(e, x[j], squared);
+        if (is_finite(total) && lane_of_thread() == 0) add_shared(sum, total);
+    }
+}
+
+CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    if (!t->sums || call->plan.updates[c->tensor].skip) return;
+    int64_t *total = call->statistics + hstep_sum_offset(call, c->tensor);
+    int64_t row = t->index_stride, mean_of = -1, turn = 0;
+    int singly = row < HSTEP_GROUP;
+    struct work w;
+    start_work(call, c->tensor, HSTEP_PASS_SUMS, &w);
+    for (int64_t run = c->run; run < c->run + c->runs; run++) {
+        uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+        int64_t offset = c->offset, length = c->length;
+        hstep_scan_bounds(t, start, &offset, &length);
+        while (length > 0) {
+            int64_t element = run * t->run_length + offset, count = HSTEP_TILE, row_start = -1;
+            uint64_t index = start + (uint64_t)offset;
+            if (singly) {
+                count -= hstep_unit_lead(t, element, index);
+            } else {
+                int64_t column = (int64_t)(index % (uint64_t)row);
+                count = least(count - column % HSTEP_TILE, row - column);
+            }
+            if (w.u->centralize != 0.0) {
+                row_start = element - element % t->n_columns;
+                count = least(count, t->n_columns - element % t->n_columns);
+            }
+            count = least(count, length);
+            if (turn++ % WARPS == warp_of_thread()) {
+                if (row_start != mean_of) w.mean = row_mean(&w, e, row_start);
+                mean_of = row_start;
+                add_chunk(&w, e, element, index, count, singly, total);
+            }
+            offset += count;
+            length -= count;
+        }
+    }
+}
+
+CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange e[WARPS];
+    struct span span = span_of(&call, what.first, what.n);
+    for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
+        sum_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()]);
+}
+
+/* ---- cross ---- */
+
+enum { BLOCK_ROWS = 64 };
+
+/* The values of a row, chunk by chunk of its columns: added to those of the rows before it, and their sum. A chunk that
+ * begins within a unit is taken in parts. */
+CUDA_DEVICE double cross_row(struct work *w, struct exchange *e, float *chunk, int pair, int64_t row, double *columns)
+{
+    const struct hstep_tensor *t = w->t;
+    int64_t limbs[HSTEP_EXACT_LIMBS];
+    double odd = 0.0; /* what is not finite has no place in the limbs */
+    for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) limbs[k] = 0;
+    if (w->u->centralize != 0.0) w->mean = row_mean(w, e, row * t->row_length);
+    for (int64_t column = 0; column < t->row_length; column += HSTEP_TILE) {
+        int64_t count = least(HSTEP_TILE, t->row_length - column), element = row * t->row_length + column;
+        uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
+        for (int64_t done = 0; done < count;) {
+            int64_t lead = hstep_unit_lead(t, element + done, index + (uint64_t)done);
+            int64_t some = least(HSTEP_TILE - lead, count - done);
+            struct lane l = lane_at(element + done, index + (uint64_t)done, lead, some, 0);
+            float x[HSTEP_MAX_SUMS][PLACES];
+            values_of(w, pair, &l, x);
+            for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = x[0][i];
+            done += some;
+        }
+        CUDA_WARP_BARRIER();
+        float mine[PLACES];
+        for (int i = 0; i < PLACES; i++) {
+            int64_t at = lane_of_thread() * PLACES + i;
+            mine[i] = at < count ? chunk[at] : 0.0f;
+            if (at < count) columns[column + at] += (double)mine[i];
+        }
+        double sum = warp_total(e, mine, 0);
+        if (is_finite(sum)) hstep_exact_add(limbs, sum);
+        else odd += sum;
+    }
+    return odd != 0.0 ? odd : hstep_exact_round(limbs);
+}
+
+/* The slot of a pair's vector over rows, or over columns. */
+CUDA_DEVICE struct hstep_slot *vector_of(struct hstep_tensor *t, int pair, int extent)
+{
+    int s = HALFSTEP_SLOT_STATE;
+    while (t->slot[s].extent != extent || pair--) s++;
+    return &t->slot[s];
+}
+
+/* The new numbers of a vector from the sums of what each is over; adds the sum of them, each chunk of 256 rounded. */
+CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, struct exchange *e, struct hstep_slot *slot,
+                       const double *sums, int64_t n, int64_t of, int64_t *limbs)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const float *k = call->plan.updates[tensor].k;
+    for (int64_t i = (int64_t)warp_of_thread() * HSTEP_TILE; i < n; i += WARPS * HSTEP_TILE) {
+        struct room r;
+        float x[PLACES];
+        uint32_t words[PLACES / 2] = {0};
+        int64_t at = i + lane_of_thread() * PLACES;
+        int count = within(n - at, PLACES);
+        clear_room(&r);
+        copy_bytes(r.code, slot->code + at * 4, count * 4);
+        decode(HSTEP_FORMAT_f32, 1, &r, x);
+        for (int j = 0; j < PLACES; j++)
+            x[j] = step_vector(t->rule, pair, k, x[j], j < count ? (float)(sums[at + j] / (double)of) : 0.0f);
+        encode(HSTEP_FORMAT_f32, 1, x, &r, words, 1, 1.0f);
+        copy_bytes(slot->code + at * 4, r.code, count * 4);
+        decode(HSTEP_FORMAT_f32, 0, &r, x);
+        for (int j = count; j < PLACES; j++) x[j] = 0.0f;
+        double sum = warp_total(e, x, 0);
+        if (is_finite(sum) && lane_of_thread() == 0) add_shared(limbs, sum);
+    }
+}
+
+CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange exchanges[WARPS];
+    CUDA_SHARED float chunks[WARPS][HSTEP_TILE];
+    CUDA_SHARED int64_t limbs[2][HSTEP_EXACT_LIMBS];
+    struct exchange *e = &exchanges[warp_of_thread()];
+    struct hstep_tensor *t = &call.plan.tensors[what.tensor];
+    double *rows = (double *)(void *)call.plan.workspace, *blocks = rows + t->rows;
+    int64_t n_blocks = (t->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    struct work w;
+    if (call.plan.updates[what.tensor].skip) return;
+    if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[0][CUDA_THREAD] = limbs[1][CUDA_THREAD] = 0;
+    start_work(&call, what.tensor, HSTEP_PASS_SUMS, &w);
+    for (int64_t block = warp_of_thread(); block < n_blocks; block += WARPS) {
+        double *columns = blocks + block * t->row_length;
+        for (int64_t i = lane_of_thread(); i < t->row_length; i += LANES) columns[i] = 0.0;
+        CUDA_WARP_BARRIER();
+        for (int64_t row = block * BLOCK_ROWS; row < least((block + 1) * BLOCK_ROWS, t->rows); row++) {
+            double sum = cross_row(&w, e, chunks[warp_of_thread()], what.pair, row, columns);
+            if (lane_of_thread() == 0) rows[row] = sum;
+        }
+    }
+    CUDA_BARRIER();
+    for (int64_t i = CUDA_THREAD; i < t->row_length; i += HSTEP_CUDA_THREADS)
+        for (int64_t block = 1; block < n_blocks; block++) blocks[i] += blocks[block * t->row_length + i];
+    CUDA_BARRIER();
+    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS), blocks, t->row_length,
+          t->rows, limbs[0]);
+    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), rows, t->rows,
+          t->row_length, limbs[1]);
+    CUDA_BARRIER();
+    if (CUDA_THREAD == 0)
+        hstep_decide_mean(&call, what.tensor, what.pair, hstep_exact_round(limbs[1]) / (double)t->rows);
+}
+
+/* ---- transform ---- */
+
+/* A matrix by its strides. */
+struct view {
+    float *x;
+    int64_t row, column;
+};
+
+/* c = a b, dense; with coefficients c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. Every element
+ * is one chain of products and sums in the order of the inner index. */
+CUDA_DEVICE void multiply(float *c, struct view a, struct view b, int64_t rows, int64_t columns, int64_t inner,
+                          const float *coefficients)
+{
+    for (int64_t at = CUDA_THREAD; at < rows * columns; at += HSTEP_CUDA_THREADS) {
+        int64_t i = at / columns, j = at % columns;
+        const float *left = a.x + i * a.row, *right = b.x + j * b.column;
+        float sum = 0.0f;
+        for (int64_t k = 0; k < inner; k++) sum = v_add(sum, v_mul(left[k * a.column], right[k * b.row]));
+        if (coefficients) {
+            sum = v_add(v_mul(coefficients[1], left[j * a.column]), v_mul(coefficients[2], sum));
+            if (i == j) sum = v_add(sum, coefficients[0]);
+        }
+        c[at] = sum;
+    }
+    CUDA_BARRIER();
+}
+
+CUDA_DEVICE void newton_schulz(struct exchange *e, int64_t *limbs, float *u, int64_t rows, int64_t cols, const float *k,
+                               float *workspace)
+{
+    int64_t m = least(rows, cols), n = rows < cols ? cols : rows, square = (m * m + 15) / 16 * 16;
+    struct view x = {u, rows > cols ? 1 : cols, rows > cols ? cols : 1}, x_transposed = {u, x.column, x.row};
+    float *gram = workspace, *polynomial = workspace + square, *next = workspace + 2 * square;
+    struct view g = {gram, m, 1}, p = {polynomial, m, 1};
+    if (m <= 0) return;
+    if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[CUDA_THREAD] = 0;
+    CUDA_BARRIER();
+    for (int64_t i = (int64_t)warp_of_thread() * HSTEP_TILE; i < m * n; i += WARPS * HSTEP_TILE) {
+        float mine[PLACES];
+        for (int j = 0; j < PLACES; j++) {
+            int64_t at = i + lane_of_thread() * PLACES + j;
+            mine[j] = at < m * n ? u[at] : 0.0f;
+        }
+        double total = warp_total(e, mine, 1);
+        if (lane_of_thread() == 0) add_shared(limbs, total);
+    }
+    CUDA_BARRIER();
+    double norm = sqrt(hstep_exact_round(limbs)), eps = (double)k[newton_schulz_eps];
+    if (norm < eps) norm = eps;
+    /* Zero divided by anything: u stays zero through all steps. */
+    if (norm == 0.0) norm = 1.0;
+    for (int64_t i = CUDA_THREAD; i < m * n; i += HSTEP_CUDA_THREADS) u[i] = (float)((double)u[i] / norm);
+    CUDA_BARRIER();
+    for (int step = 0; step < (int)k[newton_schulz_steps]; step++) {
+        multiply(gram, x, x_transposed, m, m, n, NULL);
+        multiply(polynomial, g, g, m, m, m, &k[newton_schulz_a]);
+        multiply(next, p, x, m, n, m, NULL);
+        for (int64_t at = CUDA_THREAD; at < m * n; at += HSTEP_CUDA_THREADS)
+            x.x[at / n * x.row + at % n * x.column] = next[at];
+        CUDA_BARRIER();
+    }
+}
+
+CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange e[WARPS];
+    CUDA_SHARED int64_t limbs[HSTEP_EXACT_LIMBS];
+    const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
+    const struct hstep_update *u = &call.plan.updates[what.tensor];
+    float *matrix = call.plan.workspace, *room = matrix + t->rows * t->row_length;
+    if (u->skip || u->still) return;
+    switch (hstep_rules[t->rule].transform) {
+#define TRANSFORM(name, ...) \
+    case HSTEP_TRANSFORM_##name: name(&e[warp_of_thread()], limbs, matrix, t->rows, t->row_length, u->k, room); break;
+#include "transforms.def"
+#undef TRANSFORM
+    default: break;
+    }
+}
+
+/* ---- What one thread decides ---- */
+
+CUDA_KERNEL void halfstep_cuda_decide(struct hstep_call call, struct hstep_cuda_what what)
+{
+    (void)what;
+    if (CUDA_THREAD == 0) hstep_decide(&call);
+}
+
+CUDA_KERNEL void halfstep_cuda_decide_sums(struct hstep_call call, struct hstep_cuda_what what)
+{
+    if (CUDA_THREAD == 0) hstep_decide_sums(&call, what.first, what.n);
+}
+
+CUDA_KERNEL void halfstep_cuda_count(struct hstep_call call, struct hstep_cuda_what what)
+{
+    (void)what;
+    if (CUDA_THREAD == 0) hstep_count(&call);
+}
+
+CUDA_KERNEL void halfstep_cuda_end_round(struct hstep_call call, struct hstep_cuda_what what)
+{
+    (void)what;
+    if (CUDA_THREAD == 0) hstep_end_round(&call);
+}
+
+/* ---- Memory ---- */
+
+CUDA_DEVICE int64_t thread_of_grid(void) { return (int64_t)CUDA_BLOCK * HSTEP_CUDA_THREADS + CUDA_THREAD; }
+CUDA_DEVICE int64_t threads_of_grid(void) { return (int64_t)CUDA_BLOCKS * HSTEP_CUDA_THREADS; }
+CUDA_DEVICE int64_t warp_of_grid(void) { return thread_of_grid() / LANES; }
+CUDA_DEVICE int64_t warps_of_grid(void) { return threads_of_grid() / LANES; }
+
+CUDA_KERNEL void halfstep_cuda_carry(struct hstep_call call, struct hstep_cuda_what what)
+{
+    (void)call;
+    for (int64_t i = thread_of_grid(); i < what.n; i += threads_of_grid())
+        hstep_exact_normalize((int64_t *)what.to + i * HSTEP_EXACT_LIMBS);
+}
+
+/* The device's memory is aligned; the end need not be. */
+CUDA_KERNEL void halfstep_cuda_zero(struct hstep_call call, struct hstep_cuda_what what)
+{
+    int64_t bytes = (int64_t)what.bytes, words = (uintptr_t)what.to % 8 ? 0 : bytes / 8;
+    (void)call;
+    for (int64_t i = thread_of_grid(); i < words; i += threads_of_grid()) ((uint64_t *)what.to)[i] = 0;
+    for (int64_t i = words * 8 + thread_of_grid(); i < bytes; i += threads_of_grid()) ((char *)what.to)[i] = 0;
+}
+
+/* ---- Sums of gradients outside a step ---- */
+
+CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struct lane *l)
+{
+    struct room sum, term;
+    struct hstep_key key = a->stream;
+    uint64_t segment = ~(uint64_t)0;
+    float x[PLACES], y[PLACES];
+    uint32_t words[PLACES / 2] = {0};
+    fetch(a->tensor, a->format, a->accumulator, NULL, l, &sum);
+    fetch(a->tensor, a->gradient_format, a->gradient, NULL, l, &term);
+    decode(a->format, 0, &sum, x);
+    decode(a->gradient_format, 0, &term, y);
+    for (int i = 0; i < PLACES; i++) x[i] = v_add(x[i], v_mul(y[i], a->scale));
+    if (hstep_formats[a->format].stochastic)
+        random_words(hstep_generator_id(a->generator), &a->stream, l->index, &key, &segment, words);
+    encode(a->format, 0, x, &sum, words, 0, 1.0f);
+    put(a->tensor, a->format, a->accumulator, NULL, l, &sum);
+}
+
+CUDA_KERNEL void halfstep_cuda_accumulate(struct hstep_accumulation a, struct hstep_cuda_what what)
+{
+    const struct hstep_tensor *t = a.tensor;
+    (void)what;
+    for (int64_t i = CUDA_BLOCK; i < t->chunks; i += CUDA_BLOCKS) {
+        const struct hstep_chunk *c = &a.chunks[i];
+        int64_t turn = 0;
+        for (int64_t run = c->run; run < c->run + c->runs; run++) {
+            uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
+            int64_t lead = (int64_t)(index % HSTEP_GROUP);
+            for (int64_t tile = 0; tile < tiles_of(lead, c->length); tile++) {
+                if (turn++ % WARPS != warp_of_thread()) continue;
+                struct lane l = lane_at(run * t->run_length + c->offset, index, lead, c->length, tile);
+                accumulate_tile(&a, &l);
+            }
+        }
+    }
+}
+
+/* ---- Slots ---- */
+
+CUDA_DEVICE char *extra_of(const struct hstep_slot *s) { return s->extra_bytes ? s->extra : NULL; }
+
+CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_what what)
+{
+    const struct hstep_tensor *t = a.tensor;
+    const struct hstep_slot *s = &t->slot[a.slot];
+    struct hstep_piece p = {0, 0, 0};
+    float *out = (float *)what.to;
+    for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
+        if (turn % warps_of_grid() != warp_of_grid()) continue;
+        struct lane l = lane_at(p.element, 0, 0, p.n, 0);
+        struct room r;
+        float x[PLACES];
+        fetch(t, s->format, (const char *)a.data, extra_of(s), &l, &r);
+        decode(s->format, s->nonneg, &r, x);
+        for (int i = l.first; i < l.last; i++)
+            if (l.element + i >= a.first && lane_of_thread() * PLACES + i >= p.skip)
+                out[l.element + i - a.first] = s->root ? v_mul(x[i], s->grid) : x[i];
+    }
+}
+
+/* The scale of a state that has one for the whole tensor, from its new values: one warp's work, for chunks are added
+ * in their order. */
+CUDA_DEVICE float scale_of(const struct hstep_access *a, struct exchange *e, const float *in)
+{
+    const struct hstep_tensor *t = a->tensor;
+    const struct hstep_slot *s = &t->slot[a->slot];
+    int64_t n = a->end - a->first;
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        float x[PLACES];
+        for (int j = 0; j < PLACES; j++) {
+            int64_t at = i + lane_of_thread() * PLACES + j;
+            x[j] = norm_value(s->format, s->nonneg, at < n ? in[at] : 0.0f);
+        }
+        sum += warp_total(e, x, 1);
+    }
+    return hstep_tensor_scale(s->format, sqrt(sum), (double)t->rows * (double)t->row_length);
+}
+
+CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_what what)
+{
+    CUDA_SHARED struct exchange e[WARPS];
+    const struct hstep_tensor *t = a.tensor;
+    const struct hstep_slot *s = &t->slot[a.slot];
+    const struct hstep_format *f = &hstep_formats[s->format];
+    const float *in = (const float *)what.from;
+    const float onto = hstep_onto_grid(s->grid, s->root);
+    int one_scale = is_of_tensor(s->format) && a.end > a.first;
+    struct hstep_piece p = {0, 0, 0};
+    /* Where one scale serves all, one warp does all. */
+    int64_t warps = one_scale ? 1 : warps_of_grid();
+    if (one_scale && warp_of_grid()) return;
+    float scale = one_scale ? scale_of(&a, &e[warp_of_thread()], in) : 0.0f;
+    for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
+        if (turn % warps != warp_of_grid()) continue;
+        struct lane l = lane_at(p.element, 0, 0, p.n, 0);
+        struct room r;
+        float x[PLACES], nothing[PLACES];
+        uint32_t words[PLACES / 2];
+        clear_room(&r);
+        nearest_words(words);
+        for (int i = 0; i < PLACES; i++) {
+            x[i] = i >= l.first && i < l.last ? in[l.element + i - a.first] : 0.0f;
+            if (s->nonneg) x[i] = v_abs(x[i]);
+            nothing[i] = 0.0f;
+        }
+        if (one_scale) memcpy(r.extra, &scale, 4);
+        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
+         * start from what is there. */
+        if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits) apply(s->format, x, nothing, &r, words);
+        else encode(s->format, s->nonneg, x, &r, words, a.slot >= HALFSTEP_SLOT_STATE, onto);
+        put(t, s->format, (char *)a.data, extra_of(s), &l, &r);
+    }
+}
+
+CUDA_KERNEL void halfstep_cuda_saturated(struct hstep_access a, struct hstep_cuda_what what)
+{
+    const struct hstep_format *f = &hstep_formats[a.tensor->slot[a.slot].format];
+    const uint16_t *code = (const uint16_t *)a.data;
+    int largest = strcmp(f->code_dtype, "F16") ? 0x7f7f : 0x7bff;
+    int64_t sum = 0;
+    for (int64_t i = a.first + thread_of_grid(); i < a.end; i += threads_of_grid())
+        sum += (code[i] & 0x7fff) == largest;
+    if (sum) CUDA_ADD((int64_t *)what.to, sum);
+}

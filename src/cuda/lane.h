@@ -1,0 +1,306 @@
+/* A warp holds a tile: 256 places of index space, whole units, of which each lane has eight after another. What a lane
+ * has of a slot is copied into a room of its own, zero where nothing is held here, so that whole tiles, tails and rows
+ * that begin within a unit are one path; the formats then decode and encode in that room. Blocks of 32, 128 and 256
+ * elements are 4, 16 and 32 lanes, which find their maximum by exchanges. Any format, any gradient: formats are
+ * arguments here, the same for all lanes of a warp. */
+#ifndef HSTEP_CUDA_LANE_H
+#define HSTEP_CUDA_LANE_H
+
+#include "core/layout.h"
+#include "core/prepare.h"
+#include "exact.h"
+#include "grid.h"
+#include "host/pair.h"
+
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
+enum {
+    LANES = 32,
+    PLACES = HSTEP_TILE / LANES,
+    WARPS = 256 / LANES,
+    SLOT_WORK = HSTEP_SLOTS, /* fp32 elements of the workspace: the direction of a matrix step */
+    WORK_SLOTS
+};
+
+/* Places of one lane: first .. last - 1 of the eight are held here. */
+struct lane {
+    int first, last;
+    int begins;         /* the first element of the stretch is here */
+    int64_t element;    /* of place 0, held or not */
+    int64_t begin, end; /* elements of the stretch */
+    uint64_t index;
+};
+
+struct room {
+    __attribute__((aligned(16))) char code[PLACES * 4], extra[PLACES * 2];
+};
+
+/* What a warp carries through a chunk; slots that the pass does not touch have no format. */
+struct work {
+    const struct hstep_tensor *t;
+    const struct hstep_update *u;
+    int pass;
+    float mean; /* taken from the scaled gradient */
+    int format[WORK_SLOTS];
+    char *code[WORK_SLOTS], *extra[WORK_SLOTS];
+    uint64_t segment[HSTEP_SLOTS];
+    struct hstep_key key[HSTEP_SLOTS]; /* of that segment */
+};
+
+CUDA_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+CUDA_DEVICE int within(int64_t x, int64_t most) { return x < 0 ? 0 : (int)least(x, most); }
+CUDA_DEVICE int lane_of_thread(void) { return CUDA_THREAD % LANES; }
+CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
+
+CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
+
+/* Tile number `tile` of n elements from `element` on, the first of which lies `lead` places into a unit. */
+CUDA_DEVICE struct lane lane_at(int64_t element, uint64_t index, int64_t lead, int64_t n, int64_t tile)
+{
+    int64_t place = tile * HSTEP_TILE + lane_of_thread() * PLACES;
+    struct lane l;
+    l.first = within(lead - place, PLACES);
+    l.last = within(lead + n - place, PLACES);
+    l.begins = lead >= place && lead < place + PLACES && n > 0;
+    l.element = element - lead + place;
+    l.begin = element;
+    l.end = element + n;
+    l.index = index - (uint64_t)lead + (uint64_t)place;
+    return l;
+}
+
+CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
+
+/* ---- Between slots and rooms ---- */
+
+CUDA_DEVICE void copy_bytes(char *to, const char *from, int n)
+{
+    if (n % 4 == 0 && ((uintptr_t)to | (uintptr_t)from) % 4 == 0)
+        for (int i = 0; i < n; i += 4) *(uint32_t *)(void *)(to + i) = *(const uint32_t *)(const void *)(from + i);
+    else
+        for (int i = 0; i < n; i++) to[i] = from[i];
+}
+
+CUDA_DEVICE void clear_room(struct room *r)
+{
+    for (int i = 0; i < PLACES * 4; i++) r->code[i] = 0;
+    for (int i = 0; i < PLACES * 2; i++) r->extra[i] = 0;
+}
+
+/* code, extra: of the whole slot. extra may be NULL. */
+CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *code, const char *extra,
+                       const struct lane *l, struct room *r)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int n = l->last - l->first;
+    int64_t element = l->element + l->first;
+    clear_room(r);
+    if (extra && f->block) {
+        /* All lanes of a block have its scale, also those that hold none of it: what a code of 0 stands for, which
+         * padding decodes to, may depend on it. */
+        int64_t from = l->element - lane_of_thread() * PLACES % f->block, end = least(from + f->block, l->end);
+        if (from < l->begin) from = l->begin;
+        if (from < end) copy_bytes(r->extra, extra + hstep_extra_offset(t, format, from), f->scale_bits / 8);
+    }
+    if (n <= 0) return;
+    copy_bytes(r->code + l->first * f->code_bits / 8, code + hstep_code_offset(t, format, element),
+               (n * f->code_bits + 7) / 8);
+    if (extra && !f->block)
+        copy_bytes(r->extra + l->first * f->extra_bits / 8, extra + hstep_extra_offset(t, format, element),
+                   n * f->extra_bits / 8);
+}
+
+CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
+                     const struct room *r)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int n = l->last - l->first;
+    int64_t element = l->element + l->first;
+    if (n <= 0) return;
+    copy_bytes(code + hstep_code_offset(t, format, element), r->code + l->first * f->code_bits / 8,
+               (n * f->code_bits + 7) / 8);
+    if (!extra) return;
+    extra += hstep_extra_offset(t, format, element);
+    if (!f->block) copy_bytes(extra, r->extra + l->first * f->extra_bits / 8, n * f->extra_bits / 8);
+    /* One of the lanes of a block: its first, or the one that the stretch begins in. */
+    else if (l->begins || lane_of_thread() % (f->block / PLACES) == 0) copy_bytes(extra, r->extra, f->scale_bits / 8);
+}
+
+/* The numbers of a vector over rows or columns, one for each place. */
+CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l, struct room *r)
+{
+    clear_room(r);
+    for (int i = l->first; i < l->last; i++) {
+        int64_t element = l->element + i, columns = w->t->n_columns;
+        int64_t at = w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS ? element / columns : element % columns;
+        copy_bytes(r->code + 4 * i, w->code[s] + 4 * at, 4);
+    }
+}
+
+CUDA_DEVICE int extent_of(const struct work *w, int s)
+{
+    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
+}
+
+CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, struct room *r)
+{
+    if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) fetch_vector(w, s, l, r);
+    else fetch(w->t, w->format[s], w->code[s], w->extra[s], l, r);
+}
+
+/* ---- Formats ---- */
+
+CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, float *x)
+{
+    for (int i = 0; i < PLACES; i += 2) load_any(format, nonneg, r->code, r->extra, i, &x[i], &x[i + 1]);
+}
+
+/* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
+#define SCALE_ROWS(fn, nonneg, scale)                              \
+    do {                                                           \
+        vi pattern = fn##_scale(v_from_bits(largest), nonneg);     \
+        hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern); \
+        inverse = fn##_inverse(pattern, nonneg);                   \
+    } while (0)
+#define SCALE_FLAT SCALE_ROWS
+#define SCALE_TENSOR(fn, nonneg, scale) inverse = fn##_inverse(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0), nonneg)
+
+CUDA_DEVICE float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
+{
+    float inverse = 0.0f;
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
+    case HSTEP_FORMAT_##fn: SCALE_##geometry(fn, nonneg, scale); break;
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+    return inverse;
+}
+
+/* All lanes of the warp at once. x: values of the places, held or not; the scale of a whole tensor is in r->extra. */
+CUDA_DEVICE void encode(int format, int nonneg, const float *x, struct room *r, const uint32_t *words, int state,
+                        float onto)
+{
+    const struct columns c = columns_of(format);
+    float stash[PLACES], inverse[1];
+    vi largest = 0;
+    if (!c.block) {
+        for (int i = 0; i < PLACES; i += 2)
+            store_any(format, r->code, r->extra, i, x[i], x[i + 1], words[i / 2], state);
+        return;
+    }
+    for (int i = 0; i < PLACES; i++) {
+        stash[i] = stash_any(format, x[i], nonneg);
+        if (has_grid(format, nonneg)) stash[i] = onto_grid(c.root, stash[i], onto);
+        largest = vi_max(largest, magnitude_of(x[i], stash[i], nonneg));
+    }
+    for (int mask = 1; mask < LANES && mask * PLACES < c.block; mask *= 2)
+        largest = vi_max(largest, CUDA_SHUFFLE(largest, mask));
+    inverse[0] = encode_scale(format, nonneg, largest, r->extra);
+    for (int i = 0; i < PLACES; i += 2) encode_codes(format, nonneg, stash, inverse, r->code, i, words[i / 2]);
+}
+
+CUDA_DEVICE void apply(int format, const float *w, const float *d, struct room *r, const uint32_t *words)
+{
+    for (int i = 0; i < PLACES; i += 2)
+        apply_any(format, r->code, r->extra, i, w[i], w[i + 1], d[i], d[i + 1], words[i / 2]);
+}
+
+#define NORM_ROWS(fn)
+#define NORM_FLAT(fn)
+#define NORM_TENSOR(fn) \
+    case HSTEP_FORMAT_##fn: return fn##_norm(x, nonneg);
+/* Of formats whose scale is a sum over the tensor: the value whose square is summed. */
+CUDA_DEVICE float norm_value(int format, int nonneg, float x)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: return x;
+    }
+}
+
+/* ---- Random words ---- */
+
+CUDA_DEVICE void nearest_words(uint32_t *words)
+{
+    for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
+}
+
+/* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
+ * that is another. */
+CUDA_DEVICE void random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
+                              uint64_t *segment, uint32_t *words)
+{
+    uint64_t pair = index / 2;
+    if (generator == HSTEP_GENERATOR_PHILOX7) {
+        hstep_philox_block(stream, pair / 4, words);
+        return;
+    }
+    if (pair >> HSTEP_SEGMENT_SHIFT != *segment) {
+        *segment = pair >> HSTEP_SEGMENT_SHIFT;
+        *key = hstep_key_segment(stream, *segment);
+    }
+    for (int i = 0; i < PLACES / 2; i++) {
+        words[i] = hstep_mixer_word(key, (uint32_t)(pair + (uint64_t)i) & (HSTEP_SEGMENT_WORDS - 1));
+        if (generator == HSTEP_GENERATOR_LATTICE) words[i] = hstep_lattice_word(key, words[i]);
+    }
+}
+
+CUDA_DEVICE void slot_words(struct work *w, int s, uint64_t index, uint32_t *words)
+{
+    if (w->u->stochastic >> s & 1)
+        random_words(hstep_generator_id(w->u->generator), &w->u->stream[s], index, &w->key[s], &w->segment[s], words);
+    else nearest_words(words);
+}
+
+/* ---- Sums ---- */
+
+struct exchange {
+    float x[HSTEP_TILE];
+    double sum[16];
+};
+
+/* The 16 sums of a chunk of up to 256 values, of which lanes hold eight after another, and their tree, in the order of
+ * docs/numerics.md 4; the same in all lanes. */
+CUDA_DEVICE double warp_total(struct exchange *e, const float *x, int squared)
+{
+    int lane = lane_of_thread();
+    CUDA_WARP_BARRIER();
+    for (int i = 0; i < PLACES; i++) e->x[lane * PLACES + i] = x[i];
+    CUDA_WARP_BARRIER();
+    if (lane < 16) {
+        double sum = 0.0;
+        for (int i = 2 * lane; i < HSTEP_TILE; i += HSTEP_GROUP) {
+            double even = (double)e->x[i], odd = (double)e->x[i + 1];
+            sum += squared ? even * even : even;
+            sum += squared ? odd * odd : odd;
+        }
+        e->sum[lane] = sum;
+    }
+    CUDA_WARP_BARRIER();
+    return hstep_tree_sum(e->sum);
+}
+
+/* hstep_exact_add() of several threads. */
+CUDA_DEVICE void add_shared(int64_t *limbs, double x)
+{
+    int64_t three[HSTEP_EXACT_LIMBS];
+    uint64_t exponent = hstep_bits64(x) >> 52 & 2047;
+    int first = (int)((exponent - (exponent != 0)) >> 5);
+    if (x == 0.0) return;
+    for (int k = 0; k < 3; k++) three[first + k] = 0;
+    hstep_exact_add(three, x);
+    for (int k = 0; k < 3; k++)
+        if (three[first + k]) CUDA_ADD(&limbs[first + k], three[first + k]);
+}
+
+#endif

@@ -1,0 +1,222 @@
+/* The kernels of src/cuda, emulated (tests/cuda/emulate.h), behind a device that launches them one after another: every
+ * case of tests/golden/hashes.txt has to have its hash. By itself every third case, and a part in shards of rows and of
+ * columns; --short: a 61st of them; --all: all. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "test.h"
+
+#ifdef _WIN32
+int main(void) { return 0; }
+#else
+
+#include "core/optimizer.h"
+#include "cuda/emulate.h"
+#include "cuda/kernels.h"
+#include "host/host.h"
+#include "ref/fixture.h"
+#include <tools/halfstep/golden.c>
+
+/* ---- The device ---- */
+
+static long launches;
+static int grid_blocks = 3;
+
+static int launch(const char *name, void *subject, const struct hstep_cuda_what *what)
+{
+    struct hstep_cuda_what copy = *what;
+    void *parameters[] = {subject, &copy};
+    for (int i = 0; i < hstep_emulated_kernel_count; i++) {
+        const struct hstep_emulated_kernel *kernel = &hstep_emulated_kernels[i];
+        if (strcmp(kernel->name, name)) continue;
+        launches++;
+        int blocks = kernel->shape == HSTEP_CUDA_ONE ? 1 : grid_blocks;
+        return hstep_emulate(kernel, blocks, HSTEP_CUDA_THREADS, 0, parameters) ? HALFSTEP_ERROR_MEMORY : HALFSTEP_OK;
+    }
+    return HALFSTEP_ERROR_NAME;
+}
+
+/* No kernel may look at how the host wants its work run. */
+static int launch_call(const char *name, const struct hstep_call *call, struct hstep_cuda_what what)
+{
+    struct hstep_call copy = *call;
+    copy.context = NULL;
+    return launch(name, &copy, &what);
+}
+
+static int wait(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
+static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
+{
+    return (void)c, (void)t, (void)adjusted, -1;
+}
+
+static int zero(const struct hstep_context *c, void *memory, uint64_t bytes)
+{
+    struct hstep_call call = {.context = c};
+    return launch_call("halfstep_cuda_zero", &call, (struct hstep_cuda_what){.to = memory, .bytes = bytes});
+}
+
+static int carry(const struct hstep_context *c, int64_t *limbs, int64_t n)
+{
+    struct hstep_call call = {.context = c};
+    return launch_call("halfstep_cuda_carry", &call, (struct hstep_cuda_what){.to = limbs, .n = (int)n});
+}
+
+static int scan(const struct hstep_call *call)
+{
+    int error = launch_call("halfstep_cuda_scan", call, (struct hstep_cuda_what){0});
+    return error ? error : carry(call->context, call->statistics, 1);
+}
+
+static int decide(const struct hstep_call *call)
+{
+    return launch_call("halfstep_cuda_decide", call, (struct hstep_cuda_what){0});
+}
+
+static int sum(const struct hstep_call *call, int first, int n)
+{
+    return launch_call("halfstep_cuda_sum", call, (struct hstep_cuda_what){.first = first, .n = n});
+}
+
+static int decide_sums(const struct hstep_call *call, int first, int n)
+{
+    return launch_call("halfstep_cuda_decide_sums", call, (struct hstep_cuda_what){.first = first, .n = n});
+}
+
+static int cross(const struct hstep_call *call, int tensor, int pair)
+{
+    return launch_call("halfstep_cuda_cross", call, (struct hstep_cuda_what){.tensor = tensor, .pair = pair});
+}
+
+static int update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
+{
+    return launch_call("halfstep_cuda_update", call,
+                       (struct hstep_cuda_what){.first = first, .n = n, .pass = (int)pass});
+}
+
+static int transform(const struct hstep_call *call, int tensor)
+{
+    return launch_call("halfstep_cuda_transform", call, (struct hstep_cuda_what){.tensor = tensor});
+}
+
+static int count(const struct hstep_call *call)
+{
+    return launch_call("halfstep_cuda_count", call, (struct hstep_cuda_what){0});
+}
+
+static int end_round(const struct hstep_call *call)
+{
+    return launch_call("halfstep_cuda_end_round", call, (struct hstep_cuda_what){0});
+}
+
+static int add_gradient(const struct hstep_accumulation *a)
+{
+    struct hstep_accumulation copy = *a;
+    copy.context = NULL;
+    return launch("halfstep_cuda_accumulate", &copy, &(struct hstep_cuda_what){0});
+}
+
+static int access_slot(const char *name, const struct hstep_access *a, struct hstep_cuda_what what)
+{
+    struct hstep_access copy = *a;
+    copy.context = NULL;
+    return launch(name, &copy, &what);
+}
+
+static int read_slot(const struct hstep_access *a, float *out)
+{
+    return access_slot("halfstep_cuda_read", a, (struct hstep_cuda_what){.to = out});
+}
+
+static int write_slot(const struct hstep_access *a, const float *in)
+{
+    return access_slot("halfstep_cuda_write", a, (struct hstep_cuda_what){.from = in});
+}
+
+static int saturated(const struct hstep_access *a, uint64_t *n)
+{
+    *n = 0;
+    return access_slot("halfstep_cuda_saturated", a, (struct hstep_cuda_what){.to = n});
+}
+
+static struct hstep_device emulated = {
+    .name = "emulated",
+    .shared = 1,
+    .allocate = hstep_host_allocate,
+    .release = hstep_host_release,
+    .zero = zero,
+    .copy = hstep_host_copy,
+    .wait = wait,
+    .find_fused = find_fused,
+    .scan = scan,
+    .decide = decide,
+    .sum = sum,
+    .decide_sums = decide_sums,
+    .cross = cross,
+    .carry = carry,
+    .update = update,
+    .transform = transform,
+    .count = count,
+    .end_round = end_round,
+    .accumulate = add_gradient,
+    .read = read_slot,
+    .write = write_slot,
+    .saturated = saturated,
+};
+
+/* ---- Tests ---- */
+
+static void run_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
+{
+    uint64_t hash = 0, expected = 0;
+    char error[300] = "";
+    /* What is not listed test_golden.c reports. */
+    if (!golden_expected(list, c, &expected)) return;
+    int failed = golden_run(c, layout, &hash, error, sizeof error);
+    CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
+    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients,
+          c->generator, hash, expected);
+}
+
+int main(int argc, char **argv)
+{
+    int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
+    test_init(argc - short_run - all, argv + short_run + all);
+    char *list = test_source_text("tests/golden/hashes.txt");
+    struct golden_case *cases = golden_cases(&n);
+    if (!cases) return 1;
+    emulated.workspace = hstep_host_device.workspace;
+    hstep_default_device = &emulated;
+    const struct golden_layout layouts[] = {
+        {.threads = 1}, {.threads = 1, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
+    const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
+    for (int l = 0; l < 3; l++)
+        TEST(names[l]) {
+            int stride = (all ? 1 : short_run ? 61 : 3) * (l ? 17 : 1);
+            for (int i = l % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
+        }
+    TEST("any number of blocks") {
+        grid_blocks = 1;
+        run_golden(list, &cases[n / 2], &layouts[0]);
+        grid_blocks = 7;
+        run_golden(list, &cases[n / 2], &layouts[0]);
+        grid_blocks = 3;
+    }
+    /* The test can fail: without the last of a step's launches counters stand still, and all hashes differ. */
+    TEST("a launch that is missing is noticed") {
+        uint64_t hash = 0, expected = 0;
+        char error[300] = "";
+        emulated.count = end_round;
+        int failed = !golden_expected(list, &cases[0], &expected) ||
+                     golden_run(&cases[0], &layouts[0], &hash, error, sizeof error);
+        CHECK(failed || hash != expected, "the promised bits without a count");
+        emulated.count = count;
+    }
+    printf("     %ld launches\n", launches);
+    free(cases);
+    free(list);
+    return test_done();
+}
+
+#endif
