@@ -80,8 +80,8 @@ HALFSTEP_API int32_t halfstep_abi(void);
 #define HALFSTEP_ERROR_ORDER       -15 /* a call at the wrong time: a step before states exist, a tensor after them */
 #define HALFSTEP_ERROR_UNSUPPORTED -20 /* a combination that has no meaning, e.g. a block format for a gradient */
 #define HALFSTEP_ERROR_MEMORY      -30
-#define HALFSTEP_ERROR_DEVICE      -31 /* a device, or its driver: none, too old, of no use here, or it has failed. After a
-                                          failure that the driver calls lasting every handle on that device refuses */
+#define HALFSTEP_ERROR_DEVICE      -31 /* a device, or its driver: none, too old, of no use here, or it has failed.
+                                          After a failure that the driver calls lasting every handle on it refuses */
 #define HALFSTEP_ERROR_FORMAT      -40 /* halfstep_io: a file that is not what it should be */
 #define HALFSTEP_ERROR_MISMATCH    -41 /* halfstep_io: a sound file that belongs to another configuration */
 #define HALFSTEP_ERROR_IO          -42 /* halfstep_io: the operating system refused */
@@ -250,15 +250,16 @@ HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimiz
  *             from halfstep_device_allocate(); ARGUMENT for any other, with nothing changed. Values of
  *             halfstep_read_slot() and halfstep_write_slot() stay the process's. Statistics may be either; for the
  *             process's there is a wait.
- *   steps     are submitted to the stream in the order of the calls, whose arrays of pointers have been read when a call
- *             returns: gradients must stay until the stream has come that far. They return HALFSTEP_OK where a processor
- *             would say HALFSTEP_NONFINITE: halfstep_synchronize() says it.
- *   reading   of counters, scalars, slots, steps of groups, the lr, the norm or skipped steps waits for the stream, and so
- *             do copies of halfstep_bind_step() and halfstep_bind_grid(), which are written then.
- *   capture   while the stream is captured into a CUDA graph, steps are recorded, and counters, schedules and random bits
- *             go on at each replay. Call halfstep_synchronize() before the capture begins; whatever waits, allocates or
- *             sends anything changed is refused with ORDER until it ends, and a second step in one capture must have the
- *             pointers of the first. Hyper-parameters that are set afterwards reach the replays that follow.
+ *   steps     are submitted to the stream in the order of the calls, whose arrays of pointers have been read when a
+ *             call returns: gradients must stay until the stream has come that far. They return HALFSTEP_OK where a
+ *             processor would say HALFSTEP_NONFINITE: halfstep_synchronize() says it.
+ *   reading   of counters, scalars, slots, steps of groups, the lr, the norm or skipped steps waits for the stream, and
+ *             so do copies of halfstep_bind_step() and halfstep_bind_grid(), which are written then.
+ *   capture   while the stream is captured into a CUDA graph, steps are recorded, and counters, schedules and random
+ *             bits go on at each replay. Call halfstep_synchronize() before the capture begins; whatever waits,
+ *             allocates or sends anything changed is refused with ORDER until it ends, and a second step in one capture
+ *             must have the pointers of the first. Hyper-parameters that are set afterwards reach the replays that
+ *             follow.
  *   threads   as on a processor; any thread may call, whatever context is current in it.
  *   fork      the child cannot use such a handle, but for destroying it.
  * A handle without tensors cannot step (ORDER). */
@@ -270,14 +271,14 @@ HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
 /* Another stream of the same device, for all that is asked for from now on; it is made to wait for what was asked for
  * before, unless it is being captured. Errors: ARGUMENT on the processor unless NULL, DEVICE. */
 HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
-/* "lr" of a group, or of all, and "gradient_scale" (group = HALFSTEP_ALL_GROUPS) are read from *place when a step runs: a
- * double in the memory of the device, which work before it on the stream may write. On the processor when a step is
+/* "lr" of a group, or of all, and "gradient_scale" (group = HALFSTEP_ALL_GROUPS) are read from *place when a step runs:
+ * a double in the memory of the device, which work before it on the stream may write. On the processor when a step is
  * called, and then no two threads may step at once. The caller keeps it within the bounds. NULL: as set. Errors: NAME
  * for other hyper-parameters, ARGUMENT for memory that is not the device's. */
 HALFSTEP_API int halfstep_bind_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name,
                                      const double *place);
-/* Memory of the handle's device, aligned to 64 bytes, to be released before the handle is destroyed (NULL is fine), and a
- * copy between it and the process's, in either direction, or within it, in the order of the calls, done when it
+/* Memory of the handle's device, aligned to 64 bytes, to be released before the handle is destroyed (NULL is fine), and
+ * a copy between it and the process's, in either direction, or within it, in the order of the calls, done when it
  * returns. Errors: MEMORY, DEVICE. */
 HALFSTEP_API int halfstep_device_allocate(const halfstep_optimizer *optimizer, uint64_t bytes, void **memory);
 HALFSTEP_API void halfstep_device_release(const halfstep_optimizer *optimizer, void *memory);

@@ -4,7 +4,7 @@
 set -euo pipefail
 tool=$1 mode=${2:-}
 cd "$(dirname "$0")/.."
-sources() { find src include tools tests fuzz lab examples bench -name '*.[ch]' -o -name '*.def' -o -name '*.cpp'; }
+sources() { find src include tools tests fuzz lab examples bench -name '*.[ch]' -o -name '*.def' -o -name '*.cpp' -o -name '*.cu'; }
 if [ "$mode" != --check ]; then
     sources | grep -v '\.def$' | xargs "$tool" -i
     exit 0

@@ -22,9 +22,10 @@ for line in open("docs/architecture.md", encoding="utf-8"):
             rooms[name] = cells[0]
             order.append(name)
 broken = []
-files = sorted(f[4:-2] for pattern in ("src/*.c", "src/core/*.c", "src/host/*.c", "src/cuda/*.c") for f in glob.glob(pattern))
-broken += [f"{f}.c stands in no room" for f in files if f not in rooms]
-broken += [f"room {rooms[f]}: there is no {f}.c" for f in order if f not in files]
+sources = [f for pattern in ("src/*.c", "src/core/*.c", "src/host/*.c", "src/cuda/*.c", "src/cuda/*.cu") for f in glob.glob(pattern)]
+files = sorted(os.path.splitext(f)[0][4:] for f in sources)
+broken += [f"{f} stands in no room" for f in files if f not in rooms]
+broken += [f"room {rooms[f]}: there is no {f}" for f in order if f not in files]
 broken += [f"room {room} may use {other}, which is none" for room in uses for other in uses[room] if other not in uses]
 
 
@@ -51,14 +52,13 @@ for user, symbol in wanted:
 if len(defined) < 100 or len(wanted) < 100:
     broken.append("nm shows too little to judge by")
 
-header_rooms = {f + ".h": room for f, room in rooms.items()}
+header_rooms = {f + kind: room for f, room in rooms.items() for kind in (".h", ".c")}
 header_rooms.update({"core/optimizer.h": "handle", "host/host.h": "host", "host/transform.h": "host", "host/pair.h": "kernels",
                      "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels",
-                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda"})
-for path in sorted(glob.glob("src/*.[ch]") + glob.glob("src/core/*.[ch]") + glob.glob("src/host/*.[ch]") +
-                   glob.glob("src/cuda/*.[ch]")):
+                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda", "cuda/lane.h": "device code", "cuda/rules.h": "device code"})
+for path in sorted(sources + [f for folder in ("src", "src/core", "src/host", "src/cuda") for f in glob.glob(folder + "/*.h")]):
     name = path[4:]
-    room = rooms.get(name[:-2]) if name.endswith(".c") else header_rooms.get(name)
+    room = header_rooms.get(name) if name.endswith(".h") else rooms.get(os.path.splitext(name)[0])
     for header in re.findall(r'^#\s*include\s+"([^"]+)"', open(path, encoding="utf-8").read(), re.M):
         if not header.startswith(("core/", "host/", "cuda/")) or header.endswith(".def"):
             continue

@@ -225,7 +225,8 @@ static const struct vec_lane lane_table[] = {
 #define LOAD_FLOATS(op, bytes) LOAD(op, bytes, vf, v_bits)
 #define STORE_INTEGERS(op, bytes) STORE(op, bytes, )
 #define STORE_FLOATS(op, bytes) STORE(op, bytes, v_from_bits)
-/* Halves as pairs: what a lane's low half has is e's, the high half o's. Stores take their halves from the high ones. */
+/* Halves as pairs: what a lane's low half has is e's, the high half o's. Stores take their halves from the high
+ * ones. */
 V_OP void load_halves(const char *p, vi *e, vi *o)
 {
     vi x = vh_load_u8(p);

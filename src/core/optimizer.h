@@ -117,8 +117,8 @@ struct hstep_room {
     struct hstep_verdict verdict;
 };
 
-/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that late devices
- * keep, or of this call alone. */
+/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that late
+ * devices keep, or of this call alone. */
 int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room);
 void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room);
 

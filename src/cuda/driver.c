@@ -47,7 +47,8 @@ const char *hstep_cuda_why(void) { return sentence[0] ? sentence : NULL; }
 
 static const char lost[] = "the context on this GPU is lost for the process: save what is not on it, and start anew";
 
-/* What to do about results that are to be expected; of a lasting one that nothing on the GPU can be reached any more. */
+/* What to do about results that are to be expected; of a lasting one that nothing on the GPU can be reached any
+ * more. */
 static const struct {
     int result, code, lasting;
     const char *advice;

@@ -1,5 +1,5 @@
-/* NVIDIA's driver, libcuda, found when it is first asked for: the library is not linked with it, and is the same file on
- * machines that have none. Errors become one of our codes and a sentence that names the call and what to do. */
+/* NVIDIA's driver, libcuda, found when it is first asked for: the library is not linked with it, and is the same file
+ * on machines that have none. Errors become one of our codes and a sentence that names the call and what to do. */
 #ifndef HSTEP_CUDA_DRIVER_H
 #define HSTEP_CUDA_DRIVER_H
 

@@ -1,5 +1,5 @@
-/* One GPU: its primary context, which other libraries of the process share, and the device code loaded into it. Made when
- * a handle first asks for it and kept until the process ends: graphs that were captured refer to its kernels. */
+/* One GPU: its primary context, which other libraries of the process share, and the device code loaded into it. Made
+ * when a handle first asks for it and kept until the process ends: graphs that were captured refer to its kernels. */
 #ifndef HSTEP_CUDA_GPU_H
 #define HSTEP_CUDA_GPU_H
 

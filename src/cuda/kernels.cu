@@ -501,8 +501,8 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
     CUDA_BARRIER();
     renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS), blocks, t->row_length,
           t->rows, limbs[0]);
-    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), rows, t->rows,
-          t->row_length, limbs[1]);
+    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), rows, t->rows, t->row_length,
+          limbs[1]);
     CUDA_BARRIER();
     if (CUDA_THREAD == 0)
         hstep_decide_mean(&call, what.tensor, what.pair, hstep_exact_round(limbs[1]) / (double)t->rows);

@@ -78,7 +78,8 @@ CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP
 CUDA_DEVICE void copy_bytes(char *to, const char *from, int n)
 {
     if (n % 4 == 0 && ((uintptr_t)to | (uintptr_t)from) % 4 == 0)
-        for (int i = 0; i < n; i += 4) *(uint32_t *)(void *)(to + i) = *(const uint32_t *)(const void *)(from + i);
+        for (int i = 0; i < n; i += 4)
+            memcpy(__builtin_assume_aligned(to + i, 4), __builtin_assume_aligned(from + i, 4), 4);
     else
         for (int i = 0; i < n; i++) to[i] = from[i];
 }

@@ -209,8 +209,8 @@ int hstep_link_settle(struct hstep_link *l, int n_tensors)
     return keep_another(l, 2 * n_tensors);
 }
 
-/* Pointers that a replay will read: those of an earlier capture if they are the same, else they are copied as part of the
- * graph, from a room that keeps them. */
+/* Pointers that a replay will read: those of an earlier capture if they are the same, else they are copied as part of
+ * the graph, from a room that keeps them. */
 static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uint64_t *memory)
 {
     const size_t bytes = (size_t)n * sizeof *pointers;

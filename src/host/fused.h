@@ -3,8 +3,8 @@
  * A tile goes through short loops, each with a chain of instructions that a processor sees to its end while it waits
  * for the divider: what comes before the weight (gradient and states decoded, the rule, states encoded), the weight,
  * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. The loops
- * are here, and those by format alone with their tables; fused_steps.h pairs them with rules and recipes. Over 500 lines
- * because the loops share what one tile keeps from loop to loop. */
+ * are here, and those by format alone with their tables; fused_steps.h pairs them with rules and recipes. Over 500
+ * lines because the loops share what one tile keeps from loop to loop. */
 #ifndef HSTEP_FUSED_H
 #define HSTEP_FUSED_H
 

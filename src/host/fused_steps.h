@@ -228,8 +228,8 @@ static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
     return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
 }
 
-/* The gradient to the room. Loops over f32 in the order of memory know of no room: they are to look at `seen`, where the
- * gradient is said to be in its place. */
+/* The gradient to the room. Loops over f32 in the order of memory know of no room: they are to look at `seen`, where
+ * the gradient is said to be in its place. */
 static const struct hstep_fused *fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen,
                                               struct fused_room *room, int plain, int64_t t, int64_t n)
 {

@@ -40,8 +40,8 @@ V_OP int is_block(const int format) { return columns_of(format).block != 0; }
 /* Whether a state lies on a grid that decays with it. */
 V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
 
-/* Formats that decode or encode a pair at once say so, with NAME_DECODE and NAME_ENCODE; others take one vector after the
- * other. */
+/* Formats that decode or encode a pair at once say so, with NAME_DECODE and NAME_ENCODE; others take one vector after
+ * the other. */
 #define HSTEP_PAIR(way) , way
 #define PAIR_WAY(what, marked) PAIR_PICK(what, marked, SINGLY, )
 #define PAIR_PICK(what, ...) PAIR_SECOND(what, __VA_ARGS__)

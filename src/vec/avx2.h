@@ -103,7 +103,7 @@ V_OP vi vi_load_u8(const void *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(
 /* The low bytes of each 128 bits become their first word. */
 V_OP void vi_store_u8(void *p, vi x)
 {
-    const vi bytes = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    const vi bytes = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x0c080400, -1, -1, -1));
     vi words = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x, bytes), _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1));
     _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(words));
 }

@@ -156,7 +156,8 @@ V_OP vi vh_load_u8(const void *p)
 V_OP int32_t hstep_saturated(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 V_OP void vh_store_s8(void *p, vi x)
 {
-    vp_store_8(p, (vi)hstep_saturated(hstep_half_low(x), -128, 127), (vi)hstep_saturated(hstep_half_high(x), -128, 127));
+    int32_t low = hstep_saturated(hstep_half_low(x), -128, 127), high = hstep_saturated(hstep_half_high(x), -128, 127);
+    vp_store_8(p, (vi)low, (vi)high);
 }
 V_OP void vh_store_u8(void *p, vi x)
 {

@@ -3,6 +3,10 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#if defined(__GNUC__) && !defined(__clang__)
+/* It cannot know that no format keeps more than 16 bits beside a code. */
+#pragma GCC diagnostic ignored "-Wstringop-overflow"
+#endif
 #define HSTEP_CUDA_EMULATED 1
 #include "cuda/kernels.cu"
 

@@ -60,7 +60,8 @@ static int misuse(const char *what)
 
 /* ---- Memory ---- */
 
-/* One stretch for each GPU, so that opening and closing it is one call. Blocks are not used again until all are free. */
+/* One stretch for each GPU, so that opening and closing it is one call. Blocks are not used again until all are
+ * free. */
 #define ARENA ((size_t)1 << 30)
 #define MOST 4096
 

@@ -1,5 +1,5 @@
-/* For tests/device_code_test.sh: every rule, every format, random words, exact sums and prepare functions, compiled as device code.
- * The scalar vocabulary stands in for a device's own. Nothing is run. */
+/* For tests/device_code_test.sh: every rule, every format, random words, exact sums and prepare functions, compiled as
+ * device code. The scalar vocabulary stands in for a device's own. Nothing is run. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,21 +30,21 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
 #undef HSTEP_INCLUDE_RULES
 
 #define KERNEL __attribute__((global))
-#define RULE(id, name, fn, ...)                                                       \
+#define RULE(id, name, fn, ...)                                                         \
     KERNEL void prepare_##id(float *k, struct hstep_prepare *p) { fn##_prepare(k, p); } \
-    KERNEL void rule_##id(const vf *k, vf w, vf g, vf *s, vf *d)                      \
-    {                                                                                 \
+    KERNEL void rule_##id(const vf *k, vf w, vf g, vf *s, vf *d)                        \
+    {                                                                                   \
         for (int mode = 0; mode < RULE_MODES; mode++) *d = fn##_rule(k, w, g, s, mode); \
     }
 #include "rules/rules.def"
 #undef RULE
 
-#define ELEMENT_FORMAT(id, name, fn, ...)                                              \
-    KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi words)          \
-    {                                                                                  \
-        load_any(HSTEP_FORMAT_##fn, 0, code, extra, 0, e, o);                          \
-        store_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, words, 1);                \
-        apply_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, *e, *o, words);           \
+#define ELEMENT_FORMAT(id, name, fn, ...)                                    \
+    KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi words) \
+    {                                                                        \
+        load_any(HSTEP_FORMAT_##fn, 0, code, extra, 0, e, o);                \
+        store_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, words, 1);      \
+        apply_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, *e, *o, words); \
     }
 #define BLOCK_FORMAT(id, name, fn, ...)                                                \
     KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi words, float *x) \
@@ -58,7 +58,10 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 
-KERNEL void words(uint32_t *out, struct hstep_key *key) { hstep_random_words(HSTEP_GENERATOR_LATTICE, key, 0, 64, out); }
+KERNEL void words(uint32_t *out, struct hstep_key *key)
+{
+    hstep_random_words(HSTEP_GENERATOR_LATTICE, key, 0, 64, out);
+}
 KERNEL void sums(int64_t *limbs, double *x)
 {
     hstep_exact_add(limbs, *x);
