@@ -1,5 +1,5 @@
 # Device code inside the library. clang compiles src/cuda/kernels.cu to PTX once, which drivers compile for the GPU that is there; where ptxas is
-# found, it makes machine code of it for each architecture beforehand. All of it becomes arrays of bytes. nvcc's own front end takes functions that
+# found, it makes machine code of it for each architecture beforehand. All of it becomes arrays of bytes in place of src/cuda/images.c, which has none. nvcc's own front end takes functions that
 # say nothing for the host's, and refuses what the kernels share with core/.
 #
 #   cmake -D OUTPUT=file.c -D IMAGES=compute=file;compute=file... -P images.cmake    writes the table
@@ -14,6 +14,7 @@ function(halfstep_device_images result)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
   set(images "")
   set(files "")
+  set(${result} ${PROJECT_SOURCE_DIR}/src/cuda/images.c PARENT_SCOPE)
   if(HALFSTEP_CUDA)
     find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
     find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
@@ -37,11 +38,11 @@ function(halfstep_device_images result)
     endif()
     list(APPEND images 0=${ptx})
     list(APPEND files ${ptx})
+    add_custom_command(OUTPUT ${output}
+      COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -P ${images_script}
+      DEPENDS ${files} ${images_script} VERBATIM)
+    set(${result} ${output} PARENT_SCOPE)
   endif()
-  add_custom_command(OUTPUT ${output}
-    COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -P ${images_script}
-    DEPENDS ${files} ${images_script} VERBATIM)
-  set(${result} ${output} PARENT_SCOPE)
 endfunction()
 
 if(CMAKE_SCRIPT_MODE_FILE)

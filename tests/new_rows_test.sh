@@ -75,7 +75,7 @@ done < <(sed -nE 's/^ISA\( *([a-z0-9_]+) *, *([a-z0-9_]+) *, *"([^"]*)" *\)/\1|\
 for program in driver golden rules; do
     # shellcheck disable=SC2046,SC2086
     cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -I"$source_dir" $have \
-        $(ls src/*.c src/core/*.c src/host/*.c src/cuda/*.c src/io/*.c | grep -v kernels) "$build_dir/cuda_images.c" $objects \
+        $(ls src/*.c src/core/*.c src/host/*.c src/cuda/*.c src/io/*.c | grep -v kernels) $objects \
         "$source_dir/tests/rows/$program.c" -o $program -lm -ldl -pthread >log 2>&1 || { cat log; fail "the library with new rows"; }
 done
 ./driver mx8 nv8 || fail "new formats do not work"
