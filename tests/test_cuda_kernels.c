@@ -16,7 +16,7 @@ int main(void) { return 0; }
 #include "cuda/kernels.h"
 #include "host/host.h"
 #include "ref/fixture.h"
-#include <tools/halfstep/golden.c>
+#include "golden_case.h"
 
 /* ---- The device ---- */
 
@@ -167,18 +167,6 @@ static struct hstep_device emulated = {
 
 /* ---- Tests ---- */
 
-static void run_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
-{
-    uint64_t hash = 0, expected = 0;
-    char error[300] = "";
-    /* What is not listed test_golden.c reports. */
-    if (!golden_expected(list, c, &expected)) return;
-    int failed = golden_run(c, layout, &hash, error, sizeof error);
-    CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
-    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients,
-          c->generator, hash, expected);
-}
-
 int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
@@ -194,13 +182,13 @@ int main(int argc, char **argv)
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
             int stride = (all ? 1 : short_run ? 61 : 3) * (l ? 17 : 1);
-            for (int i = l % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
+            for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
         }
     TEST("any number of blocks") {
         grid_blocks = 1;
-        run_golden(list, &cases[n / 2], &layouts[0]);
+        check_golden(list, &cases[n / 2], &layouts[0]);
         grid_blocks = 7;
-        run_golden(list, &cases[n / 2], &layouts[0]);
+        check_golden(list, &cases[n / 2], &layouts[0]);
         grid_blocks = 3;
     }
     /* The test can fail: without the last of a step's launches counters stand still, and all hashes differ. */

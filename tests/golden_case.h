@@ -1,0 +1,23 @@
+/* One case of tests/golden/hashes.txt, for every test that has to give the promised bits in its own way. */
+#ifndef HSTEP_TESTS_GOLDEN_CASE_H
+#define HSTEP_TESTS_GOLDEN_CASE_H
+
+#include <inttypes.h>
+
+#include "test.h"
+#include <tools/halfstep/golden.c>
+
+/* 0 for a case that is not in the list, which test_golden.c reports. */
+static int check_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)
+{
+    uint64_t hash = 0, expected = 0;
+    char error[300] = "";
+    if (!golden_expected(list, c, &expected)) return 0;
+    int failed = golden_run(c, layout, &hash, error, sizeof error);
+    CHECK(!failed, "%s %s %s: %s", c->recipe, c->gradients, c->generator, error);
+    CHECK(failed || hash == expected, "%s %s %s: %016" PRIx64 ", expected %016" PRIx64, c->recipe, c->gradients,
+          c->generator, hash, expected);
+    return 1;
+}
+
+#endif
