@@ -204,8 +204,8 @@ class EMA(torch.nn.Module):
     seed, generator, threads    of the random bits and of the work, as in Optimizer
 
     `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a weight that is NaN or infinite
-    is refused (see `scan`): nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds tensors only
-    and goes on bit for bit; that of an AveragedModel loads too.
+    is refused (see `scan`): nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds
+    tensors only and goes on bit for bit; that of an AveragedModel loads too.
     """
 
     _dropped = False  # whether a residual was, and that was said
