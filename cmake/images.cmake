@@ -1,15 +1,40 @@
-# Device code inside the library. clang compiles src/cuda/kernels.cu to PTX once, which drivers compile for the GPU that is there; where ptxas is
-# found, it makes machine code of it for each architecture beforehand. All of it becomes arrays of bytes in place of src/cuda/images.c, which has none. nvcc's own front end takes functions that
+# Device code inside the library. clang compiles src/cuda/kernels.cu to PTX once, which drivers compile for the GPU that is there; ptxas makes machine code of
+# it for each architecture beforehand. All of it becomes arrays of bytes in place of src/cuda/images.c, which has none. nvcc's own front end takes functions that
 # say nothing for the host's, and refuses what the kernels share with core/.
 #
-#   cmake -D OUTPUT=file.c -D IMAGES=compute=file;compute=file... -P images.cmake    writes the table
+#   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." [-D LZ4=program] -P images.cmake    writes the table
 
 set(images_script ${CMAKE_CURRENT_LIST_FILE})
+
+# The assembler: the one that is named, or of the Python index, or whichever is found, or none.
+function(halfstep_find_ptxas)
+  if(HALFSTEP_PTXAS)
+    return()
+  endif()
+  execute_process(COMMAND bash ${PROJECT_SOURCE_DIR}/scripts/ptxas.sh ${PROJECT_BINARY_DIR}/ptxas
+    OUTPUT_VARIABLE found ERROR_QUIET RESULT_VARIABLE error OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT error)
+    set(HALFSTEP_PTXAS ${found} CACHE FILEPATH "Assembler of device code" FORCE)
+    return()
+  endif()
+  find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
+  if(NOT HALFSTEP_PTXAS)
+    message(WARNING "no ptxas, and none to be had from the Python index: drivers will compile the device code when it is first used")
+    return()
+  endif()
+  execute_process(COMMAND ${HALFSTEP_PTXAS} --version OUTPUT_VARIABLE text)
+  string(REGEX MATCH "release ([0-9.]+)" text "${text}")
+  if(CMAKE_MATCH_1 VERSION_LESS 12.8)
+    message(FATAL_ERROR "${HALFSTEP_PTXAS} is of ${CMAKE_MATCH_1}; for ${HALFSTEP_CUDA_ARCHITECTURES} it has to be 12.8 or newer")
+  elseif(CMAKE_MATCH_1 VERSION_GREATER_EQUAL 13)
+    message(WARNING "${HALFSTEP_PTXAS} is of ${CMAKE_MATCH_1}: drivers of CUDA 12 will not load its code, and compile the PTX when it is first used")
+  endif()
+endfunction()
 
 function(halfstep_device_images result)
   # The least compute capability, of which the PTX is, and those that get machine code, newest first.
   set(HALFSTEP_CUDA_PTX 80)
-  set(HALFSTEP_CUDA_ARCHITECTURES 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first, where ptxas is found")
+  set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first")
   set(source ${PROJECT_SOURCE_DIR}/src/cuda/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
   set(images "")
@@ -17,11 +42,12 @@ function(halfstep_device_images result)
   set(${result} ${PROJECT_SOURCE_DIR}/src/cuda/images.c PARENT_SCOPE)
   if(HALFSTEP_CUDA)
     find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
-    find_program(HALFSTEP_PTXAS ptxas HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin DOC "Assembler of device code")
-    mark_as_advanced(HALFSTEP_CLANG HALFSTEP_PTXAS)
+    find_program(HALFSTEP_LZ4 lz4 DOC "Packs device code, which is three times as large without")
+    mark_as_advanced(HALFSTEP_CLANG HALFSTEP_LZ4 HALFSTEP_PTXAS)
     if(NOT HALFSTEP_CLANG)
       message(FATAL_ERROR "HALFSTEP_CUDA=ON but clang was not found")
     endif()
+    halfstep_find_ptxas()
     set(ptx ${PROJECT_BINARY_DIR}/kernels.ptx)
     add_custom_command(OUTPUT ${ptx}
       COMMAND ${HALFSTEP_CLANG} -x cuda --cuda-device-only --cuda-gpu-arch=sm_${HALFSTEP_CUDA_PTX} -nocudainc -nocudalib -Xclang -target-feature
@@ -39,7 +65,7 @@ function(halfstep_device_images result)
     list(APPEND images 0=${ptx})
     list(APPEND files ${ptx})
     add_custom_command(OUTPUT ${output}
-      COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -P ${images_script}
+      COMMAND ${CMAKE_COMMAND} -D OUTPUT=${output} -D "IMAGES=${images}" -D "LZ4=${HALFSTEP_LZ4}" -P ${images_script}
       DEPENDS ${files} ${images_script} VERBATIM)
     set(${result} ${output} PARENT_SCOPE)
   endif()
@@ -51,11 +77,24 @@ if(CMAKE_SCRIPT_MODE_FILE)
   foreach(image IN LISTS IMAGES)
     string(REGEX MATCH "^([0-9]+)=(.*)$" image "${image}")
     set(compute ${CMAKE_MATCH_1})
-    file(READ "${CMAKE_MATCH_2}" bytes HEX)
+    set(file "${CMAKE_MATCH_2}")
     # PTX is a text, which ends with a 0.
-    string(REGEX REPLACE "(..)" "0x\\1," bytes "${bytes}00")
-    string(APPEND arrays "static const _Alignas(64) unsigned char image_${compute}[] = {${bytes}};\n")
-    string(APPEND rows "    {${compute}, image_${compute}, sizeof image_${compute}},\n")
+    file(SIZE "${file}" bytes)
+    math(EXPR bytes "${bytes} + 1")
+    if(LZ4)
+      execute_process(COMMAND bash -c "{ cat \"$0\"; printf '\\0'; } | \"$1\" -q -9 -B7 -BD --no-frame-crc >\"$2\"" "${file}" "${LZ4}" "${file}.lz4"
+        RESULT_VARIABLE error)
+      if(error)
+        message(FATAL_ERROR "${LZ4} failed with ${file}")
+      endif()
+      file(READ "${file}.lz4" data HEX)
+    else()
+      file(READ "${file}" data HEX)
+      string(APPEND data 00)
+    endif()
+    string(REGEX REPLACE "(..)" "0x\\1," data "${data}")
+    string(APPEND arrays "static const _Alignas(64) unsigned char image_${compute}[] = {${data}};\n")
+    string(APPEND rows "    {${compute}, image_${compute}, ${bytes}, sizeof image_${compute}},\n")
   endforeach()
-  file(WRITE "${OUTPUT}" "#include \"cuda/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0}};\n")
+  file(WRITE "${OUTPUT}" "#include \"cuda/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\n")
 endif()

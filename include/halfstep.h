@@ -273,7 +273,8 @@ HALFSTEP_API int halfstep_synchronize(halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_set_stream(halfstep_optimizer *optimizer, void *stream);
 /* "lr" of a group, or of all, and "gradient_scale" (group = HALFSTEP_ALL_GROUPS) are read from *place when a step runs:
  * a double in the memory of the device, which work before it on the stream may write. On the processor when a step is
- * called, and then no two threads may step at once. The caller keeps it within the bounds. NULL: as set. Errors: NAME
+ * called, and then no two threads may step at once. The caller keeps it within the bounds, but for a gradient_scale
+ * that is not finite: such a step is refused, as a loss scaler wants it, without a wait. NULL: as set. Errors: NAME
  * for other hyper-parameters, ARGUMENT for memory that is not the device's. */
 HALFSTEP_API int halfstep_bind_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name,
                                      const double *place);

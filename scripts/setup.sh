@@ -45,6 +45,7 @@ if [ "${1:-build}" = test ]; then
     want clang program clang
     want binutils program readelf
     want util-linux program setarch
+    want lz4 program lz4
     want python3 program python3
     # Debian keeps pip's part of venv in a package of its own.
     want python3-venv python3 -c 'import ensurepip, venv'

@@ -65,11 +65,19 @@ struct hstep_call {
     int first, n, single, micro;
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
+    const struct hstep_tensor *tensors; /* the handle's own, of which a device may read what settling made of them */
     int64_t *statistics;
     struct hstep_verdict *verdict; /* in the memory of the device */
 };
 
 enum hstep_pass { HSTEP_PASS_UPDATE, HSTEP_PASS_DIRECTION, HSTEP_PASS_CHANGE, HSTEP_PASS_SUMS };
+
+/* A matrix between the two passes of its step, as core/ knows it without looking into the device's memory. */
+struct hstep_matrix {
+    int tensor;
+    int64_t rows, columns;
+    const float *k; /* of its transformation (transforms.def), as hyper-parameters are now */
+};
 
 /* A sum of gradients outside of a step. */
 struct hstep_accumulation {
@@ -155,7 +163,7 @@ struct hstep_device {
     /* One pass over n tensors from `first` on. UPDATE leaves out matrices, the others are for a matrix alone. */
     int (*update)(const struct hstep_call *call, int first, int n, enum hstep_pass pass);
     /* The transformation of the rule's row between the two passes of a matrix. */
-    int (*transform)(const struct hstep_call *call, int tensor);
+    int (*transform)(const struct hstep_call *call, const struct hstep_matrix *m);
     /* Counters, scalars, grids and the squares of the round, of tensors that were updated; steps of groups. */
     int (*count)(const struct hstep_call *call);
     /* Ends a round of release by the limbs of its squares (statistics, or its own): verdict->norm, groups counted. */

@@ -55,7 +55,8 @@ if len(defined) < 100 or len(wanted) < 100:
 header_rooms = {f + kind: room for f, room in rooms.items() for kind in (".h", ".c")}
 header_rooms.update({"core/optimizer.h": "handle", "host/host.h": "host", "host/transform.h": "host", "host/pair.h": "kernels",
                      "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels",
-                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda", "cuda/lane.h": "device code", "cuda/rules.h": "device code"})
+                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda", "cuda/lane.h": "device code", "cuda/rules.h": "device code",
+                     "cuda/matrix.h": "device code", "cuda/fused.h": "device code", "cuda/fused_kernels.h": "device code"})
 for path in sorted(sources + [f for folder in ("src", "src/core", "src/host", "src/cuda") for f in glob.glob(folder + "/*.h")]):
     name = path[4:]
     room = header_rooms.get(name) if name.endswith(".h") else rooms.get(os.path.splitext(name)[0])

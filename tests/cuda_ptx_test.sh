@@ -1,7 +1,8 @@
 #!/bin/bash
 # The kernels of src/cuda as device code: clang makes PTX of the very source that the emulation runs, without any
 # toolkit. Every row of kernels.def is an entry, nothing is left for a linker, and no product is fused with a sum; where
-# ptxas is at hand (PTXAS, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES.
+# ptxas can be had (PTXAS, or of the Python index, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES, as the
+# build does; and the table that the build makes of them holds every byte.
 # (make check leaves it out.)
 . "$(dirname "$0")/lib.sh"
 need clang
@@ -14,12 +15,35 @@ compile() { # source folder, output
 fused() { grep -cE '\b(fma|mad)\.(rn|rz|rm|rp)' "$1"; }
 ptx=$scratch/kernels.ptx
 compile src "$ptx" || { grep -E 'error' "$scratch/log" | head; fail "the kernels do not compile as device code"; }
-rows=$(grep -cE '^KERNEL(_SUM|_ACCESS)?\(' src/cuda/kernels.def)
-entries=$(grep -c '\.visible \.entry' "$ptx")
-[ "$entries" -eq "$rows" ] || fail "$entries entries for $rows rows of kernels.def"
-for name in $(sed -nE 's/^KERNEL(_SUM|_ACCESS)?\(([a-z_]+),.*/\2/p' src/cuda/kernels.def); do
-    grep -q "\.visible \.entry halfstep_cuda_$name(" "$ptx" || fail "no entry halfstep_cuda_$name"
-done
+# Machine code has 16 bytes an instruction. Budgets belong to the compilers that made them, which the first line names.
+budgets=bench/gpu_kernels.csv
+check_budgets() { # cubin for 9.0
+    local made
+    made="$(clang --version | sed -nE 's/.*clang version ([0-9]+).*/clang \1/p') and ptxas $("$ptxas" --version | sed -nE 's/.*release ([0-9.]+),.*/\1/p')"
+    readelf -SW "$1" 2>/dev/null | sed -nE 's/^ *\[ *[0-9]+\] \.text\.halfstep_cuda_fused_(\w+) +PROGBITS +\w+ +\w+ +(\w+).*/\1 \2/p' |
+        while read -r name size; do echo "$name,$((16#$size / 16))"; done | sort >"$scratch/counts"
+    [ "$(wc -l <"$scratch/counts")" -eq "$fused" ] || fail "$(wc -l <"$scratch/counts") of $fused fused kernels in the machine code"
+    if [ "${GPU_BUDGETS:-}" = write ]; then
+        { echo "# $made"; cat "$scratch/counts"; } >"$budgets"
+    elif [ "# $made" != "$(head -1 "$budgets")" ]; then
+        echo "     made by $made, the budgets by others: not compared"
+        return
+    fi
+    join -t, -a1 "$scratch/counts" <(tail -n +2 "$budgets" | sort) >"$scratch/both"
+    awk -F, '!$3 || $2 > $3 * 1.03 {print $1 ": " $2 " instructions, " ($3 ? $3 : "none") " allowed"; bad = 1} END {exit bad}' "$scratch/both" >"$scratch/over" ||
+        fail "$(head -3 "$scratch/over") (GPU_BUDGETS=write records what is meant)"
+    echo "ok   no fused kernel has more instructions than its budget"
+}
+# The rows as the preprocessor has them, which makes those of fused.def with every rule.
+rows() {
+    printf '#define KERNEL(name, shape) halfstep_cuda_##name\n#define KERNEL_SUM KERNEL\n#define KERNEL_ACCESS KERNEL\n#include "cuda/kernels.def"\n' |
+        cc -E -P -Isrc -x c - | grep -oE 'halfstep_cuda_[a-z0-9_]+'
+}
+rows | sort >"$scratch/rows"
+sed -nE 's/.*\.visible \.entry ([a-z0-9_]+).*/\1/p' "$ptx" | sort >"$scratch/entries"
+entries=$(wc -l <"$scratch/entries")
+[ "$entries" -gt 50 ] || fail "$entries entries"
+diff "$scratch/rows" "$scratch/entries" || fail "other entries than rows of kernels.def"
 ! grep -q '^\.extern \.func' "$ptx" || fail "undefined: $(grep -A3 '^\.extern \.func' "$ptx" | tr '\n' ' ')"
 [ "$(fused "$ptx")" -eq 0 ] || fail "$(fused "$ptx") fused multiply-adds"
 # Without a rounding of their own, ptxas might fuse them.
@@ -27,11 +51,60 @@ done
 ! grep -qE '(div|sqrt)\.approx|\.ftz' "$ptx" || fail "approximate or flushing instructions"
 echo "ok   $entries kernels are device code, without a fused multiply-add"
 # The test can fail: with contraction there are some.
-compile src "$scratch/contracted.ptx" fast && [ "$(fused "$scratch/contracted.ptx")" -gt 0 ] || fail "contraction is not noticed"
+mkdir -p "$scratch/cuda"
+echo 'extern "C" __attribute__((global)) void contracted(float *x) { x[0] = x[1] * x[2] + x[3]; }' >"$scratch/cuda/kernels.cu"
+compile "$scratch" "$scratch/contracted.ptx" fast && [ "$(fused "$scratch/contracted.ptx")" -gt 0 ] || fail "contraction is not noticed"
 echo "ok   contraction is noticed"
-ptxas=${PTXAS:-$(command -v ptxas)}
-[ -n "$ptxas" ] || { echo "     no ptxas: not assembled"; exit 0; }
-for architecture in ${PTX_ARCHITECTURES:-sm_80 sm_90}; do
-    "$ptxas" "-arch=$architecture" -o "$scratch/kernels.cubin" "$ptx" >"$scratch/log" 2>&1 || { head -5 "$scratch/log"; fail "ptxas for $architecture"; }
-    echo "ok   assembled for $architecture: $(stat -c %s "$scratch/kernels.cubin") bytes"
-done
+ptxas=${PTXAS:-$(bash scripts/ptxas.sh "$build_dir/ptxas" 2>/dev/null || command -v ptxas || true)}
+images=
+if [ -n "$ptxas" ]; then
+    for architecture in ${PTX_ARCHITECTURES:-90}; do
+        cubin=$scratch/kernels.$architecture
+        "$ptxas" -v "-arch=sm_$architecture" --fmad=false -o "$cubin" "$ptx" >"$scratch/log" 2>&1 || { head -5 "$scratch/log"; fail "ptxas for $architecture"; }
+        # Values that leave their registers are memory traffic in the loop that should have none but the tensors'.
+        fused=$(grep -c 'halfstep_cuda_fused_' "$scratch/rows")
+        inside=$(grep -A2 'Compiling entry function .halfstep_cuda_fused_' "$scratch/log" | grep -c '^ *0 bytes stack frame' || true)
+        [ "$inside" -eq "$fused" ] || fail "$((fused - inside)) of $fused fused kernels for $architecture have values in local memory"
+        echo "ok   assembled for $architecture: $(stat -c %s "$cubin") bytes"
+        [ "$architecture" != 90 ] || check_budgets "$cubin"
+        images="$images$architecture=$cubin;"
+    done
+else
+    echo "     no ptxas: not assembled"
+fi
+embed() { # program that packs, or nothing
+    cmake -D "OUTPUT=$scratch/images.c" -D "IMAGES=${images}0=$ptx" -D "LZ4=$1" -P cmake/images.cmake
+    cc -std=c11 -O2 -Isrc -o "$scratch/embedded" "$scratch/images.c" "$scratch/check.c" src/cuda/unpack.c
+    "$scratch/embedded" "$scratch"/unpacked
+    for image in $(echo "$images" | tr ';' ' ') "0=$ptx"; do
+        { cat "${image#*=}"; printf '\0'; } | cmp -s - "$scratch/unpacked.${image%%=*}" || fail "the image for ${image%%=*} is not what was embedded"
+    done
+}
+cat >"$scratch/check.c" <<'C'
+#include <stdio.h>
+#include <stdlib.h>
+#include "cuda/images.h"
+#include "cuda/unpack.h"
+int main(int argc, char **argv)
+{
+    for (const struct hstep_cuda_image *i = hstep_cuda_images; i->bytes; i++) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s.%d", argv[1], i->compute);
+        void *data = malloc(i->bytes);
+        FILE *file = fopen(path, "wb");
+        int packed = i->stored != i->bytes;
+        if (packed && hstep_unpack(data, i->bytes, i->data, i->stored)) return 1;
+        fwrite(packed ? data : i->data, 1, i->bytes, file);
+        fclose(file);
+        free(data);
+    }
+    return argc != 2;
+}
+C
+lz4=$(command -v lz4) || echo "     no lz4: not packed"
+[ -z "$lz4" ] || embed "$lz4"
+[ -z "$lz4" ] || echo "ok   packed by lz4 and unpacked: the PTX in $(stat -c %s "$ptx.lz4") bytes"
+head -c 100000 "$ptx" >"$scratch/part"
+ptx=$scratch/part images=
+embed ""
+echo "ok   embedded as it is"

@@ -16,6 +16,9 @@ version=$(sed -n 's/^#define HALFSTEP_VERSION_[A-Z]* *//p' "$source_dir/include/
 (cd "$source_dir" && "$python" -c 'import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])' "$scratch") \
     >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the sdist cannot be made"; }
 tar xzf "$scratch/halfstep-$version.tar.gz" -C "$scratch" || fail "no sdist of version $version: $(ls "$scratch")"
+for file in docs/python.md examples/finetune.py README.md CHANGELOG.md; do
+    [ -s "$scratch/halfstep-$version/$file" ] || fail "the sdist lacks $file"
+done
 echo "ok   sdist"
 
 # Into a folder that stays, where only what differs is replaced: then the next build compiles only that.
@@ -44,7 +47,9 @@ wheel, source, info = sys.argv[1:]
 with zipfile.ZipFile(wheel) as archive:
     names = {n for n in archive.namelist() if not n.startswith(info + "/")}
     links = [i.filename for i in archive.infolist() if i.external_attr >> 28 == 0xA]
-    wanted = {p.relative_to(source).as_posix() for p in pathlib.Path(source).rglob("*.py")} | {"halfstep/libhalfstep.so"}
+    wanted = {p.relative_to(source).as_posix() for p in pathlib.Path(source).rglob("*.py*")
+              if p.suffix in (".py", ".pyi")} | {"halfstep/libhalfstep.so", "halfstep/py.typed"}
+    assert "halfstep/__init__.pyi" in wanted
     assert names == wanted, f"missing {sorted(wanted - names)}, not expected {sorted(names - wanted)}"
     assert not links, links
     assert f"{info}/licenses/LICENSE" in archive.namelist(), "no licence"

@@ -207,7 +207,7 @@ static void test_building(void)
         halfstep_options options = {.struct_size = sizeof options, .device = "cpu"};
         halfstep_device_info info = {.struct_size = sizeof info};
         void *memory;
-        double lr = 0.25, found;
+        double lr = 0.25, found, infinite = INFINITY;
         float values[4] = {1, 2, 3, 4};
         MUST(halfstep_create(&options, &o));
         MUST(halfstep_add_group(o, "adamw", &group));
@@ -225,7 +225,11 @@ static void test_building(void)
         lr = 0.5;
         MUST(halfstep_step(o, NULL, NULL));
         MUST(halfstep_get_hyper(o, 0, "lr", &found));
-        CHECK(found == 0.25, "an lr that is bound no more is %g", found);
+        CHECK(found == 1e-3, "an lr that is bound no more is %g", found);
+        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", &infinite));
+        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_NONFINITE);
+        MUST(halfstep_bind_hyper(o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
+        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
         MUST(halfstep_device_allocate(o, sizeof values, &memory));
         MUST(halfstep_device_copy(o, memory, values, sizeof values));
         CHECK((uintptr_t)memory % 64 == 0 && !memcmp(memory, values, sizeof values), "memory of the device");

@@ -49,22 +49,29 @@ enum { ROWS = 48, COLUMNS = 64, N = ROWS * COLUMNS, TENSORS = 3 };
 struct problem {
     halfstep_optimizer *o;
     int32_t group;
+    int rows; /* of all tensors */
     void *weights[TENSORS];
     const void *gradients[TENSORS];
     float values[TENSORS][N];
     const char *device;
 };
 
+/* Of full rank as a matrix. */
 static void value_of(float *g, int tensor, int step)
 {
-    for (int i = 0; i < N; i++) g[i] = (float)((i * 7 + tensor * 3 + step * 5) % 23 - 11) / 8.0f;
+    for (int i = 0; i < N; i++) {
+        uint32_t x = (uint32_t)(i * 7919 + tensor * 104729 + step * 15485863) * 2654435761u;
+        x = (x ^ x >> 15) * 0x85ebca6bu;
+        g[i] = (float)((int)((x ^ x >> 13) % 23) - 11) / 8.0f;
+    }
 }
 
-static int problem_open(struct problem *p, const char *device, const char *recipe, void *stream)
+static int problem_open_as(struct problem *p, const char *device, const char *recipe, void *stream, int rows)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .device = device, .stream = stream};
     memset(p, 0, sizeof *p);
     p->device = device;
+    p->rows = rows;
     int error = halfstep_create(&options, &p->o);
     if (error) return error;
     if ((error = halfstep_add_group(p->o, recipe, &p->group)) ||
@@ -78,8 +85,8 @@ static int problem_open(struct problem *p, const char *device, const char *recip
         halfstep_tensor t = {.struct_size = sizeof t,
                              .name = names[i],
                              .ndim = 2,
-                             .rows = ROWS,
-                             .row_length = COLUMNS,
+                             .rows = rows,
+                             .row_length = N / rows,
                              .gradient = "f32"};
         if ((error = halfstep_add_tensor(p->o, &t, &tensor))) return error;
         for (int j = 0; j < 2; j++) {
@@ -93,9 +100,14 @@ static int problem_open(struct problem *p, const char *device, const char *recip
     if ((error = halfstep_allocate_states(p->o))) return error;
     for (int i = 0; i < TENSORS && !error; i++) {
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
-        error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], 0, ROWS, p->values[i]);
+        error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], 0, rows, p->values[i]);
     }
     return error;
+}
+
+static int problem_open(struct problem *p, const char *device, const char *recipe, void *stream)
+{
+    return problem_open_as(p, device, recipe, stream, ROWS);
 }
 
 static int problem_gradients(struct problem *p, int step)
@@ -117,7 +129,7 @@ static uint64_t problem_hash(struct problem *p)
         halfstep_counters c = {.struct_size = sizeof c};
         for (int s = 0; s < 4; s++) {
             if (s == HALFSTEP_SLOT_GRADIENT) continue;
-            if (halfstep_read_slot(p->o, i, s, s ? NULL : p->weights[i], 0, ROWS, p->values[i])) return 1;
+            if (halfstep_read_slot(p->o, i, s, s ? NULL : p->weights[i], 0, p->rows, p->values[i])) return 1;
             hash = hash_bytes(hash, p->values[i], sizeof p->values[i]);
         }
         if (halfstep_get_counters(p->o, i, &c)) return 2;
@@ -225,7 +237,7 @@ static void test_launches(void)
     long launches = fake->launches;
     MUST(halfstep_step(p.o, p.weights, p.gradients));
     launches = fake->launches - launches;
-    CHECK(launches == 4, "a step is %ld launches: scan, decide, update, count", launches);
+    CHECK(launches == 5, "a step is %ld launches: scan, decide, update, that of whole tiles, count", launches);
     problem_close(&p);
 }
 
@@ -390,12 +402,85 @@ static void test_graph(void)
     CHECK(c.state_steps == 7, "%d steps after 6 replays and one before", (int)c.state_steps);
     uint64_t hash = problem_hash(&p), expected = problem_hash(&h);
     CHECK(hash == expected, "replays: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
+    /* What is bound no more is as it was set, though that has not changed. */
+    lr = 0.5;
+    MUST(halfstep_device_copy(p.o, place, &lr, sizeof lr));
+    for (int bound = 1; bound >= 0; bound--) {
+        MUST(halfstep_bind_hyper(p.o, 0, "lr", bound ? place : NULL));
+        MUST(halfstep_bind_hyper(h.o, 0, "lr", bound ? &lr : NULL));
+        if (!bound) MUST(halfstep_bind_hyper(p.o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
+        if (!bound) MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", NULL));
+        if (bound) MUST(halfstep_bind_hyper(h.o, HALFSTEP_ALL_GROUPS, "gradient_scale", &lr));
+        MUST(halfstep_step(p.o, p.weights, p.gradients));
+        MUST(halfstep_step(h.o, h.weights, h.gradients));
+    }
+    hash = problem_hash(&p), expected = problem_hash(&h);
+    CHECK(hash == expected, "bound no more: %016" PRIx64 ", on the host %016" PRIx64, hash, expected);
     halfstep_device_release(p.o, place);
     problem_close(&h);
     problem_close(&p);
     DRIVER("cuGraphDestroy", void *)(graph);
     free_stream(stream);
     check_clean("graph");
+}
+
+/* ---- Products in BF16 ---- */
+
+/* What three steps have taken from the weights of tensor 0; captured: the last two as replays of one. */
+static int taken(float *out, const char *device, int rows, double exact, int captured)
+{
+    void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;
+    struct problem p;
+    int error = problem_open_as(&p, device, "muon/f32/f32", stream, rows);
+    if (!error) error = halfstep_set_hyper(p.o, 0, "exact", exact);
+    for (int step = 0; !error && step < (captured ? 1 : 3); step++)
+        if (!(error = problem_gradients(&p, 0))) error = halfstep_step(p.o, p.weights, p.gradients);
+    if (!error && captured) {
+        error = halfstep_synchronize(p.o);
+        DRIVER("cuStreamBeginCapture_v2", void *, int)(stream, 0);
+        if (!error) error = halfstep_step(p.o, p.weights, p.gradients);
+        DRIVER("cuStreamEndCapture", void *, void **)(stream, &graph);
+        DRIVER("cuDevicePrimaryCtxRetain", void **, int)(&context, 0);
+        DRIVER("cuCtxPushCurrent_v2", void *)(context);
+        for (int step = 0; step < 2; step++) DRIVER("cuGraphLaunch", void *, void *)(graph, stream);
+        DRIVER("cuCtxPopCurrent_v2", void **)(&context);
+    }
+    if (!error) error = halfstep_read_slot(p.o, 0, HALFSTEP_SLOT_WEIGHT, p.weights[0], 0, rows, out);
+    for (int j = 0; j < N; j++) out[j] -= 1.0f + (float)(j % 5);
+    problem_close(&p);
+    if (graph) DRIVER("cuGraphDestroy", void *)(graph);
+    if (stream) free_stream(stream);
+    return error;
+}
+
+static double distance(const float *a, const float *b)
+{
+    double apart = 0.0, all = 0.0;
+    for (int i = 0; i < N; i++) {
+        apart += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        all += (double)b[i] * (double)b[i];
+    }
+    return sqrt(apart / all);
+}
+
+/* Wide, square and tall. Where kernels are the host's entries, these do all the work, and nothing is seen of the
+ * products. */
+static void test_products(int emulated)
+{
+    static const int shapes[] = {24, ROWS, 64, 128};
+    static float host[N], exact[N], fast[N], replayed[N];
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        MUST(taken(host, NULL, shapes[i], 0, 0));
+        MUST(taken(exact, "cuda", shapes[i], 1, 0));
+        MUST(taken(fast, "cuda", shapes[i], 0, 0));
+        MUST(taken(replayed, "cuda", shapes[i], 0, 1));
+        CHECK(!memcmp(host, exact, sizeof host), "%d rows: exact products differ", shapes[i]);
+        CHECK(!memcmp(replayed, fast, sizeof fast), "%d rows: replayed products differ", shapes[i]);
+        double apart = distance(fast, host);
+        CHECK(emulated ? apart > 1e-5 && apart < 0.1 : apart == 0.0, "%d rows: BF16 is %g from exact", shapes[i],
+              apart);
+    }
+    check_clean("products");
 }
 
 /* ---- Errors ---- */
@@ -562,6 +647,11 @@ int main(int argc, char **argv)
         printf("cannot load %s (set HALFSTEP_BUILD to the build, or FAKE_CUDA to a driver)\n", path);
         return 1;
     }
+    snprintf(path, sizeof path, "%s/tests/fake_cuda/libcublas.so.12", build ? build : "build");
+    if (!dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+        printf("cannot load %s\n", path);
+        return 1;
+    }
     void *symbol = dlsym(driver, "fake_cuda_control");
     struct fake_cuda_control *(*control)(void);
     memcpy(&control, &symbol, sizeof control);
@@ -606,6 +696,7 @@ int main(int argc, char **argv)
     TEST("what is set between steps reaches the device") test_between_steps();
     TEST("streams take turns in order") test_streams();
     TEST("a captured step goes on in replays") test_graph();
+    TEST("products of matrices, exact and in BF16") test_products(library != NULL);
     TEST("memory of another is refused") test_pointers();
     TEST("out of memory comes back as its code") test_out_of_memory();
     TEST("nothing is noticed where nothing is wrong") test_mutation("all is as it should be", FAKE_CUDA_NONE);

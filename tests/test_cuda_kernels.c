@@ -13,7 +13,7 @@ int main(void) { return 0; }
 
 #include "core/optimizer.h"
 #include "cuda/emulate.h"
-#include "cuda/kernels.h"
+#include "cuda/sequence.h"
 #include "host/host.h"
 #include "ref/fixture.h"
 #include "golden_case.h"
@@ -21,7 +21,7 @@ int main(void) { return 0; }
 /* ---- The device ---- */
 
 static long launches;
-static int grid_blocks = 3;
+static int grid_blocks = 3, leave_out_fused;
 
 static int launch(const char *name, void *subject, const struct hstep_cuda_what *what)
 {
@@ -45,11 +45,19 @@ static int launch_call(const char *name, const struct hstep_call *call, struct h
     return launch(name, &copy, &what);
 }
 
+static int launch_phase(const struct hstep_call *call, int kernel, struct hstep_cuda_what what)
+{
+    if (leave_out_fused && kernel >= HSTEP_CUDA_FUSED) return HALFSTEP_OK;
+    return launch_call(hstep_emulated_kernels[kernel].name, call, what);
+}
+
 static int wait(const struct hstep_context *c) { return (void)c, HALFSTEP_OK; }
 static int find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
-    return (void)c, (void)t, (void)adjusted, -1;
+    return (void)c, (void)adjusted, hstep_cuda_find_fused(t);
 }
+
+static size_t workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }
 
 static int zero(const struct hstep_context *c, void *memory, uint64_t bytes)
 {
@@ -86,18 +94,17 @@ static int decide_sums(const struct hstep_call *call, int first, int n)
 
 static int cross(const struct hstep_call *call, int tensor, int pair)
 {
-    return launch_call("halfstep_cuda_cross", call, (struct hstep_cuda_what){.tensor = tensor, .pair = pair});
+    return hstep_cuda_cross(launch_phase, call, tensor, pair);
 }
 
 static int update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
-    return launch_call("halfstep_cuda_update", call,
-                       (struct hstep_cuda_what){.first = first, .n = n, .pass = (int)pass});
+    return hstep_cuda_update(launch_phase, call, first, n, pass);
 }
 
-static int transform(const struct hstep_call *call, int tensor)
+static int transform(const struct hstep_call *call, const struct hstep_matrix *m)
 {
-    return launch_call("halfstep_cuda_transform", call, (struct hstep_cuda_what){.tensor = tensor});
+    return hstep_cuda_transform(launch_phase, call, m, NULL);
 }
 
 static int count(const struct hstep_call *call)
@@ -149,6 +156,7 @@ static struct hstep_device emulated = {
     .copy = hstep_host_copy,
     .wait = wait,
     .find_fused = find_fused,
+    .workspace = workspace,
     .scan = scan,
     .decide = decide,
     .sum = sum,
@@ -174,7 +182,6 @@ int main(int argc, char **argv)
     char *list = test_source_text("tests/golden/hashes.txt");
     struct golden_case *cases = golden_cases(&n);
     if (!cases) return 1;
-    emulated.workspace = hstep_host_device.workspace;
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
         {.threads = 1}, {.threads = 1, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
@@ -200,6 +207,18 @@ int main(int argc, char **argv)
                      golden_run(&cases[0], &layouts[0], &hash, error, sizeof error);
         CHECK(failed || hash != expected, "the promised bits without a count");
         emulated.count = count;
+    }
+    TEST("whole tiles are the fused kernels' alone") {
+        int without = 0, of = 0;
+        leave_out_fused = 1;
+        for (int i = 0; i < n; i += 61, of++) {
+            uint64_t hash = 0, expected = 0;
+            char error[300] = "";
+            without += !golden_expected(list, &cases[i], &expected) ||
+                       golden_run(&cases[i], &layouts[0], &hash, error, sizeof error) || hash != expected;
+        }
+        leave_out_fused = 0;
+        CHECK(3 * without > of, "%d of %d hashes differ without the fused kernels", without, of);
     }
     printf("     %ld launches\n", launches);
     free(cases);

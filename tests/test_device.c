@@ -147,7 +147,7 @@ static int run(const struct work *w)
     case CROSS: return host->cross(&w->call, w->first, w->n);
     case CARRY: return host->carry(w->context, w->to, (int64_t)w->size);
     case UPDATE: return host->update(&w->call, w->first, w->n, w->pass);
-    case TRANSFORM: return host->transform(&w->call, w->first);
+    case TRANSFORM: return host->transform(&w->call, &(struct hstep_matrix){.tensor = w->first});
     case COUNT: return host->count(&w->call);
     case END_ROUND: return host->end_round(&w->call);
     case ACCUMULATE: return host->accumulate(&w->sum);
@@ -243,9 +243,9 @@ static int apart_update(const struct hstep_call *call, int first, int n, enum hs
 {
     return put_off_some(UPDATE, call, first, n, pass);
 }
-static int apart_transform(const struct hstep_call *call, int tensor)
+static int apart_transform(const struct hstep_call *call, const struct hstep_matrix *m)
 {
-    return put_off_some(TRANSFORM, call, tensor, 1, 0);
+    return put_off_some(TRANSFORM, call, m->tensor, 1, 0);
 }
 static int apart_count(const struct hstep_call *call) { return put_off_some(COUNT, call, 0, 0, 0); }
 static int apart_end_round(const struct hstep_call *call) { return put_off_some(END_ROUND, call, 0, 0, 0); }

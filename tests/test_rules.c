@@ -47,6 +47,7 @@ static const struct {
     {"threshold", 3, {5e-3, 0, 1e-3}},
     {"weight_lr_power", 3, {2, 0, 3}},
     {"ns_steps", 2, {5, 1}},
+    {"exact", 2, {0, 1}},
     {"match_rms", 2, {0, 1}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},

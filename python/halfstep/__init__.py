@@ -9,6 +9,7 @@ The classes are ordinary `torch.optim.Optimizer`s over the C library inside this
 from . import _abi
 from .accumulate import GradientAccumulator
 from .ema import EMA
+from .full_precision import full_precision_state_dict
 from .optimizer import Optimizer, name_parameters
 from .plan import plan
 from .rules import classes as _classes, optimizer
@@ -20,4 +21,4 @@ globals().update(_classes)
 #: torch spells it so
 RMSprop = _classes["RMSProp"]
 
-__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "HalfstepError", "RMSprop", *_classes]
+__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]

@@ -145,7 +145,7 @@ signatures = {
     "halfstep_error_detail": (c_char_p, (_handle,)),
     "halfstep_synchronize": (c_int, (_handle,)),
     "halfstep_set_stream": (c_int, (_handle, c_void_p)),
-    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
+    "halfstep_bind_hyper": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
     "halfstep_device_allocate": (c_int, (_handle, c_uint64, POINTER(c_void_p))),
     "halfstep_device_release": (None, (_handle, c_void_p)),
     "halfstep_device_copy": (c_int, (_handle, c_void_p, c_void_p, c_uint64)),

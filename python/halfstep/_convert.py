@@ -4,7 +4,8 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _layout
+from . import _abi, _devices, _layout
+from ._sharding import local
 from ._abi import check, lib
 
 #: values that are decoded at once where all of a tensor is looked at
@@ -14,7 +15,7 @@ _PIECE = 1 << 20
 class Codec:
     """One tensor in a handle of its own, to decode or encode its slots."""
 
-    def __init__(self, recipe, hypers, shape, name, identity=0):
+    def __init__(self, recipe, hypers, shape, name, identity=0, part=None):
         from . import _engine  # which needs this module in turn
         self.engine, self.recipe, self.hypers, self.name = _engine, recipe, tuple(hypers.items()), name
         self.rule = _abi.rules[recipe.partition("/")[0]]
@@ -22,12 +23,13 @@ class Codec:
         try:
             known = {k: v for k, v in hypers.items() if k in self.rule.hypers}
             group = _engine.add_group(self.handle, recipe, known, {})
-            self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32")
-            self.streams, _ = _engine.streams_of(self.handle, self.index, self.rule, shape)
+            self.index = _engine.add_tensor(self.handle, group, name, identity, shape, "f32", part)
+            self.streams, _ = _engine.lay_out(self.handle, group, self.index, self.rule, part, shape, name)
         except BaseException:
             self.close()
             raise
-        self.shape = shape
+        self.gathered = part is not None and part.gathered
+        self.shape, self.rows = shape, None if part is None or self.gathered else part.rows
 
     def close(self):
         lib.halfstep_destroy(self.handle)
@@ -43,11 +45,14 @@ class Codec:
                 check(lib.halfstep_set_scalar(self.handle, self.index, key.encode(), value), self.handle)
 
     def read(self, slot, data=None):
-        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data)
+        return self.engine.read_rows(lib.halfstep_read_slot, self.handle, self.index, self.shape, slot, data,
+                                     rows=self.rows)
 
     def pieces(self, slot):
         """The values of a state, a few rows at a time."""
         rows, length = self.engine.rows_of(self.shape)
+        if self.rows == 1 and length == 1:  # a flat buffer
+            rows, length = 1, rows
         some = max(1, _PIECE // max(length, 1))
         for first in range(0, rows, some):
             n = min(some, rows - first)
@@ -70,7 +75,7 @@ class Codec:
         return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous())
+        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous(), self.rows)
 
 
 @lru_cache(64)
@@ -80,7 +85,9 @@ def _probe(recipe, hypers):
 
 
 def adopt(tensor, stream, name, take=True):
-    """A state tensor of another device or layout as the stream wants it; ValueError where it is something else."""
+    """What lies here of a state tensor, of another device or layout, as the stream wants it; ValueError where it is something
+    else."""
+    tensor = local(tensor)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != stream.dtype or tuple(tensor.shape) != stream.shape \
             or tensor.device.type == "meta" or tensor.layout != torch.strided:
         found = type(tensor).__name__
@@ -88,23 +95,27 @@ def adopt(tensor, stream, name, take=True):
             found = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, {tensor.layout}"
         raise ValueError(f"halfstep: state {stream.key!r} of parameter {name!r} is {found}, not {stream.dtype} of shape "
                          f"{stream.shape}")
-    return tensor.detach().cpu().contiguous() if take else tensor
+    return _devices.to_cpu(tensor) if take else tensor
 
 
 @torch.no_grad()
 def convert(optimizer, m, state, old):
     """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain (None); the keys that are then
     obsolete; and the weight, if it is stored otherwise. Nothing is changed yet."""
+    if m.gathered:
+        raise ValueError(f"halfstep: the states of the matrix {m.name!r} are {old or 'plain'}, not {m.recipe}, and of a DTensor they cannot be "
+                         f"converted, which {optimizer.rule} steps as a whole: load and save them once on one process")
     rule = _abi.rules[optimizer.rule]
     hypers = optimizer._hypers(optimizer.param_groups[m.group])
     names = [s.name for s in rule.states]
     values, weight, held = {}, None, None
+    now = _devices.to_cpu(local(m.p))  # all of it is worked out on the processor
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
-                values[key] = state[key].detach().to("cpu", torch.float32).reshape(m.shape)
+                values[key] = _devices.to_cpu(local(state[key])).to(torch.float32).reshape(m.shape)
     else:
-        source = Codec(old, hypers, m.shape, m.name)
+        source = Codec(old, hypers, m.shape, m.name, part=m.part)
         try:
             missing = [s for s in source.streams if s.key not in state]
             tensors = {s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state}
@@ -117,23 +128,25 @@ def convert(optimizer, m, state, old):
                 if name in there:
                     values[name] = source.read(2 + i)
             if "weight" in there:
-                weight = source.read(0, m.p.detach().contiguous().data_ptr())
+                weight = source.read(0, now.data_ptr())
         finally:
             source.close()
-    target = Codec(m.recipe, hypers, m.shape, m.name)
+    target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
     try:
         # The same tensor, so the same streams, on the grid that a new handle has.
-        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(m.p) for s in m.streams}
+        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(now) for s in m.streams}
         target.bind(made)
         for i, name in enumerate(names):
             if name in values and any(s.name == name for s in m.streams):
                 target.write(2 + i, values[name])
         made.update((s.name + _layout.GRID, _layout.number(1.0, s.name + _layout.GRID)) for s in m.streams if s.grid)
         if weight is not None and "weight.extra" in made:
-            held = m.p.detach().clone(memory_format=torch.contiguous_format)
+            held = now.clone()
             target.write(0, weight, held.data_ptr())
     finally:
         target.close()
+    for s in m.streams:
+        made[s.key] = _devices.place(made[s.key], m.device)
     return made, _layout.keys_of(rule) - set(made), held
 
 

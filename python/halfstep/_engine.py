@@ -8,15 +8,18 @@ This file is longer than 500 lines because building a handle, what has to be che
 together.
 """
 import ctypes
+import math
 import os
 import sys
 from ctypes import byref, c_double, c_int32, c_void_p
 from operator import is_
+from typing import Any, Callable, TypeVar
 
 import torch
 
-from . import _abi, _convert, _layout
+from . import _abi, _convert, _devices, _layout, _sharding
 from ._abi import check, lib
+from ._sharding import local
 from ._watch import version, versions
 
 WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
@@ -31,9 +34,15 @@ _NO_HYPERS = ("params", *_layout.TOLD)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
     torch.Tensor, torch.nn.Parameter)
 
-no_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+_disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 #: of torch, as (major, minor)
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def no_dynamo(function: _Function) -> _Function:
+    """Keeps TorchDynamo out of a function."""
+    return _disable(function)
 
 
 def increment_versions(tensors):
@@ -96,6 +105,8 @@ def check_parameter(p, name):
     """Raises TypeError or ValueError for what cannot be stepped, whatever its device."""
     if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module first")
+    if _sharding.is_dtensor(p):
+        return check_parameter(local(p), name)
     if type(p) not in _ORDINARY and not (isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY):
         raise TypeError(f"halfstep: parameter {name!r} is a {type(p).__name__}, a kind of tensor that halfstep does not know")
     if p.layout != torch.strided:
@@ -107,9 +118,10 @@ def check_parameter(p, name):
                          f"{tuple(p.shape)}, as expand() leaves them); pass it through .clone() first")
 
 
-def check_device(p, name):
+def check_cpu(p, name):
+    """For what works in the process's memory alone."""
     if p.device.type != "cpu":
-        raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this build steps tensors in CPU memory")
+        raise ValueError(f"halfstep: parameter {name!r} is on {p.device}; this works on tensors in CPU memory")
 
 
 def seed_of(seed):
@@ -122,10 +134,15 @@ def seed_of(seed):
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
-def create_handle(threads, seed):
+def create_handle(threads, seed, device=None):
+    """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is current there."""
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    check(lib.halfstep_create(byref(options), byref(handle)))
+    if device is not None and _devices.is_late(device):
+        options.device, options.stream = _devices.c_name(device), _devices.stream(device)
+    code = lib.halfstep_create(byref(options), byref(handle))
+    if code:
+        check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
     return handle
 
 
@@ -139,21 +156,27 @@ def add_group(handle, recipe, hypers, choices):
     return index.value
 
 
-def add_tensor(handle, group, name, identity, shape, gradient):
+def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
+    """whole: all of the tensor that `part` is one of."""
     rows, length = rows_of(shape)
+    fields = {"ndim": len(shape), "rows": rows, "row_length": length}
+    if part is not None:
+        fields = part.whole_fields() if whole else part.fields
     index = c_int32()
-    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity, ndim=len(shape), rows=rows, row_length=length,
-                             gradient=gradient.encode())
-    check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
+    tensor = _abi.Tensor.new(group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields)
+    try:
+        check(lib.halfstep_add_tensor(handle, byref(tensor), byref(index)), handle)
+    except _abi.HalfstepError as error:
+        raise _sharding.advice(error, part) from None
     return index.value
 
 
 class Stream:
     """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle. `name` is that of the
     state, or "weight"; `extra`: the second tensor of a slot, scales or residuals; `grid`: codes on a grid, which is a number of
-    its own."""
+    its own. Of a DTensor `shape` is that of the part here, `whole` and `placements` those of the state."""
 
-    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid")
+    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid", "whole", "placements")
 
     def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False):
         self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = slot, extra, name, part, dtype, shape, role
@@ -164,22 +187,23 @@ class Stream:
         """In `state[p]`."""
         return self.name + self.part
 
-    def fits(self, tensor):
+    def fits(self, tensor, device):
+        tensor = local(tensor)
         return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
-                and tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous())
+                and _devices.of(tensor) == device and tensor.layout == torch.strided and tensor.is_contiguous())
 
     def initial(self, p):
-        """What it begins with beside the weight p."""
+        """What it begins with beside the weight p, where that lies."""
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
-            return p.detach().clone(memory_format=torch.contiguous_format)
-        return torch.zeros(self.shape, dtype=self.dtype)
+            return _devices.clone(local(p))
+        return _devices.zeros(self.shape, self.dtype, _devices.of(local(p)))
 
 
-def streams_of(handle, index, rule, shape):
-    """What the library stores for a tensor, in the order of its slots."""
+def streams_of(handle, index, rule, shape, rows=None):
+    """What the library stores for a tensor of this shape here, in the order of its slots. rows: of a flat buffer, 1."""
     found, fell_back = [], False
-    rows, length = rows_of(shape)
-    count = rows * length
+    count = math.prod(shape)
+    rows = rows_of(shape)[0] if rows is None else rows
     for slot in (WEIGHT, *range(STATE, STATE + len(rule.states))):
         info = _abi.SlotInfo.new()
         check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
@@ -215,42 +239,84 @@ def streams_of(handle, index, rule, shape):
     return found, fell_back
 
 
+def lay_out(handle, group, index, rule, part, shape, name):
+    """streams_of() a tensor that may be a part of one; `group` is its group in the handle."""
+    streams, fell_back = streams_of(handle, index, rule, shape, None if part is None or part.gathered else part.rows)
+    if part is not None and part.gathered:
+        part.place(streams, None, name)
+    elif part is not None and part.mesh is not None:
+        # All that is sharded has the shape of the whole, which only a handle that holds the whole can tell.
+        recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
+        try:
+            check(lib.halfstep_get_group_recipe(handle, group, recipe, 256), handle)
+            hypers, value = {}, c_double()
+            for key, hyper in rule.hypers.items():
+                if not hyper.per_optimizer:
+                    check(lib.halfstep_get_hyper(handle, group, key.encode(), byref(value)), handle)
+                    hypers[key] = value.value
+            place = add_tensor(whole, add_group(whole, recipe.value.decode(), hypers, {}), name, 1, shape, "f32", part, whole=True)
+            part.place(streams, streams_of(whole, place, rule, part.global_shape)[0], name)
+        finally:
+            lib.halfstep_destroy(whole)
+    return streams, fell_back
+
+
 def bind_streams(handle, index, streams, tensors):
     """Gives the library the addresses of a tensor's streams, by key."""
     places = {}
     for s in streams:
-        places.setdefault(s.slot, [None, None])[s.extra] = tensors[s.key].data_ptr()
+        places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
     for slot, (main, extra) in places.items():
         check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
 
 
-def read_rows(function, handle, index, shape, *arguments):
-    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average()."""
+def read_rows(function, handle, index, shape, *arguments, rows=None):
+    """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for streams_of()."""
     out = torch.empty(shape, dtype=torch.float32)
     if out.numel():
-        check(function(handle, index, *arguments, 0, shape[0] if shape else 1, out.data_ptr()), handle)
+        check(function(handle, index, *arguments, 0, rows_of(shape)[0] if rows is None else rows, out.data_ptr()), handle)
     return out
 
 
-def write_rows(handle, index, slot, data, values):
+def write_rows(handle, index, slot, data, values, rows=None):
     """Stores fp32 values, in memory order, as all of a slot."""
     if values.numel():
-        check(lib.halfstep_write_slot(handle, index, slot, data, 0, values.shape[0] if values.dim() else 1, values.data_ptr()),
-              handle)
+        rows = rows_of(values.shape)[0] if rows is None else rows
+        check(lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle)
 
 
 class Member:
-    """One parameter in the handle. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
+    """One parameter, tensor `index` of the handle of its device. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
     library's own counts until somebody asks, and `versions` theirs and the step's as this package left them."""
 
-    __slots__ = ("p", "group", "position", "name", "id", "index", "gradient", "recipe", "streams", "bound", "step", "numbers",
-                 "written", "versions", "shape", "dtype", "strides", "dense", "address")
+    __slots__ = ("p", "group", "position", "name", "id", "handle", "index", "gradient", "recipe", "streams", "bound", "step",
+                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "full")
 
-    def __init__(self, p, group, position, name):
-        self.p, self.group, self.position, self.name = p, group, position, name
-        self.shape, self.dtype, self.strides, self.dense = tuple(p.shape), p.dtype, p.stride(), p.is_contiguous()
-        self.address = p.data_ptr()
-        self.bound = ()
+    def __init__(self, p, group, position, name, part=None):
+        self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
+        here = local(p)
+        self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), here.is_contiguous()
+        self.address, self.device = here.data_ptr(), _devices.of(here)
+        self.bound, self.full = (), None
+
+    @property
+    def gathered(self):
+        """Whether the library has all of it, and this process keeps a part."""
+        return self.part is not None and self.part.gathered
+
+    @property
+    def whole(self):
+        """The shape that the library has of it."""
+        return self.part.global_shape if self.gathered else self.shape
+
+    @property
+    def rows(self):
+        """As streams_of() takes it."""
+        return None if self.part is None or self.gathered else self.part.rows
+
+    def wrap(self, stream, tensor):
+        """What is kept of a tensor of this process."""
+        return tensor if self.part is None else self.part.wrap(stream, tensor)
 
 
 def formats_of(groups):
@@ -301,14 +367,16 @@ def declare(handle, optimizer, wanted):
     identities = optimizer._identities([p for p, _, _, _ in wanted])
     for p, g, position, gradient in wanted:
         group = optimizer.param_groups[g]
-        m = Member(p, g, position, optimizer._name_of(g, position))
+        name = optimizer._name_of(g, position)
+        m = Member(p, g, position, name, _sharding.part_of(p, name, optimizer.flat, optimizer.rule))
         m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
         key = (g, m.recipe)
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, optimizer._hypers(group), optimizer._choices(group))
         m.id = identities[p]
-        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.shape, gradient)
-        m.streams, fell_back = streams_of(handle, m.index, rule, m.shape)
+        m.handle = handle
+        m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, gradient, m.part)
+        m.streams, fell_back = lay_out(handle, c_groups[key], m.index, rule, m.part, m.whole, m.name)
         if fell_back:
             fallen.append(m.name)
         members.append(m)
@@ -316,14 +384,32 @@ def declare(handle, optimizer, wanted):
 
 
 class Group:
-    """A group of the handle: the place of the optimizer's group that it is of, and its index in the handle."""
+    """A group of a handle: the place of the optimizer's group that it is of, and its index in the handle."""
 
-    __slots__ = ("place", "index", "of", "count", "values", "given", "steps")
+    __slots__ = ("place", "handle", "device", "index", "of", "count", "values", "given", "steps", "lr")
 
-    def __init__(self, place, index, groups):
+    def __init__(self, place, handle, device, index, groups):
         self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
+        self.handle, self.device = handle, device
         # What the group held when hyper-parameters were last set, what was set, and the steps that it was last told.
         self.values, self.given, self.steps = None, {}, None
+        #: where a GPU reads the lr, if that is a tensor on it
+        self.lr = None
+
+    def take_lr(self, lr):
+        """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew at every replay of a graph.
+        Says whether it is such."""
+        if not isinstance(lr, torch.Tensor) or not _devices.is_late(_devices.of(lr)) or not _devices.is_late(self.device):
+            if self.lr is not None:
+                check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
+                self.lr = None
+            return False
+        if self.lr is None:
+            self.lr = _devices.zeros((), torch.float64, self.device)
+            check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", self.lr.data_ptr()), self.handle)
+            self.given.pop("lr", None)
+        self.lr.copy_(lr.reshape(()))
+        return True
 
     def among(self, groups):
         """The optimizer's group, wherever it is by now; None where it was removed."""
@@ -332,10 +418,29 @@ class Group:
         return next((group for group in groups if group is self.of), groups[self.place] if len(groups) == self.count else None)
 
 
+class Part:
+    """The handle of one device: of `n` members from number `first` on, whose pointers are parts of the engine's."""
+
+    __slots__ = ("handle", "device", "first", "n", "weights", "gradients", "stream", "scale", "counted")
+
+    def __init__(self, handle, device):
+        self.handle, self.device, self.first, self.n = handle, device, 0, 0
+        self.weights = self.gradients = self.scale = None
+        self.stream = _devices.stream(device) if _devices.is_late(device) else None
+        #: its own skipped steps that tell() has seen
+        self.counted = 0
+
+    @property
+    def late(self):
+        return _devices.is_late(self.device)
+
+
 class Engine:
-    """A handle for some of an optimizer's parameters. `members` says which, in the order of the handle's tensors."""
+    """The handles for some of an optimizer's parameters, one for each device. `members` says which, in the order of the handles'
+    tensors. Nearly always there is one, `handle`; `parts` are all."""
 
     handle = None
+    parts = ()
 
     def __init__(self, optimizer, wanted):
         """wanted: as for declare()."""
@@ -344,13 +449,23 @@ class Engine:
         self.threads = optimizer._threads_now()
         groups = optimizer.param_groups
         self.formats = formats_of(groups)
-        self.handle = create_handle(self.threads, optimizer.seed)
-        handle = self.handle
+        devices = list(dict.fromkeys(_devices.of(local(p)) for p, _, _, _ in wanted)) or [torch.device("cpu")]
+        self.parts = []
         try:
             self.choices = {}
             self.clip_norm = self.gradient_scale = None
-            self.members, c_groups, _ = declare(handle, optimizer, wanted)
-            self.index_of = {m.p: m.index for m in self.members}
+            self.members, self.groups = [], []
+            for device in devices:
+                part = Part(create_handle(self.threads, optimizer.seed, device), device)
+                self.parts.append(part)
+                here = wanted if len(devices) == 1 else [w for w in wanted if _devices.of(local(w[0])) == device]
+                members, c_groups, _ = declare(part.handle, optimizer, here)
+                part.first, part.n = len(self.members), len(members)
+                self.members += members
+                self.groups += [Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()]
+            self.handle = self.parts[0].handle
+            self.late = any(part.late for part in self.parts)
+            self.index_of = {m.p: i for i, m in enumerate(self.members)}
             # From here on nothing can go wrong but memory: states come into being all together.
             fresh = [(m, *self._create_state(optimizer, m)) for m in self.members]
             #: whose residual or error code is new here
@@ -362,13 +477,13 @@ class Engine:
                     del state[key]
                 if weight is not None:
                     with torch.no_grad():
-                        m.p.copy_(weight)
-            if not any(m.streams for m in self.members):
-                check(lib.halfstep_allocate_states(handle), handle)  # of no bytes: there is nothing to bind
+                        local(m.p).copy_(weight)
+            for part in self.parts:
+                if not any(m.streams for m in self.members[part.first:part.first + part.n]):
+                    check(lib.halfstep_allocate_states(part.handle), part.handle)  # of no bytes: there is nothing to bind
             for m in self.members:
                 self._bind(m, optimizer.state[m.p])
                 self._restore_counters(m, optimizer.state[m.p])
-            self.groups = [Group(g, c, groups) for (g, _), c in c_groups.items()]
             self.told = None
             self.take_told(groups)
         except BaseException:
@@ -377,15 +492,28 @@ class Engine:
         n = len(self.members)
         self.weights = (c_void_p * n)()
         self.gradients = (c_void_p * n)()
+        for part in self.parts:
+            at = part.first * ctypes.sizeof(c_void_p)
+            part.weights = (c_void_p * part.n).from_buffer(self.weights, at) if part.n else self.weights
+            part.gradients = (c_void_p * part.n).from_buffer(self.gradients, at) if part.n else self.gradients
         self.weights_are_plain = False  # whether `weights` holds what `plain` says
         self.params = [m.p for m in self.members]
         #: those with a residual or error code, as keys
         self.guarded = {m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)}
-        self.plain = Plain(self, optimizer.state) if n and all(m.dense and m.address for m in self.members) else None
+        plain = n and all(m.dense and m.address and not _sharding.is_dtensor(m.p) for m in self.members)
+        self.plain = Plain(self, optimizer.state) if plain else None
+        self.ranks = _sharding.Ranks(optimizer, self)
 
     # ---- Building ----
 
     def _create_state(self, optimizer, m):
+        """_created(), sharded as the parameter is."""
+        made, obsolete, weight = self._created(optimizer, m)
+        streams = {s.key: s for s in m.streams}
+        with torch.no_grad():
+            return {key: m.wrap(streams.get(key), value) for key, value in made.items()}, obsolete, weight
+
+    def _created(self, optimizer, m):
         """The tensors of `state[p]` that are not there yet, or not as the recipe wants them; the keys that go; and the weight, if
         another format stores it otherwise."""
         state = optimizer.state.get(m.p) or {}
@@ -403,16 +531,18 @@ class Engine:
             if key not in made and not _layout.is_number(state.get(key), key):
                 value = _layout.take_number(state, key, m.name)
                 made[key] = _layout.number(initial.get(key, _layout.initial(key)) if value is None else value, key)
-        if has and old in (m.recipe, None) and all(s.key in state and s.fits(state[s.key]) for s in m.streams):
+        begins = has and not steps and old is not None  # what starts as a copy of the weight follows it until the first step
+        if has and old in (m.recipe, None) and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams)) and all(s.key in state and s.fits(state[s.key], m.device)
+                                                                           for s in m.streams):
             return made, obsolete, weight
         if has and old != m.recipe:
             streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
             made.update(streams)
             return made, obsolete, weight
         for s in m.streams:
-            if s.key in state:
-                if has and not s.fits(state[s.key]):
-                    moved = _convert.adopt(state[s.key], s, m.name)
+            if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
+                if has and not s.fits(state[s.key], m.device):
+                    moved = _devices.place(_convert.adopt(state[s.key], s, m.name), m.device)
                     if moved is not state[s.key]:
                         made[s.key] = moved
             else:
@@ -420,10 +550,10 @@ class Engine:
         return made, obsolete, weight
 
     def _bind(self, m, state):
-        bind_streams(self.handle, m.index, m.streams, state)
+        bind_streams(m.handle, m.index, m.streams, m.part.gather(m.streams, state) if m.gathered else state)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
-        m.bound = tuple((key, state[key], state[key].data_ptr()) for key in (*(s.key for s in m.streams), *grids))
+        m.bound = tuple((key, state[key], local(state[key]).data_ptr()) for key in (*(s.key for s in m.streams), *grids))
         m.numbers = {key: state[key] for key in _layout.numbers_of(self.rule, m.streams)}
         m.versions = {"step": version(m.step), **{key: version(tensor) for key, tensor in m.numbers.items()}}
 
@@ -431,15 +561,15 @@ class Engine:
         steps = _layout.step_count(state, m.name)
         m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
-        check(lib.halfstep_set_counters(self.handle, m.index, byref(_abi.Counters.new(**counts))), self.handle)
-        check(lib.halfstep_bind_step(self.handle, m.index, m.step.data_ptr()), self.handle)
+        check(lib.halfstep_set_counters(m.handle, m.index, byref(_abi.Counters.new(**counts))), m.handle)
+        check(lib.halfstep_bind_step(m.handle, m.index, m.step.data_ptr()), m.handle)
         for scalar in _layout.scalars_of(self.rule, m.streams):
-            check(lib.halfstep_set_scalar(self.handle, m.index, scalar.encode(), m.written[scalar]), self.handle)
+            check(lib.halfstep_set_scalar(m.handle, m.index, scalar.encode(), m.written[scalar]), m.handle)
         # Codes are current at any time, and mean nothing without their grid.
         for s in m.streams:
             if s.grid:
                 grid = state[s.name + _layout.GRID]
-                check(lib.halfstep_bind_grid(self.handle, m.index, s.slot, grid.data_ptr()), self.handle)
+                check(lib.halfstep_bind_grid(m.handle, m.index, s.slot, grid.data_ptr()), m.handle)
 
     # ---- Between steps ----
 
@@ -456,7 +586,7 @@ class Engine:
             if not state:
                 continue
 
-            check(lib.halfstep_get_counters(self.handle, m.index, byref(counters)), self.handle)
+            check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
             now = {key: getattr(counters, key) for key in _layout.COUNTERS}
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
@@ -465,7 +595,7 @@ class Engine:
                     alone = False  # somebody's count; what else they wrote stands beside it
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
-                check(lib.halfstep_get_scalar(self.handle, m.index, scalar.encode(), byref(value)), self.handle)
+                check(lib.halfstep_get_scalar(m.handle, m.index, scalar.encode(), byref(value)), m.handle)
                 now[scalar] = value.value
             for key, tensor in m.numbers.items():
                 held = state.get(key)
@@ -485,11 +615,15 @@ class Engine:
         self.take_told(groups)
         steps = ctypes.c_uint64()
         for group in self.groups:
-            check(lib.halfstep_get_group_steps(self.handle, group.index, byref(steps)), self.handle)
+            check(lib.halfstep_get_group_steps(group.handle, group.index, byref(steps)), group.handle)
             group.steps, of = int(steps.value), group.among(groups)
             if of is not None:
                 of["group_steps"] = group.steps
-        self.told = (int(lib.halfstep_skipped_steps(self.handle)), float(lib.halfstep_gradient_norm(self.handle)))
+        skipped = self.told[0]
+        for part in self.parts:
+            counted = int(lib.halfstep_skipped_steps(part.handle))
+            skipped, part.counted = skipped + counted - part.counted, counted
+        self.told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
         for group in groups:
             group["skipped_steps"], group["last_norm"] = self.told
 
@@ -499,7 +633,7 @@ class Engine:
             steps = (group.among(groups) or {}).get("group_steps", group.steps)
             if steps is not group.steps and steps != group.steps:
                 _layout.check_told("group_steps", steps, group.place)
-                check(lib.halfstep_set_group_steps(self.handle, group.index, steps), self.handle)
+                check(lib.halfstep_set_group_steps(group.handle, group.index, steps), group.handle)
                 group.steps = steps
         first = groups[0] if groups else {}
         told = tuple(first.get(key, value) for key, value in zip(_layout.TOLD[1:], self.told or (0, 0.0)))
@@ -507,13 +641,15 @@ class Engine:
             for key, value in zip(_layout.TOLD[1:], told):
                 _layout.check_told(key, value, 0)
             check(lib.halfstep_set_skipped_steps(self.handle, told[0]), self.handle)
-            check(lib.halfstep_set_gradient_norm(self.handle, told[1]), self.handle)
+            self.parts[0].counted = told[0]
+            for part in self.parts:
+                check(lib.halfstep_set_gradient_norm(part.handle, told[1]), part.handle)
             self.told = told
 
     def destroy(self):
-        if self.handle:
-            lib.halfstep_destroy(self.handle)
-            self.handle = None
+        parts, self.parts, self.handle = self.parts, (), None
+        for part in parts:
+            lib.halfstep_destroy(part.handle)
 
     def __del__(self):
         # At exit the library's functions may be gone already; the process gives back its memory itself.
@@ -522,16 +658,17 @@ class Engine:
 
     def refresh(self, optimizer):
         """Hyper-parameters as they are now. False where they change what exists, so that the handle has to be built anew."""
-        handle = self.handle
         self.take_told(optimizer.param_groups)
         for entry in self.groups:
-            group = optimizer.param_groups[entry.place]
+            handle, group = entry.handle, optimizer.param_groups[entry.place]
             values = [v for key, v in group.items() if key not in _NO_HYPERS]
             cached = entry.values
             # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors and lists are read again.
             if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
                 continue
-            hypers = optimizer._hypers(group)
+            hypers = optimizer._hypers({**group, "lr": 0.0} if entry.take_lr(group["lr"]) else group)
+            if entry.lr is not None:
+                del hypers["lr"]
             choices = optimizer._choices(group)
             before = entry.given
             for key, value in hypers.items():
@@ -546,47 +683,183 @@ class Engine:
             entry.given = {**hypers, **{"choice " + k: v for k, v in choices.items()}}
             entry.values = None if any(isinstance(v, (torch.Tensor, list, dict)) for v in values) else values
         if self.clip_norm != optimizer.clip_norm:
-            check(lib.halfstep_set_hyper(handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), handle)
+            for part in self.parts:
+                check(lib.halfstep_set_hyper(part.handle, -1, b"clip_norm", float(optimizer.clip_norm or 0.0)), part.handle)
             self.clip_norm = optimizer.clip_norm
         for key in ("scan", "clip", "generator"):
             value = getattr(optimizer, key)
             if value is not None and value != self.choices.get(key):
-                check(lib.halfstep_set_choice(handle, -1, key.encode(), value.encode()), handle)
+                for part in self.parts:
+                    check(lib.halfstep_set_choice(part.handle, -1, key.encode(), value.encode()), part.handle)
                 self.choices[key] = value
         threads = optimizer._threads_now()
         if threads != self.threads:
-            check(lib.halfstep_set_threads(handle, threads), handle)
+            for part in self.parts:
+                check(lib.halfstep_set_threads(part.handle, threads), part.handle)
             self.threads = threads
         return True
 
     def set_gradient_scale(self, scale):
         if self.gradient_scale != scale:
-            check(lib.halfstep_set_hyper(self.handle, -1, b"gradient_scale", scale), self.handle)
+            for part in self.parts:
+                if part.scale is not None:
+                    check(lib.halfstep_bind_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", None), part.handle)
+                    part.scale = None
+                check(lib.halfstep_set_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", scale), part.handle)
             self.gradient_scale = scale
 
+    def bind_gradient_scale(self, scale, found_inf):
+        """What a GradScaler left on the GPU, read there: gradients are divided by `scale`, and the step changes nothing where
+        `found_inf` is not 0. Either may be None."""
+        for part in self.parts:
+            if part.scale is None:
+                part.scale = _devices.zeros((), torch.float64, part.device)
+                check(lib.halfstep_bind_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", part.scale.data_ptr()), part.handle)
+            value = torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal()
+            if found_inf is not None:
+                value = torch.where(found_inf.to(value.device) != 0, torch.inf, value)
+            part.scale.copy_(value.reshape(()))
+        self.gradient_scale = None
+
+    # ---- Matrices of which parts are kept ----
+
+    def gather(self, m, state):
+        """Binds the whole of the states of a member that is gathered, until the next time."""
+        m.full = m.part.gather(m.streams, state)
+        bind_streams(m.handle, m.index, m.streams, m.full)
+
+    def scatter(self, m, state, weight=None):
+        """The way back, also of the weight."""
+        for s in m.streams:
+            m.part.scatter(m.full[s.key], state[s.key])
+        if weight is not None:
+            m.part.scatter(weight, m.p.detach())
+        m.full = None
+
+    # ---- Calls ----
+
+    def use_streams(self):
+        """Works on the streams that are torch's current ones."""
+        for part in self.parts:
+            if part.late:
+                stream = _devices.stream(part.device)
+                if stream != part.stream:
+                    check(lib.halfstep_set_stream(part.handle, stream), part.handle)
+                    part.stream = stream
+
+    def hear(self):
+        """Waits for everything that was submitted: NONFINITE if some of it was refused, with the handle that knows which."""
+        code, handle = _abi.OK, self.handle
+        for part in self.parts:
+            if part.late:
+                found = lib.halfstep_synchronize(part.handle)
+                if found == _abi.NONFINITE:
+                    code, handle = found, part.handle
+                else:
+                    check(found, part.handle)
+        return code, handle
+
+    def keep_until_read(self, tensors):
+        """Keeps memory that the caller lets go of until the streams that may differ from those it was made on have read it."""
+        for part in self.parts:
+            if part.late and part.stream is not None and not _devices.capturing(part.device):
+                _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
+
+    def step(self, micro=False):
+        """One step of everything, or a micro-batch, by the pointers there: its code and, where it is NONFINITE, the handle that
+        knows why."""
+        if self.ranks.needed:
+            if len(self.parts) > 1:
+                raise ValueError("halfstep: parameters that are divided over ranks, or that a norm_group judges, lie on several "
+                                 "devices; give those of each device to an optimizer of its own")
+            return (self.ranks.step(None, self.gradients, True) if micro else
+                    self.ranks.step(self.weights, self.gradients)), self.handle
+        if len(self.parts) > 1:
+            return self._step_together(micro)
+        if micro:
+            return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
+        return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
+
+    def _step_together(self, micro):
+        """A step on several devices: one verdict and one norm for all of them, which takes a wait for each."""
+        head = int(lib.halfstep_round_statistics_count())
+        begin = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
+        found, total = [], torch.zeros(head, dtype=torch.int64)
+        for part in self.parts:
+            statistics = torch.zeros(int(lib.halfstep_statistics_count(part.handle)), dtype=torch.int64)
+            check(begin(part.handle, part.gradients, statistics.data_ptr()), part.handle)
+            total += statistics[:head]
+            found.append(statistics)
+        refusing = [part for part, s in zip(self.parts, found) if bool(s[head:head + part.n].any())]
+        code = (_abi.OK, self.handle)
+        for part, statistics in zip(self.parts, found):
+            if refusing and part not in refusing and self.choices.get("scan", "scan") == "scan":
+                continue
+            statistics[:head] = total
+            arguments = (part.handle, part.gradients) if micro else (part.handle, part.weights, part.gradients)
+            if not micro and len(statistics) > int(lib.halfstep_norms_offset(part.handle)):
+                check(lib.halfstep_step_norms(*arguments, statistics.data_ptr()), part.handle)
+            finish = lib.halfstep_accumulate_states_finish if micro else lib.halfstep_step_finish
+            given = finish(*arguments, statistics.data_ptr())
+            if given == _abi.OK and part.late and part in refusing:
+                given = lib.halfstep_synchronize(part.handle)
+            if given == _abi.NONFINITE:
+                code = (given, part.handle)
+            else:
+                check(given, part.handle)
+        if refusing and len(refusing) > 1 and self.choices.get("scan", "scan") == "scan":
+            for part in refusing[1:]:  # one step was refused, however many devices saw why
+                part.counted += 1
+        return code
+
+    def end_round(self, clipped):
+        """The end of a round of gradient release."""
+        if self.ranks.needed and clipped:
+            return self.ranks.end_round(True)
+        if len(self.parts) == 1 or not clipped:
+            for part in self.parts:
+                check(lib.halfstep_end_round(part.handle), part.handle)
+            return _abi.OK
+        total = torch.zeros(int(lib.halfstep_round_statistics_count()), dtype=torch.int64)
+        for part in self.parts:
+            statistics = torch.zeros_like(total)
+            check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)
+            total += statistics
+        for part in self.parts:
+            check(lib.halfstep_end_round_finish(part.handle, total.data_ptr()), part.handle)
+        return _abi.OK
+
     def recheck_weight(self, m):
-        """The weight lies elsewhere than before. False where it is another tensor altogether."""
-        p = m.p
-        check_parameter(p, m.name)
-        check_device(p, m.name)
+        """The weight lies elsewhere than before. False where that is on another device, which takes another handle."""
+        check_parameter(m.p, m.name)
+        p = local(m.p)
+        _devices.check(p, m.name)
+        if _devices.of(p) != m.device:
+            return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states were made and "
                              f"is {p.dtype} of shape {tuple(p.shape)} now")
         m.strides, m.dense, m.address = p.stride(), p.is_contiguous(), p.data_ptr()
+        return True
+
+
+class SparseGradientError(RuntimeError, TypeError):
+    """What torch's own optimizers raise where a gradient is sparse is a RuntimeError; other wrong gradients are TypeErrors here."""
 
 
 def check_gradient(p, grad, name):
-    """The format of a gradient; raises for what is none."""
+    """The format of a gradient; raises for what is none. Of DTensors both are what lies here."""
+    p, grad = local(p), local(grad)
     if type(grad) not in _ORDINARY:
         raise TypeError(f"halfstep: the gradient of {name!r} is a {type(grad).__name__}, a kind of tensor that halfstep does "
                         "not know")
     if grad.layout != torch.strided:
-        raise TypeError(f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
-                        "(torch.nn.Embedding(sparse=False))")
+        raise SparseGradientError(f"halfstep: the gradient of {name!r} is sparse; only dense gradients can be used "
+                                  "(torch.nn.Embedding(sparse=False))")
     if grad.dtype not in PLAIN:
         raise TypeError(f"halfstep: the gradient of {name!r} is {grad.dtype}; float32, bfloat16 and float16 can be used")
-    if grad.device != p.device:
-        raise ValueError(f"halfstep: the gradient of {name!r} is on {grad.device}, the parameter on {p.device}")
+    if _devices.of(grad) != _devices.of(p):
+        raise ValueError(f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {_devices.of(p)}")
     if grad.shape != p.shape:
         raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter {tuple(p.shape)}")
     return PLAIN[grad.dtype]

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import _abi, _layout
+from . import _abi, _layout, _sharding
 from ._engine import rows_of
 
 FORMAT = "halfstep optimizer 1"
@@ -99,9 +99,15 @@ def _replace(path, write):
     _sync(folder, os.O_RDONLY)
 
 
+def _refuse_parts(optimizer):
+    _sharding.refuse((p for group in optimizer.param_groups for p in group["params"]), "a safetensors file",
+                     "torch.distributed.checkpoint saves them, for any number of ranks")
+
+
 def save(optimizer, path):
     """optimizer.save_safetensors()"""
     from safetensors.torch import save_file
+    _refuse_parts(optimizer)
     optimizer._notice()
     optimizer._sync()
     tensors, metadata = _tensors(optimizer)
@@ -176,6 +182,7 @@ def _weight(file, path, name, p, key):
 def load(optimizer, path):
     """optimizer.load_safetensors()"""
     from safetensors import safe_open
+    _refuse_parts(optimizer)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:

@@ -10,13 +10,15 @@ from ctypes import byref
 
 import torch
 
-from . import _abi, _convert, _layout
+from . import _abi, _convert, _layout, _sharding
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
 OURS = ("weights", "states", "decay", "reference_lr", "seed", "generator", "centralize", *_layout.TOLD)
 #: rules whose optimizers in torch save no count of steps
 _UNCOUNTED = ("sgd", "muon")
+#: rules that differ in their decay alone, and load one another's states, as torch's do
+_SIBLINGS = ("adam", "adamw")
 
 
 class _Wrapped:
@@ -47,6 +49,20 @@ def _copy(value):
 # ---- Loading ------------------------------------------------------------------------------------------------------------
 
 
+def _as_own(optimizer, state):
+    """The states of a sibling rule under the name of this optimizer's."""
+    if optimizer.rule not in _SIBLINGS or not isinstance(state, dict) or state.get("recipe") is None:
+        return state
+    try:
+        there = _layout.recipe_of(state, "")
+    except ValueError:  # which _check_state() says with the name of the parameter
+        return state
+    rule, _, formats = there.partition("/")
+    if rule == optimizer.rule or rule not in _SIBLINGS:
+        return state
+    return {**state, "recipe": _layout.number(_layout.pack_recipe(f"{optimizer.rule}/{formats}"), "recipe")}
+
+
 def _with_names(state_dict):
     """The names that the file has beside its groups, in the groups: where hooks of torch's load look for them."""
     names, groups = state_dict["param_names"], state_dict["param_groups"]
@@ -70,7 +86,8 @@ def load(optimizer, state_dict, torch_load):
 
     def wrap(_, given):
         given = dict(given)
-        given["state"] = {k: v if isinstance(v, _Wrapped) else _Wrapped(v) for k, v in given["state"].items()}
+        given["state"] = {k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(optimizer, v))
+                          for k, v in given["state"].items()}
         groups = []
         for place, (group, own) in enumerate(zip(given["param_groups"], before)):
             group = dict(group)
@@ -83,6 +100,8 @@ def load(optimizer, state_dict, torch_load):
                     group[key] = value
                 elif key not in ("params", *_layout.TOLD):
                     group.setdefault(key, value)
+            if optimizer.rule == "adamw":
+                group["decoupled_weight_decay"] = True  # also where the group was Adam's
             if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=own["lr"].dtype, device=own["lr"].device)
             groups.append(group)
@@ -175,7 +194,10 @@ def _check_state(optimizer, known, name, p, state, hypers):
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0, which is none")
-    codec = _convert.Codec(recipe or optimizer.rule, hypers, tuple(p.shape), name, (identity or 1) % 2**64)
+    part = _sharding.part_of(p, name, optimizer.flat, optimizer.rule)
+    here = _sharding.local(p)
+    gathered = part is not None and part.gathered
+    codec = _convert.Codec(recipe or optimizer.rule, hypers, tuple(p.shape if gathered else here.shape), name, (identity or 1) % 2**64, part)
     try:
         # As far as the library judges: counts, and numbers that no update leaves.
         counters = {key: steps if value is None else value for key, value in counts.items()}
@@ -198,7 +220,7 @@ def _check_plain(state, key, role, name, p):
     """A state as torch keeps it."""
     if key not in state:
         raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
-    value = state[key]
+    value, p = _sharding.local(state[key]), _sharding.local(p)
     if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point() \
             or value.device.type == "meta" or value.layout != torch.strided:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -207,6 +229,8 @@ def _check_plain(state, key, role, name, p):
 
 
 def _judge(key, name, values, role):
+    if not values.numel():
+        return
     least, most = torch.aminmax(values)  # NaN if there is one
     if not math.isfinite(least) or not math.isfinite(most):
         raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has values that are not finite")
@@ -227,9 +251,11 @@ def _check_streams(codec, state, name, recipe):
             _judge(s.key, name, tensor, _abi.ROLE_NONNEG)
         elif s.part != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
+    if codec.gathered:
+        return  # codes mean something beside the others of their matrix only
     codec.bind(tensors)
     for s in codec.streams:
-        if s.part == ".codes" and not codec.all_codes_are_good(s, tensors[s.name + ".scale"].max()):
+        if s.part == ".codes" and tensors[s.key].numel() and not codec.all_codes_are_good(s, tensors[s.name + ".scale"].max()):
             for values in codec.pieces(s.slot):
                 _judge(s.name, name, values, s.role)
 
@@ -237,7 +263,7 @@ def _check_streams(codec, state, name, recipe):
 # ---- Parameters without elements ----------------------------------------------------------------------------------------
 
 
-def count_empty(optimizer, group_index, position, p):
+def count_empty(optimizer, group_index, position, p, steps=1):
     """A step of a parameter without elements, which is not in the handle: its counters are kept here."""
     identity, recipe = optimizer._identities([p])[p], optimizer._full_recipe(group_index, position)
     state = optimizer.state[p]
@@ -249,7 +275,7 @@ def count_empty(optimizer, group_index, position, p):
         state.update((key, _layout.number(0, key) if value is None else value) for key, value in numbers.items())
         state["id"] = _layout.number(_layout.signed(identity), "id")
         state["recipe"] = _layout.number(packed, "recipe")
-    steps = _layout.step_count(state, optimizer._name_of(group_index, position)) + 1
+    steps = _layout.step_count(state, optimizer._name_of(group_index, position)) + steps
     state["step"] = torch.tensor(float(steps), dtype=torch.float32)
     state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
 

@@ -6,11 +6,19 @@ wrote. In-place writes to `p.data` move no counter and cannot be seen; another t
 """
 import torch
 
+from . import _sharding
+from ._sharding import is_dtensor, local
+
 _get = torch._C.TensorBase._version.__get__
 
 
 def version(tensor):
-    """How often torch has counted a write to a tensor."""
+    """How often torch has counted a write to a tensor; of a DTensor, to it or to what of it lies here."""
+    if is_dtensor(tensor):
+        try:
+            return _get(tensor) + _get(local(tensor))
+        except RuntimeError:
+            return None
     try:
         return _get(tensor)
     except RuntimeError:  # tensors of inference mode count nothing
@@ -19,6 +27,8 @@ def version(tensor):
 
 def versions(tensors):
     """version() of each."""
+    if _sharding.seen and any(map(is_dtensor, tensors)):
+        return list(map(version, tensors))
     try:
         return list(map(_get, tensors))
     except RuntimeError:
@@ -26,12 +36,14 @@ def versions(tensors):
 
 
 def _place(tensor):
+    tensor = local(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _same_bits(a, b):
     """Whether two 16-bit tensors hold the same, index by index. `a` may have lost its memory."""
-    if a.shape != b.shape or a.dtype != b.dtype or not a.is_cpu or not b.is_cpu or not a.untyped_storage().nbytes():
+    a, b = local(a), local(b)
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not a.untyped_storage().nbytes():
         return False
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.int16) for t in (a, b)))
 
@@ -120,8 +132,8 @@ class Watch:
         if self.blocks is None:
             self.blocks = {}
             for k, p in enumerate(self.tensors):
-                self.blocks.setdefault(p.untyped_storage().data_ptr(), []).append(k)
-        found = self.blocks.get(self.tensors[i].untyped_storage().data_ptr(), ())
+                self.blocks.setdefault(local(p).untyped_storage().data_ptr(), []).append(k)
+        found = self.blocks.get(local(self.tensors[i]).untyped_storage().data_ptr(), ())
         return found if i in found else (i,)  # it has moved meanwhile
 
     # ---- Noting ----
@@ -131,7 +143,7 @@ class Watch:
         self.versions[i] = version(p)
         place = _place(p)
         if self.places[i] != place:
-            self.places[i], note.held, self.blocks, self.token = place, p.detach(), None, None
+            self.places[i], note.held, self.blocks, self.token = place, local(p).detach(), None, None
         note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied
         note.witness = None if self.witness is None else version(self.witness)

@@ -5,10 +5,10 @@ from ctypes import byref
 
 import torch
 
-from . import _abi, _layout
+from . import _abi, _devices, _layout, _sharding
 from ._abi import check, lib
-from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_device, check_gradient, check_parameter, create_handle,
-                      seed_of)
+from ._sharding import local
+from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_gradient, check_parameter, create_handle, seed_of)
 
 #: what halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
@@ -107,27 +107,31 @@ class GradientAccumulator:
     def _setup(self, members, format, seed, missing, dtype):
         for name, p in members:
             check_parameter(p, name)
-            check_device(p, name)
+            _devices.check(local(p), name)
             if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
                 raise ValueError(f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of {dtype}")
         self.format, self.seed, self.missing, self.dtype = format, seed, missing, dtype
         self._buffer_dtype = DTYPES[_abi.formats[format].code_dtype]
         self._c_format = format.encode()
         self._names = [name for name, _ in members]
-        self._shapes = [p.shape for _, p in members]
+        self._shapes = [local(p).shape for _, p in members]
         self._params = [weakref.ref(p) for _, p in members]
         self._buffers = [None] * len(members)
         self._hooks = [None] * len(members)
         self._threads = torch.get_num_threads()
-        self._handle = create_handle(self._threads, seed)
+        self._devices = [_devices.of(local(p)) for _, p in members]
+        self._handles, self._groups = {}, {}
         self._generator = _abi.choices("generator")[0]
         # Nothing is ever stepped here: a rule without states gives each tensor its place, counter and random stream.
-        group = add_group(self._handle, "sgd/f32", {}, {})
-        self._indices = [add_tensor(self._handle, group, name, 0, tuple(p.shape), "f32") for name, p in members]
+        for device in dict.fromkeys(self._devices) or (torch.device("cpu"),):
+            self._handles[device] = create_handle(self._threads, seed, device)
+            self._groups[device] = add_group(self._handles[device], "sgd/f32", {}, {})
+        self._indices = [add_tensor(self._handles[device], self._groups[device], name, 0, tuple(local(p).shape), "f32",
+                                    _sharding.part_of(p, name)) for (name, p), device in zip(members, self._devices)]
 
     def __del__(self):
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle and lib is not None:
+        handles, self._handles = getattr(self, "_handles", {}), {}
+        for handle in handles.values() if lib is not None else ():
             lib.halfstep_destroy(handle)
 
     def __repr__(self):
@@ -178,28 +182,37 @@ class GradientAccumulator:
         if grad is None:
             return
         name = self._names[i]
+        grad = local(_sharding.gradient_of(p, grad, name))
         if grad.shape != self._shapes[i]:
             raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
                              f"{tuple(self._shapes[i])} when the accumulator was made")
-        gradient_format = check_gradient(p, grad, name)
+        gradient_format, device = check_gradient(p, grad, name), self._devices[i]
+        if _devices.of(grad) != device:
+            raise ValueError(f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the accumulator was made")
         buffer = self._buffers[i]
         grad = grad.detach()
         if buffer is None and grad.dtype == self._buffer_dtype:
             # The first of a sum, exact as it is. A view stays where it is: a bucket that others write must not be a buffer.
             alone = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-            self._buffers[i] = grad if alone else grad.clone(memory_format=torch.contiguous_format)
+            self._buffers[i] = grad if alone else _devices.clone(grad)
             p.grad = None
             return
-        grad = grad.contiguous()
+        if not grad.is_contiguous():
+            grad = _devices.contiguous(grad)
         if buffer is None:
-            buffer = torch.zeros(self._shapes[i], dtype=self._buffer_dtype)
+            buffer = _devices.zeros(self._shapes[i], self._buffer_dtype, device)
         if grad.numel():
-            threads = torch.get_num_threads()
+            handle, threads = self._handles[device], torch.get_num_threads()
             if threads != self._threads:
-                check(lib.halfstep_set_threads(self._handle, threads), self._handle)
+                for other in self._handles.values():
+                    check(lib.halfstep_set_threads(other, threads), other)
                 self._threads = threads
-            check(lib.halfstep_accumulate(self._handle, self._indices[i], buffer.data_ptr(), self._c_format, grad.data_ptr(),
-                                          gradient_format.encode(), 1.0), self._handle)
+            if _devices.is_late(device):
+                check(lib.halfstep_set_stream(handle, _devices.stream(device)), handle)
+            check(lib.halfstep_accumulate(handle, self._indices[i], buffer.data_ptr(), self._c_format, grad.data_ptr(),
+                                          gradient_format.encode(), 1.0), handle)
+            if _devices.is_late(device) and not _devices.capturing(device):
+                _devices.record([grad], device)
         self._buffers[i] = buffer
         p.grad = None
 
@@ -247,7 +260,7 @@ class GradientAccumulator:
             dtype = self._returned_dtype(p)
             if dtype != p.dtype and getattr(p, "grad_dtype", dtype) not in (None, dtype):
                 p.grad_dtype = None  # whatever autograd makes: the hook must see float32 as it is
-            p.grad = buffer.to(dtype)
+            p.grad = _sharding.like(p, buffer.to(dtype))
 
     def clear(self):
         """Forgets the sums."""
@@ -262,22 +275,24 @@ class GradientAccumulator:
     def _writes(self):
         counters = _abi.Counters.new()
         found = []
-        for index in self._indices:
-            check(lib.halfstep_get_counters(self._handle, index, byref(counters)), self._handle)
+        for device, index in zip(self._devices, self._indices):
+            handle = self._handles[device]
+            check(lib.halfstep_get_counters(handle, index, byref(counters)), handle)
             found.append(int(counters.writes))
         return found
 
     def _set_generator(self, name):
         if name not in _abi.choices("generator"):
             raise ValueError(f"halfstep: these sums were saved with the generator {name!r}, which this library does not have")
-        check(lib.halfstep_set_choice(self._handle, _abi.ALL_GROUPS, b"generator", name.encode()), self._handle)
+        for handle in self._handles.values():
+            check(lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", name.encode()), handle)
         self._generator = name
 
     def _set_writes(self, writes):
         counters = _abi.Counters(struct_size=ctypes.sizeof(_abi.Counters))
-        for index, n in zip(self._indices, writes):
-            counters.writes = int(n)
-            check(lib.halfstep_set_counters(self._handle, index, byref(counters)), self._handle)
+        for device, index, n in zip(self._devices, self._indices, writes):
+            handle, counters.writes = self._handles[device], int(n)
+            check(lib.halfstep_set_counters(handle, index, byref(counters)), handle)
 
     def state_dict(self):
         """What has to be saved for a resumed run to draw the same random bits, with the sums if there are any."""
@@ -296,12 +311,13 @@ class GradientAccumulator:
                 if saved.shape != self._shapes[i] or saved.dtype != self._buffer_dtype:
                     raise ValueError(f"halfstep: the saved sum of {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; "
                                      f"{self._buffer_dtype} of shape {tuple(self._shapes[i])} is needed")
-                buffers[i] = saved.detach().to("cpu", copy=True).contiguous()
+                buffers[i] = _devices.place(_devices.clone(saved), self._devices[i])
             else:
                 buffers[i] = None
         seed = int(state_dict["seed"])
         self._set_generator(state_dict.get("generator", _layout.OLD_GENERATOR))
-        check(lib.halfstep_set_seed(self._handle, seed & (2**64 - 1)), self._handle)
+        for handle in self._handles.values():
+            check(lib.halfstep_set_seed(handle, seed & (2**64 - 1)), handle)
         self.seed = seed
         self._set_writes([state_dict["writes"].get(name, old) for name, old in zip(self._names, self._writes())])
         self._buffers = buffers

@@ -11,7 +11,7 @@ from ctypes import c_void_p
 
 import torch
 
-from . import _abi
+from . import _abi, _devices, _sharding
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
 from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, caller, check_parameter, create_handle,
                       increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
@@ -25,6 +25,10 @@ _WITH_EXTRA = {(DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name for f in _a
                if f.roles & _abi.ROLE_WEIGHT and f.extra_bits}
 # The address of what has no elements: any but NULL, which would mean that there is nothing to follow.
 _NOTHING = ctypes.create_string_buffer(64)
+
+
+#: what helps where a model is sharded
+_WHOLE = "make the EMA of a whole copy of the model, and load into a second copy what get_model_state_dict(full_state_dict=True) gives"
 
 
 def _extra_dtype(fmt):
@@ -42,11 +46,9 @@ def _address(tensor):
     return tensor.data_ptr() or ctypes.addressof(_NOTHING)
 
 
-def _dense(tensor):
-    """The tensor itself where it lies in memory row by row, else a copy that does."""
-    if tensor.is_cpu and tensor.is_contiguous():
-        return tensor
-    return tensor.detach().to("cpu").contiguous()
+def _dense(tensor, device):
+    """The tensor itself where it lies on the device row by row, else a copy that does."""
+    return _devices.place(tensor if tensor.is_contiguous() else _devices.contiguous(tensor), device)
 
 
 class _Handle:
@@ -72,10 +74,10 @@ class _Handle:
         if not sys.is_finalizing():
             self.destroy()
 
-    def build(self, members, live, random, generator, threads):
-        """members: (name, id, format, shape); live: the formats of what they follow."""
+    def build(self, members, live, random, generator, threads, device):
+        """members: (name, id, format, shape); live: the formats of what they follow; device: of the averages."""
         self.destroy()
-        self.handle = create_handle(threads, random)
+        self.handle, self.device = create_handle(threads, random, device), device
         handle = self.handle
         check(lib.halfstep_set_choice(handle, _abi.ALL_GROUPS, b"generator", generator.encode()), handle)
         groups, unbound = {}, None
@@ -136,7 +138,7 @@ def _codec(fmt, weight, extra, values=None):
 
 
 def _decode(fmt, weight, extra):
-    return _codec(fmt, weight.detach().cpu().contiguous(), None if extra is None else extra.cpu().contiguous())
+    return _codec(fmt, _devices.to_cpu(weight), None if extra is None else _devices.to_cpu(extra))
 
 
 def _encode(fmt, values):
@@ -195,7 +197,7 @@ class EMA(torch.nn.Module):
                 "bf16-ecc16" in 4; float16 ones take the namesake, float32 ones stay as they are. "f32" makes all averages
                 float32, and `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
                 EMA(deepcopy(model).bfloat16()), then update_parameters(model)
-    device      of the copy, as in AveragedModel; averaging needs it in CPU memory
+    device      of the copy, as in AveragedModel; all averages have to lie on one
     use_buffers True: buffers are averaged like parameters; False: they are copied from the model at each update
     debias      True: all weights seen so far count by their age alone, so that the first is no better than the others
     scan        "scan": weights are looked through before each update, which reads them twice; "known-finite": they are
@@ -226,6 +228,7 @@ class EMA(torch.nn.Module):
         self.decay, self.debias, self.use_buffers, self.threads = decay, debias, use_buffers, threads
         self._handle = _Handle()
         self._warned = False
+        _sharding.refuse(model.parameters(), "averages", _WHOLE)
         self.module = deepcopy(model)
         if device is not None:
             self.module = self.module.to(device)
@@ -294,13 +297,15 @@ class EMA(torch.nn.Module):
                 for (name, tensor), identity, number in zip(averages, ids, formats)]
 
     @staticmethod
-    def _check_average(name, fmt, tensor):
+    def _check_average(name, fmt, tensor, device):
         dtype = DTYPES[_abi.formats[fmt].code_dtype]
         if tensor.dtype != dtype:
             raise ValueError(f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now; an EMA "
                              "cannot be cast, make a new one")
-        if not tensor.is_cpu:
-            raise ValueError(f"halfstep: the average of {name!r} is on {tensor.device}; this build averages in CPU memory")
+        _devices.check(tensor, name)
+        if _devices.of(tensor) != device:
+            raise ValueError(f"halfstep: the average of {name!r} is on {_devices.of(tensor)}, others are on {device}; an EMA keeps "
+                             "all of its averages on one device: make one EMA for each part of such a model")
 
     @staticmethod
     def _live(name, tensor, average, states_of_optimizers):
@@ -316,14 +321,15 @@ class EMA(torch.nn.Module):
             if state:
                 extra = state.get("weight.extra")
                 break
-        plain = _dense(tensor)
+        _sharding.refuse((tensor,), "averages", _WHOLE)
+        plain = _dense(tensor, _devices.of(average))
         if extra is None:
             return plain, PLAIN[tensor.dtype], None
         fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
         if fmt is None or extra.shape != tensor.shape:
             raise ValueError(f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside {name!r}, "
                              f"which is {tensor.dtype} of shape {tuple(tensor.shape)}")
-        return plain, fmt, _dense(extra)
+        return plain, fmt, _dense(extra, _devices.of(average))
 
     # ---- Updates ----
 
@@ -351,7 +357,7 @@ class EMA(torch.nn.Module):
         states = [one.state for one in optimizers]
         lives = []
         for (name, _, fmt, average), (_, tensor) in zip(members, followed):
-            self._check_average(name, fmt, average)
+            self._check_average(name, fmt, average, _devices.of(members[0][3]))
             lives.append(self._live(name, tensor, average, states))
         others = self._other_buffers(model)
         for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
@@ -369,7 +375,7 @@ class EMA(torch.nn.Module):
         back = []
         for index, ((name, _, fmt, average), (live, _, extra)) in enumerate(zip(members, lives)):
             if not average.is_contiguous():
-                back.append((average, average.contiguous()))
+                back.append((average, _devices.contiguous(average)))
                 average = back[-1][1]
             handle.weights[index], handle.gradients[index] = _address(average), _address(live)
             if extra is not None:
@@ -377,6 +383,8 @@ class EMA(torch.nn.Module):
             if _extra_dtype(fmt) is not None:
                 handle.bind(index, SLOT_WEIGHT, handle.extras, _find(self.extra, name))
         code = lib.halfstep_step(handle.handle, handle.weights, handle.gradients)
+        if code == _abi.OK and _devices.is_late(handle.device):
+            code = lib.halfstep_synchronize(handle.handle)  # whether it counts has to be known
         if code == _abi.NONFINITE:
             self._refuse(lib.halfstep_nonfinite_tensor(handle.handle).decode())
             return
@@ -395,15 +403,18 @@ class EMA(torch.nn.Module):
     def _ready(self, members, formats):
         """The C handle for these averages and formats of what they follow, with all that may have changed since."""
         held = self._handle
+        device = _devices.of(members[0][3]) if members else torch.device("cpu")
         members = [(name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members]
-        key = members, formats, self.random.tolist()
+        key = members, formats, self.random.tolist(), device
         threads = self.threads or torch.get_num_threads()
         if held.handle is None or held.key != key:
-            held.build(members, formats, key[2][0], self._generator(), threads)
+            held.build(members, formats, key[2][0], self._generator(), threads, device)
             held.key = key
         elif held.threads != threads:
             check(lib.halfstep_set_threads(held.handle, threads), held.handle)
             held.threads = threads
+        if _devices.is_late(device):
+            check(lib.halfstep_set_stream(held.handle, _devices.stream(device)), held.handle)
         steps = int(self.n_averaged)
         held.count(len(members), steps, int(self.counters[0]))
         decay = float(self.decay)
@@ -512,7 +523,7 @@ class EMA(torch.nn.Module):
         self._notice()
         found = {}
         for name, _, fmt, average in self._members():
-            self._check_average(name, fmt, average)
+            self._check_average(name, fmt, average, _devices.of(average))
             found[id(average)] = _decode(fmt, average, _find(self.extra, name))
         out = {}
         for key, value in self.module.state_dict(keep_vars=True).items():

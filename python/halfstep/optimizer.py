@@ -3,26 +3,34 @@
 This file is longer than 500 lines because it is one class: torch asks an optimizer to be one object, with its steps, release,
 inspection and saving; the C handle is in _engine.py, the reading of saved states in _state.py.
 """
+import difflib
+import os
 import warnings
 import weakref
 from ctypes import byref, c_double, c_int32, c_uint64
 from operator import is_, itemgetter
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _files, _layout, _state
+from . import _abi, _devices, _files, _layout, _sharding, _state
 from ._abi import check, lib
-from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, caller, check_device, check_gradient, check_parameter,
+from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, Member, caller, check_gradient, check_parameter,
                       create_handle, declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format,
                       write_rows)
 from ._guards import guard
+from ._sharding import local
 from ._watch import Watch, version, versions
 
 _Tensor = torch.Tensor
+#: what optimizers take
+Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
 # Called through map(), which costs half of what a loop does.
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
+#: of groups, beside options: of torch, of its schedulers, and this package's own
+_GROUP_KEYS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "schedule", "ids", "recipes", *_layout.TOLD}
 # How often one handle may be wrong about what gradients will look like.
 _MOST_GUARDS = 4
 # From this version on torch itself takes (name, tensor) pairs.
@@ -30,10 +38,10 @@ _NAMED = VERSION >= (2, 6)
 #: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
 #: of older versions
 _TRANSIENT = ("_engine", "_flat", "_indices", "_empty", "_release_handles", "_released", "_warned", "_watch", "_witness",
-              "grad_scale", "found_inf", "_zero_grad_profile_name", "step", "_opt_called", "_number")
+              "grad_scale", "found_inf", "_zero_grad_profile_name", "_norm_group", "_agreed", "_rounds", "step", "_opt_called", "_number")
 
 
-def name_parameters(module, prefix=""):
+def name_parameters(module: torch.nn.Module, prefix: str = "") -> None:
     """Gives the parameters of `module` their names, which key their random bits and stand in messages.
 
     Call it before the optimizer's first step; again after parameters were replaced, as sharding does. Optimizers that are
@@ -41,6 +49,43 @@ def name_parameters(module, prefix=""):
     """
     for name, p in module.named_parameters(prefix=prefix):
         p._halfstep_name = name
+
+
+class _Rounds:
+    """Who owns the gradients that gradient release is about to take: what its hooks have seen since step() was called."""
+
+    __slots__ = ("seen", "again", "stepped", "looked")
+
+    def __init__(self):
+        self.seen, self.again, self.stepped, self.looked = set(), 0, False, False
+
+    def gradient(self, optimizer, p):
+        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs it."""
+        if not self.looked:
+            self.looked = True
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                _sharding.check_no_reducer(optimizer)
+        if optimizer.optimizer_accumulation:
+            return
+        if id(p) in self.seen:
+            self.again += 1
+            if self.stepped:
+                raise RuntimeError(self._what(optimizer, "another backward() came before step()"))
+            self.seen.clear()
+        self.seen.add(id(p))
+
+    def step(self):
+        """step() was called: rounds end here from now on."""
+        again, self.again, self.stepped = self.again, 0, True
+        self.seen.clear()
+        if again:
+            raise RuntimeError(self._what(None, f"{again + 1} backward passes came before the first step()"))
+
+    @staticmethod
+    def _what(optimizer, found):
+        return (f"halfstep: {found}, and in gradient release each of them is an update: whoever accumulates gradients (a trainer's "
+                "gradient_accumulation_steps, accumulate_grad_batches) would get as many updates. Let them be 1, or leave "
+                "gradient_release off, or set optimizer.optimizer_accumulation = True during all micro-batches but the last")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -66,6 +111,11 @@ class Optimizer(torch.optim.Optimizer):
                     torch.distributed is initialized it is 0 on all ranks
     threads         0: torch.get_num_threads() at each step
     gradient_release, optimizer_accumulation    see prepare_gradient_release() and `optimizer_accumulation`
+    norm_group      a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those of a
+                    ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict on gradients that are
+                    not finite are theirs together. Every one of them has to call step() as often. Not saved and not copied
+    flat            True: vectors of 4096 elements or more are flat buffers of many parameters, which take block formats; "shards":
+                    and each rank holds another shard, so that each has random bits of its own. Those of FSDP1 are recognized
     compile         True: step() can be traced by torch.compile(fullgraph=True)
     foreach, fused, capturable    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler
                     leave unscaling to the step
@@ -76,13 +126,24 @@ class Optimizer(torch.optim.Optimizer):
 
     # What pickles that lack them go on with.
     clip_norm, clip, scan, threads = 0.0, None, None, 0
+    _norm_group, flat = None, False
+    # Whether the ranks that share parameters have compared what they go by.
+    _agreed = False
+    _rounds = None
     compile = optimizer_accumulation = gradient_release = False
+    #: options of groups that are not among the defaults
+    _beside_defaults = ()
+    # Whether the last step had its scale from a GradScaler on a GPU, who knows what was refused.
+    _scaled = False
     # In a compiled step: by weight, and of the witness under None, whether the operator got a copy (see _watch.py).
     _compiled_copies = None
 
-    def __init__(self, params, defaults, *, weights=None, states=None, decay=None, reference_lr=0.0, clip_norm=0.0, clip=None,
-                 scan=None, generator=None, seed=None, threads=0, gradient_release=False, optimizer_accumulation=False,
-                 foreach=None, fused=None, capturable=False, differentiable=False, compile=False):
+    def __init__(self, params: Params, defaults: Dict[str, Any], *, weights: Optional[str] = None, states: Optional[str] = None,
+                 decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None,
+                 scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None,
+                 flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None,
+                 capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None:
         if differentiable:
             raise ValueError(f"halfstep: {type(self).__name__} cannot be differentiated through: differentiable=True")
         if fused and foreach:
@@ -95,6 +156,9 @@ class Optimizer(torch.optim.Optimizer):
         # Names that were given with parameters, also by place, and ids of older files for parameters without states.
         self._names, self._roster, self._ids = {}, [], {}
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
+        if flat not in (False, True, "shards"):
+            raise ValueError(f"halfstep: flat={flat!r} is none of False, True, 'shards'")
+        self._norm_group, self.flat = norm_group, flat
         self.threads = threads
         self.compile = compile
         if compile:
@@ -130,8 +194,8 @@ class Optimizer(torch.optim.Optimizer):
             if name in _abi.BETAS and betas is not None:
                 out[name] = float(betas[_abi.BETAS.index(name)])
             elif name in group:
-                if group[name] is None:
-                    raise TypeError(f"halfstep: the option {name!r} is None; it has to be a number")
+                if group[name] is None or isinstance(group[name], str):
+                    raise TypeError(f"halfstep: the option {name!r} is {group[name]!r}; it has to be a number")
                 out[name] = float(group[name])
         return out
 
@@ -205,14 +269,19 @@ class Optimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 names = group.pop("param_names", None)
         group = self.param_groups[-1]
-        if names:
-            self._names.update(zip(group["params"], names))
         try:
+            self._check_keys(group)
+            if names:
+                self._check_names(group["params"], names)
+                self._names.update(zip(group["params"], names))
             self._check_options(group)
             for i, p in enumerate(group["params"]):
                 name = self._name_of(len(self.param_groups) - 1, i)
                 check_parameter(p, name)
                 weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
+            if self.compile:
+                _sharding.refuse(group["params"], "compile=True", "torch.compile the model and call step() as it is")
+            self._check_cuts(len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -227,8 +296,37 @@ class Optimizer(torch.optim.Optimizer):
         if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
             group["reference_lr"] = float(group["lr"])
         self._drop_engine()
+        self._agreed = False
         if self.gradient_release:
             self.prepare_gradient_release()
+
+    def _check_keys(self, group):
+        """Raises ValueError for what is nearly the name of an option. Other keys belong to somebody: torch keeps them, too."""
+        known = {*self.defaults, *self._beside_defaults, *_abi.rules[self.rule].hypers}
+        for key in group:
+            if key not in known and key not in _GROUP_KEYS:
+                near = difflib.get_close_matches(str(key), known - {"lr"}, 1, 0.8)
+                if near:
+                    raise ValueError(f"halfstep: a group has the key {key!r}, which is no option of {type(self).__name__}; {near[0]!r} is one")
+
+    def _check_names(self, params, names):
+        """Raises ValueError where two parameters have one name, and would round alike."""
+        taken = {name: p for p, name in self._names.items()}
+        for p, name in zip(params, names):
+            if taken.setdefault(name, p) is not p:
+                raise ValueError(f"halfstep: two parameters are named {name!r}; names key their random bits, so each needs its own")
+
+    def _check_cuts(self, group_index):
+        """Raises for a shard that the formats of its parameter cannot follow."""
+        group = self.param_groups[group_index]
+        wanted = [(p, group_index, i, PLAIN[p.dtype]) for i, p in enumerate(group["params"])
+                  if _sharding.is_dtensor(p) and p.numel()]
+        if wanted:
+            handle = create_handle(1, 0)
+            try:
+                declare(handle, self, wanted)
+            finally:
+                lib.halfstep_destroy(handle)
 
     @property
     def seed(self):
@@ -244,6 +342,16 @@ class Optimizer(torch.optim.Optimizer):
     def generator(self, name):
         for group in self.param_groups:
             group["generator"] = name
+
+    @property
+    def norm_group(self):
+        """The torch.distributed group of the option; a process group can be neither saved nor copied: set it again."""
+        return self._norm_group
+
+    @norm_group.setter
+    def norm_group(self, group):
+        self._norm_group, self._agreed = group, False
+        self._drop_engine()
 
     def _threads_now(self):
         return self.threads or torch.get_num_threads()
@@ -282,12 +390,14 @@ class Optimizer(torch.optim.Optimizer):
             elif p in self._ids:
                 found[p] = self._ids[p]
             elif p in self._names or self._given_name(p) is not None:
-                found[p] = _abi.name_id(self._names.get(p) or self._given_name(p))
+                found[p] = _abi.name_id(_sharding.name_here(self, p, self._names.get(p) or self._given_name(p)))
+            elif _sharding.is_sharded_buffer(p):
+                found[p] = _abi.name_id(_sharding.name_here(self, p, f"parameter {place}"))
         taken = set(found.values())
         for p in params:
             if p not in found:
                 # The place of a parameter that has its id already, and was moved, is not taken twice.
-                text = f"parameter {flat[p]}"
+                text = _sharding.place_here(self, p, f"parameter {flat[p]}")
                 while _abi.name_id(text) in taken:
                     text += " again"
                 found[p] = _abi.name_id(text)
@@ -297,6 +407,8 @@ class Optimizer(torch.optim.Optimizer):
     # ---- The handle ----
 
     def _drop_engine(self):
+        if self._engine is not None and self._engine.late:
+            self._hear()
         engine, self._engine = self._engine, None
         if engine is not None:
             try:
@@ -322,7 +434,7 @@ class Optimizer(torch.optim.Optimizer):
                     continue
                 name = self._name_of(g, i)
                 check_parameter(p, name)
-                check_device(p, name)
+                _devices.check(local(p), name)
                 wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else check_gradient(p, grad, name)))
         engine = Engine(self, wanted)
         engine.refresh(self)
@@ -343,6 +455,8 @@ class Optimizer(torch.optim.Optimizer):
             if len(flat) != len(known) or not all(map(is_, flat, known)) or self.state is not engine.optimizer_state \
                     or engine.formats != formats_of(self.param_groups) or not engine.refresh(self):
                 engine = None
+            elif engine.late:
+                engine.use_streams()
         return self._build() if engine is None else engine
 
     def _stale(self, m, state):
@@ -350,24 +464,37 @@ class Optimizer(torch.optim.Optimizer):
         if state is None or state.get("step") is not m.step or version(m.step) != m.versions["step"]:
             return True
         for key, tensor, address in m.bound:
-            if state.get(key) is not tensor or tensor.data_ptr() != address:
+            if state.get(key) is not tensor or local(tensor).data_ptr() != address:
                 return True
         return False
 
     def _place(self, engine, m, p, grad, keep, back):
         """Addresses of one weight and its gradient, for tensors that do not simply lie there in order."""
+        sharded = m.part is not None and m.part.mesh is not None
+        if m.gathered:
+            if check_gradient(p, _sharding.gradient_of(p, grad, m.name), m.name) != m.gradient:
+                return None
+            engine.gather(m, self.state[p])
+            whole = _sharding.gradient_of(p, grad, m.name).full_tensor().contiguous(), p.detach().full_tensor().contiguous()
+            keep.append(whole)
+            back.append((m, whole[1]))
+            return whole[1].data_ptr(), whole[0].data_ptr()
+        if sharded:
+            grad, p = local(_sharding.gradient_of(p, grad, m.name)), local(p)
+            keep.append(grad)
         if p.data_ptr() != m.address or p.shape != m.shape or p.dtype != m.dtype or p.stride() != m.strides:
-            engine.recheck_weight(m)
+            if not engine.recheck_weight(m):
+                return None
         if check_gradient(p, grad, m.name) != m.gradient:
             return None
         if not grad.is_contiguous():
-            grad = grad.contiguous()
+            grad = _devices.contiguous(grad)
             keep.append(grad)
         weight = p
         if not m.dense:
-            weight = p.detach().contiguous()
+            weight = _devices.contiguous(p)
             back.append((p, weight))
-        return weight.data_ptr(), grad.data_ptr()
+        return weight.data_ptr(), _sharding.address(grad) if sharded else grad.data_ptr()
 
     def _gather_given(self, engine, given, keep, back):
         """_gather() for a compiled step, which brings its own tensors: weights and gradients by parameter."""
@@ -502,6 +629,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A gradient that is not finite leaves everything as it was (see `scan`), counts in `skipped_steps` and is warned of once.
         """
+        self._opt_called = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -513,12 +641,17 @@ class Optimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
+    # A scheduler of torch's puts a function around step() that notes its call, and that torch.compile() refuses to trace. step()
+    # notes its own calls, and this says so.
+    step._wrapped_by_lr_sched = True
+
     @no_dynamo
     @torch.no_grad()
     def _step_compiled(self, given, witness):
         """The step inside the operator of a compiled step: weights and gradients by parameter, and the witness."""
         copies = {p: weight.data_ptr() != p.data_ptr() for p, (weight, _) in given.items()}
         copies[None] = witness.data_ptr() != self._witness.data_ptr()
+        self._opt_called = True  # which a traced step() does not carry out
         self._compiled_copies = copies
         try:
             self._step(given)
@@ -534,12 +667,13 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, given=None):
         """The step itself; `given` are the weights and gradients by parameter that a compiled step has."""
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf):
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaler_is_late = any(t is not None and _devices.is_late(_devices.of(t)) for t in (scale, found_inf))
+        if found_inf is not None and not scaler_is_late and float(found_inf):
             # A GradScaler has seen it, and will lower its scale.
-            skipped = self.skipped_steps + 1
-            for group in self.param_groups:  # which the handle looks at
-                group["skipped_steps"] = skipped
+            self._count_skipped()
+            return
+        if not self.state and given is None and self._is_primed():
             return
         for _ in range(3):
             keep, back, stepped = [], [], []
@@ -554,16 +688,69 @@ class Optimizer(torch.optim.Optimizer):
             return
         if engine.guarded:
             self._notice(token=engine.plain if engine.weights_are_plain else None)
-        scale = getattr(self, "grad_scale", None)
-        engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
+        if not scaler_is_late:
+            engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
+        elif all(part.late for part in engine.parts):
+            engine.bind_gradient_scale(scale, found_inf)
+            self._scaled = True
+        else:  # the processor has to know, too
+            if found_inf is not None and float(found_inf):
+                self._count_skipped()
+                return
+            engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
+        if engine.ranks.needed and not self._agreed:
+            _sharding.agree(self)
+            self._agreed = True
+        code, handle = engine.step(self.optimizer_accumulation)
+        if engine.late:
+            engine.keep_until_read([local(p.grad) for p in stepped])
+            if self._empty and code == _abi.OK:  # whose steps are counted here
+                code, handle = engine.hear()
+                engine.tell(self.param_groups)
         if self.optimizer_accumulation:
-            code = lib.halfstep_accumulate_states(engine.handle, engine.gradients)
-            self._finish(engine, code, (), ())
+            self._finish(engine, code, [(m, None) for m, _ in back if isinstance(m, Member)], (), handle)
             return
-        code = lib.halfstep_step(engine.handle, engine.weights, engine.gradients)
-        self._finish(engine, code, back, stepped)
+        self._finish(engine, code, back, stepped, handle)
         if self._empty and (code == _abi.OK or self.scan == "per-tensor"):
             self._count_empty()
+
+    def _count_skipped(self):
+        """A step that was refused before the handle was asked, which finds it in the groups."""
+        skipped = self.skipped_steps + 1
+        for group in self.param_groups:
+            group["skipped_steps"] = skipped
+
+    def _hear(self):
+        """Waits for what was submitted to a GPU, if anything was, and says what came of it. Nothing can be asked in a capture."""
+        engine = self._engine
+        if engine is None or not engine.late or any(part.late and _devices.capturing(part.device) for part in engine.parts):
+            return
+        code, handle = engine.hear()
+        engine.tell(self.param_groups)
+        scaled, self._scaled = self._scaled, False
+        if code == _abi.NONFINITE and not scaled:  # which a GradScaler knows
+            self._report_nonfinite(engine, handle)
+
+    def _is_primed(self):
+        """Makes the states, and nothing else, where this is no step: torch.distributed.checkpoint has an optimizer without states
+        make one with zero gradients and an lr of 0 to see what states it will have. Nothing may come of that but states of no
+        steps. An lr of 0 alone is how warmups begin."""
+        groups = self.param_groups
+        if any(isinstance(group["lr"], torch.Tensor) and group["lr"].device.type == "meta" or float(group["lr"]) for group in groups):
+            return False
+        params = [p for group in groups for p in group["params"] if p.requires_grad]
+        if not params or any(p.grad is None for p in params):
+            return False
+        zero = all(not local(p.grad).count_nonzero() for p in params if p.grad.layout == torch.strided)
+        if not _sharding.everywhere(self, zero):
+            return False
+        self._build()
+        for g, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p.numel() == 0 and p.grad is not None:
+                    _state.count_empty(self, g, i, p, 0)
+        self._drop_engine()
+        return True
 
     def _count_empty(self, only=None):
         """Parameters without elements are not in the handle; their steps are counted here."""
@@ -573,18 +760,25 @@ class Optimizer(torch.optim.Optimizer):
                     continue
                 _state.count_empty(self, g, i, p)
 
-    def _finish(self, engine, code, back, stepped):
-        """What follows a call: errors, warnings, weights that were worked on in a copy."""
-        if code in (_abi.OK, _abi.NONFINITE):
+    def _finish(self, engine, code, back, stepped, handle=None):
+        """What follows a call: errors, warnings, weights that were worked on in a copy. handle: that which was asked."""
+        if code is None:  # refused by another rank of the norm group
+            self._count_skipped()
+            self._report_nonfinite(None, None)
+            return
+        if code == _abi.NONFINITE or code == _abi.OK and not engine.late:
             engine.tell(self.param_groups)
         if code == _abi.NONFINITE:
-            self._report_nonfinite(engine)
+            self._report_nonfinite(engine, handle or engine.handle)
             if self.scan != "per-tensor":
                 return
         elif code:
-            check(code, engine.handle)
+            check(code, handle or engine.handle)
         for p, weight in back:
-            p.detach().copy_(weight)
+            if isinstance(p, Member):
+                engine.scatter(p, self.state[p.p], weight)
+            else:
+                local(p).detach().copy_(weight)
         increment_versions(stepped)
         if engine.guarded:
             whole = len(stepped) == len(engine.params)
@@ -594,15 +788,25 @@ class Optimizer(torch.optim.Optimizer):
             elif written:
                 self._watch.wrote(list(written), self._extra_of)
 
-    def _report_nonfinite(self, engine):
-        if "nonfinite" in self._warned:
+    def _report_nonfinite(self, engine, handle):
+        often = self.param_groups[0]["skipped_steps"]
+        if "nonfinite" in self._warned and often not in (10, 100, 1000, 10000, 100000):
             return
         self._warned.add("nonfinite")
-        name = lib.halfstep_nonfinite_tensor(engine.handle).decode()
+        name = lib.halfstep_nonfinite_tensor(handle).decode() if handle else ""
+        # On a GPU those of another step may have taken their place.
+        grads = [local(m.p.grad) for m in engine.members if m.p.grad is not None] if name and not engine.late else []
+        if not name:
+            what = "a gradient on another rank or device, or the norm of all of them, is not finite"
+        elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
+            what = ("the gradients of all parameters are not finite, as one of them leaves them after torch.nn.utils.clip_grad_norm_ "
+                    "(clip_norm= of this optimizer names it)")
+        else:
+            what = f"the gradient of parameter {name!r} is not finite"
         left = f"parameter {name!r} was left alone" if self.scan == "per-tensor" or self._release_handles else \
             "the step was skipped and nothing changed"
-        warnings.warn(f"halfstep: the gradient of parameter {name!r} is not finite; {left}. optimizer.skipped_steps counts how "
-                      "often; this is said once", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"halfstep: {what}; {left}. optimizer.skipped_steps, which every group has too, counts how often: {often} by now. This "
+                      "is said again at the 10th, 100th ... time", RuntimeWarning, stacklevel=5)
 
     def _one(self, p):
         """The handle and the member of one parameter that has a gradient."""
@@ -617,6 +821,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._stale(m, self.state.get(p)):
             engine = self._build({p: p.grad})
             m = engine.members[engine.index_of[p]]
+        if engine.late:
+            engine.use_streams()
         return engine, m
 
     @no_dynamo
@@ -630,7 +836,7 @@ class Optimizer(torch.optim.Optimizer):
             if not self.optimizer_accumulation:
                 self._count_empty(p)
             return
-        if self._engine is not None and self._engine.index_of.get(p) in self._released and not self.optimizer_accumulation:
+        if self._engine is not None and p in self._released and not self.optimizer_accumulation:
             self._end_round()
         engine, m = self._one(p)
         if engine.guarded:
@@ -644,17 +850,22 @@ class Optimizer(torch.optim.Optimizer):
             found = self._place(engine, m, p, p.grad, keep, back)
         engine.set_gradient_scale(1.0)
         if self.optimizer_accumulation:
-            code = lib.halfstep_accumulate_states_tensor(engine.handle, m.index, found[1])
-            if code:
-                self._finish(engine, code, (), ())
-            return
-        code = lib.halfstep_step_tensor(engine.handle, m.index, found[0], found[1])
-        self._released.add(m.index)
-        if code == _abi.NONFINITE:
-            engine.tell(self.param_groups)
-            self._report_nonfinite(engine)
+            code = engine.ranks.step_one(p, None, found[1], True) if engine.ranks.divided else \
+                lib.halfstep_accumulate_states_tensor(m.handle, m.index, found[1])
         else:
-            self._finish(engine, code, back, (p,))
+            code = engine.ranks.step_one(p, found[0], found[1]) if engine.ranks.divided else \
+                lib.halfstep_step_tensor(m.handle, m.index, found[0], found[1])
+            self._released.add(p)
+        if engine.late:
+            engine.keep_until_read([local(p.grad), *keep])
+        if self.optimizer_accumulation:
+            if code:
+                self._finish(engine, code, (), (), m.handle)
+        elif code == _abi.NONFINITE:
+            engine.tell(self.param_groups)
+            self._report_nonfinite(engine, m.handle)
+        else:
+            self._finish(engine, code, back, (p,), m.handle)
 
     def step_parameter(self, p, group=None, index=None):
         """`step_param` under the other name that trainers call it by."""
@@ -668,8 +879,9 @@ class Optimizer(torch.optim.Optimizer):
     def _end_round(self):
         self._released.clear()
         if self._engine is not None:
-            check(lib.halfstep_end_round(self._engine.handle), self._engine.handle)
-            self._engine.tell(self.param_groups)
+            check(self._engine.end_round(bool(self.clip_norm)), self._engine.handle)
+            if not self._engine.late:
+                self._engine.tell(self.param_groups)
 
     # ---- Gradient release ----
 
@@ -678,14 +890,23 @@ class Optimizer(torch.optim.Optimizer):
 
         step() and zero_grad() may be called as ever: step() steps what still has a gradient and ends the round, which
         schedules and "delayed" clipping count by. Shared parameters are stepped once, when their gradient is complete.
+
+        Every backward() is a step then. What that cannot go with: a trainer that accumulates (its gradient_accumulation_steps has to
+        be 1, or set `optimizer_accumulation` during all micro-batches but the last; a second backward() before the step() of a
+        loop that calls it raises RuntimeError), DistributedDataParallel, which owns gradients until its own all-reduce has
+        written them (RuntimeError; fully_shard() works, whose gradients come here reduced), and torch.nn.utils.clip_grad_norm_(),
+        which finds no gradients any more and cannot be seen from here: use `clip_norm` with `clip`.
         """
         self._remove_hooks()
         self.gradient_release = True
+        self._rounds = _Rounds()
         this = weakref.ref(self)
 
         def hook(p):
             optimizer = this()
             if optimizer is not None:
+                if optimizer._rounds is not None:
+                    optimizer._rounds.gradient(optimizer, p)
                 optimizer.step_param(p)
                 p.grad = None
 
@@ -697,6 +918,7 @@ class Optimizer(torch.optim.Optimizer):
     def remove_gradient_release(self):
         """Back to ordinary steps. States and counters stay."""
         self._remove_hooks()
+        self._rounds = None
         if self._released:
             self._end_round()
         self.gradient_release = False
@@ -707,6 +929,8 @@ class Optimizer(torch.optim.Optimizer):
         self._release_handles = []
 
     def _step_in_release(self, engine, stepped):
+        if self._rounds is not None:  # hooks of others, such as those of halfstep.compat, keep their own rules
+            self._rounds.step()
         for p in stepped:
             self.step_param(p)
         if self._released and not self.optimizer_accumulation:
@@ -715,23 +939,26 @@ class Optimizer(torch.optim.Optimizer):
     # ---- What happened ----
 
     @property
-    def skipped_steps(self):
-        """Steps refused so far because a gradient was not finite."""
+    def skipped_steps(self) -> int:
+        """Steps refused so far because a gradient was not finite. On a GPU this waits for the steps that were submitted, as every
+        property that tells what came of them does."""
+        self._hear()
         return self.param_groups[0].get("skipped_steps", 0)
 
     @property
-    def grad_norm(self):
+    def grad_norm(self) -> float:
         """Norm of all gradients in the last step, before clipping; 0.0 where clip_norm is 0."""
+        self._hear()
         return self.param_groups[0].get("last_norm", 0.0)
 
-    def scalar(self, p, name):
+    def scalar(self, p: torch.Tensor, name: str) -> float:
         """What the rule keeps for a parameter as a number: lamb's "trust_ratio", "weight_norm", "update_norm" ..."""
         m = self._member(p)
         value = c_double()
-        check(lib.halfstep_get_scalar(self._engine.handle, m.index, name.encode(), byref(value)), self._engine.handle)
+        check(lib.halfstep_get_scalar(m.handle, m.index, name.encode(), byref(value)), m.handle)
         return value.value
 
-    def recipe(self, p):
+    def recipe(self, p: torch.Tensor) -> str:
         """The full recipe of a parameter, "adamw/bf16-sr/int8"."""
         for g, group in enumerate(self.param_groups):
             for i, other in enumerate(group["params"]):
@@ -753,7 +980,7 @@ class Optimizer(torch.optim.Optimizer):
             wanted, seen = [], set()
             for g, group in enumerate(self.param_groups):
                 for i, p in enumerate(group["params"]):
-                    if id(p) not in seen and p.numel():
+                    if id(p) not in seen and p.numel() and self._takes_part(p):
                         seen.add(id(p))
                         dtype = p.dtype if p.grad is None else p.grad.dtype
                         wanted.append((p, g, i, PLAIN.get(dtype, PLAIN[p.dtype])))
@@ -764,12 +991,16 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             lib.halfstep_destroy(handle)
 
-    def memory(self):
-        """Bytes of the weights, their gradients, the residuals and error codes beside weights ("extras"), and the states with
+    def _takes_part(self, p):
+        """Whether a parameter is, or was, trained: frozen ones have neither gradient nor states."""
+        return p.requires_grad or p.grad is not None or p in self.state
+
+    def memory(self) -> Dict[str, int]:
+        """Bytes, of all parameters that are not frozen, of the weights, their gradients, the residuals and error codes beside weights ("extras"), and the states with
         their scales, once every parameter has been stepped."""
         return self._survey()[0]
 
-    def fell_back(self):
+    def fell_back(self) -> List[str]:
         """Names of the parameters that are too small for the block format their recipe asks for and keep plain states."""
         return self._survey()[1]
 
@@ -781,7 +1012,7 @@ class Optimizer(torch.optim.Optimizer):
                 if recipe not in recipes:
                     recipes.append(recipe)
         memory, fallen = self._survey()
-        count = sum(p.numel() for group in self.param_groups for p in group["params"])
+        count = sum(local(p).numel() for group in self.param_groups for p in group["params"] if self._takes_part(p))
         lines = [f"{type(self).__name__} (", f"recipe: {', '.join(recipes)}",
                  f"memory: {sum(memory.values()) / max(count, 1):.3f} B/param (weights and their extras "
                  f"{(memory['weights'] + memory['extras']) / max(count, 1):.3f}, gradients "
@@ -813,28 +1044,38 @@ class Optimizer(torch.optim.Optimizer):
         raise KeyError(f"halfstep: {self.rule} has no state {name!r}; it has {', '.join(s.name for s in rule.states)}")
 
     def _read(self, m, function, *arguments):
-        return read_rows(function, self._engine.handle, m.index, m.shape, *arguments)
+        if m.gathered:
+            self._engine.gather(m, self.state[m.p])
+            if arguments[-1] is not None:  # of a weight
+                whole = m.p.detach().full_tensor().contiguous()
+                arguments = (*arguments[:-1], whole.data_ptr())
+            found = read_rows(function, m.handle, m.index, m.whole, *arguments)
+            m.full = None
+            return m.part.like_parameter(m.part.take(found).contiguous())
+        found = read_rows(function, m.handle, m.index, m.shape, *arguments, rows=m.rows)
+        found = _devices.place(found, m.device)
+        return found if m.part is None else m.part.like_parameter(found)
 
     @torch.no_grad()
-    def read_weight(self, p):
+    def read_weight(self, p: torch.Tensor) -> torch.Tensor:
         """The weight in fp32, with its residual or error code."""
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
         self._notice(p)
-        weight = p.detach().contiguous()
+        weight = local(p).detach().contiguous()
         return self._read(self._member(p), lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
 
     @torch.no_grad()
-    def read_average(self, p):
+    def read_average(self, p: torch.Tensor) -> torch.Tensor:
         """The weight to evaluate with, in fp32: schedule-free's average; for other rules the weight itself."""
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
         self._notice(p)
-        weight = p.detach().contiguous()
+        weight = local(p).detach().contiguous()
         return self._read(self._member(p), lib.halfstep_read_average, weight.data_ptr())
 
     @torch.no_grad()
-    def read_state(self, p, name):
+    def read_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
         """A state ("exp_avg") decoded to fp32, in the parameter's shape."""
         slot = self._slot(name)
         if p.numel() == 0:
@@ -842,30 +1083,42 @@ class Optimizer(torch.optim.Optimizer):
         return self._read(self._member(p), lib.halfstep_read_slot, slot, None)
 
     def _write(self, m, slot, data, values):
-        values = values.detach().to(torch.float32).contiguous()
+        if m.gathered:
+            values = values.full_tensor() if _sharding.is_dtensor(values) else values
+            values, whole = _devices.to_cpu(values).to(torch.float32), m.p.detach().full_tensor().contiguous()
+            if tuple(values.shape) != m.whole:
+                raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}")
+            self._engine.gather(m, self.state[m.p])
+            write_rows(m.handle, m.index, slot, whole.data_ptr() if slot == WEIGHT else None, values)
+            self._engine.scatter(m, self.state[m.p], whole if slot == WEIGHT else None)
+            return
+        if m.part is not None:
+            values = m.part.take(values)
+        values = _devices.to_cpu(values).to(torch.float32)
         if tuple(values.shape) != m.shape:
             raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.shape}, not {tuple(values.shape)}")
-        write_rows(self._engine.handle, m.index, slot, data, values)
+        write_rows(m.handle, m.index, slot, data, values, m.rows)
 
     @torch.no_grad()
-    def write_weight(self, p, values):
+    def write_weight(self, p: torch.Tensor, values: torch.Tensor) -> None:
         """Stores fp32 values as the weight, residual or error code included; the counterpart of read_weight()."""
         if p.numel() == 0:
             return
         if p not in self.state:
             self._build({p: p.grad})
         m = self._member(p)
-        weight = p.detach() if p.is_contiguous() else p.detach().contiguous()
+        here = local(p)
+        weight = here.detach().contiguous()
         self._write(m, WEIGHT, weight.data_ptr(), values)
-        if weight.data_ptr() != p.data_ptr():
-            p.copy_(weight)
+        if not m.gathered and weight.data_ptr() != here.data_ptr():
+            here.copy_(weight)
         else:
             increment_versions([p])
         if p in self._engine.guarded:
             self._watch.wrote([p], self._extra_of)
 
     @torch.no_grad()
-    def write_state(self, p, name, values):
+    def write_state(self, p: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Stores fp32 values as a state, rounded to nearest."""
         if p.numel() == 0:
             return
@@ -877,6 +1130,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sync(self):
         """Brings `state` and `param_groups` up to date with what the handle alone knows."""
+        self._hear()
         engine = self._engine
         if engine is not None and not engine.save_counters(self):
             self._engine = None  # what somebody else has written is read when it is built again
@@ -911,19 +1165,20 @@ class Optimizer(torch.optim.Optimizer):
         where they differ states are converted, with one warning. Group keys that are missing keep this optimizer's values.
         """
         _state.load(self, state_dict, super().load_state_dict)
+        self._agreed = False  # every rank loads, and maybe not the same
         if self.gradient_release:
             self.prepare_gradient_release()
 
-    def torch_state_dict(self):
+    def torch_state_dict(self) -> Dict[str, Any]:
         """The state as torch's own optimizer of the same rule saves it: fp32 states, plain groups."""
         return _state.plain(self)
 
-    def save_safetensors(self, path):
+    def save_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints (docs/checkpoints.md), whole or
         not at all. Needs the safetensors package, and named parameters to be readable elsewhere."""
         _files.save(self, path)
 
-    def load_safetensors(self, path):
+    def load_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Reads what save_safetensors() wrote, or halfstep_write_optimizer() in C, matched by parameter names. Weights that the
         file holds beside the states go into the parameters."""
         _files.load(self, path)

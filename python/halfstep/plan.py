@@ -14,6 +14,10 @@ __all__ = ["Plan", "PlanRow", "plan"]
 
 #: from the least memory to the reference
 RECIPES = ("adamw/bf16-sr/int4", "adamw/bf16-sr/int8", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/bf16-sr", "adamw/f32/f32")
+#: what a bar is made of: field of a row, how it is drawn in a terminal, its colour elsewhere (told apart without colours, too)
+_PARTS = (("weights", "█", "#1f4e79"), ("extras", "▓", "#4a90c2"), ("gradients", "▒", "#c98a2b"), ("states", "░", "#7a9a5b"),
+          ("frozen", "·", "#999999"))
+_BAR = 48
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -77,7 +81,31 @@ class Plan:
         wide = [max(len(cell) for cell in column) for column in zip(head, *body)]
         table = ["  ".join(cell.rjust(n) if i else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, wide))).rstrip()
                  for line in (head, *body)]
-        return "\n".join([title, "", *table, "", foot])
+        return "\n".join([title, "", *table, "", *self._bars(), "", foot])
+
+    def _scale(self):
+        """What the longest bar stands for, in bytes."""
+        return max([row.total for row in self.rows] + [self.memory or 0, 1])
+
+    def _present(self):
+        return [part for part in _PARTS if any(getattr(row, part[0]) for row in self.rows)]
+
+    def _bars(self):
+        """A line for each recipe, as long as its memory, with | where the memory ends that was asked about."""
+        scale, wide = self._scale(), max((len(row.recipe) for row in self.rows), default=0)
+        limit = None if self.memory is None else round(self.memory / scale * _BAR)
+        lines = []
+        for row in self.rows:
+            bar, total = "", 0
+            for field, sign, _ in _PARTS:
+                total += getattr(row, field)
+                bar += sign * (round(total / scale * _BAR) - len(bar))
+            if limit is not None:
+                bar = bar.ljust(limit)
+                bar = bar[:limit] + "|" + bar[limit:]
+            lines.append(f"{row.recipe.ljust(wide)}  {bar}".rstrip())
+        signs = "   ".join(f"{sign} {field}" for field, sign, _ in self._present())
+        return [*lines, " " * wide + "  " + signs + ("" if limit is None else f"   | {_size(self.memory)}")] if lines else []
 
     __repr__ = __str__
 
@@ -88,7 +116,34 @@ class Plan:
             return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
         return "".join([f"<p>{escape(title)}</p><table><thead>", line("th", head), "</thead><tbody>",
-                        *(line("td", cells) for cells in body), f"</tbody></table><p>{escape(foot)}</p>"])
+                        *(line("td", cells) for cells in body), "</tbody></table>", self._svg(), f"<p>{escape(foot)}</p>"])
+
+    def _svg(self):
+        """The bars as a picture, which needs neither script nor style of the page that it is in."""
+        scale, left, right, high = self._scale(), 210, 420, 22
+        out, y = [], 4
+        for row in self.rows:
+            out.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(row.recipe)}</text>')
+            x = 0.0
+            for field, _, colour in _PARTS:
+                size = getattr(row, field) / scale * right
+                if size:
+                    out.append(f'<rect x="{left + x:.1f}" y="{y}" width="{size:.1f}" height="{high - 6}" fill="{colour}">'
+                               f"<title>{field} {_size(getattr(row, field))}</title></rect>")
+                x += size
+            out.append(f'<text x="{left + right + 8}" y="{y + 13}">{_size(row.total)}</text>')
+            y += high
+        if self.memory is not None:
+            x = left + self.memory / scale * right
+            out.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y}" stroke="#c00000" stroke-width="2"/>'
+                       f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle" fill="#c00000">{_size(self.memory)}</text>')
+            y += 16
+        x = left
+        for field, _, colour in self._present():
+            out.append(f'<rect x="{x}" y="{y + 4}" width="10" height="10" fill="{colour}"/><text x="{x + 14}" y="{y + 13}">{field}</text>')
+            x += 26 + 7 * len(field)
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right + 100}" height="{y + 20}" font-family="sans-serif" '
+                f'font-size="12" role="img" aria-label="memory by recipe">{"".join(out)}</svg>')
 
 
 def _size(n):
@@ -144,6 +199,10 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None) -> Plan:
     release: gradients are released, so that only the largest one exists.
     memory: bytes (or "24G") that each recipe's total is compared with.
     """
+    if isinstance(model_or_shapes, str):
+        raise TypeError(f"halfstep.plan(model_or_shapes, recipes) takes a model or shapes first; {model_or_shapes!r} is a string, as recipes are")
+    if isinstance(recipes, torch.nn.Module) or isinstance(recipes, dict):
+        raise TypeError("halfstep.plan(model_or_shapes, recipes): the recipes are a model or shapes, which come first")
     shapes, frozen = _tensors(model_or_shapes)
     limit = None if memory is None else _bytes(memory)
     rows = []

@@ -4,11 +4,14 @@ Nothing here lists rules or their hyper-parameters: a new row of src/rules/rules
 torch's where torch has the rule.
 """
 import inspect
+import re
+import textwrap
+from typing import Any
 
 import torch
 
 from . import _abi
-from .optimizer import Optimizer
+from .optimizer import Optimizer, Params
 
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
 _SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
@@ -27,6 +30,22 @@ def _value(hyper):
 
 class _Muon(Optimizer):
     """torch's names of Muon's options, which are not those of the table."""
+
+    #: of groups that say nothing; what pickles that lack it go on with
+    _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
+
+    _beside_defaults = ("betas",)
+
+    def __init__(self, params, defaults, **options):
+        # Not among the defaults: schedulers that cycle momentum take an optimizer with default betas for one of Adam's kind, and
+        # would cycle those of the parameters that are no matrices.
+        self._betas = defaults.pop("betas")
+        super().__init__(params, defaults, **options)
+
+    def add_param_group(self, param_group):
+        if isinstance(param_group, dict):
+            param_group.setdefault("betas", self._betas)
+        super().add_param_group(param_group)
 
     def _hypers(self, group):
         out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
@@ -106,13 +125,48 @@ def _options_of(rule):
     return positional, {n: v for n, v in rest.items() if n not in positional}
 
 
+#: what is in no table: torch's names for what the table calls otherwise
+_TITLES = {
+    "params": "parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries, one for each group",
+    "lr": "learning rate; a number, or a tensor of one element",
+    "decoupled_weight_decay": "True: weight decay beside the gradient, as AdamW has it, and not in it",
+    "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "adam_eps": "added to the root of the second moment of parameters that are no matrices",
+    "differentiable": "False: no gradient goes through a step",
+    "adjust_lr_fn": "None or \"original\": updates are scaled by the shape, as torch.optim.Muon does; \"match_rms_adamw\": to the size of AdamW's",
+}
+
+
+def _common_titles():
+    """What Optimizer's own documentation says of each option, by name."""
+    found, names = {}, ()
+    for line in Optimizer.__doc__.splitlines():
+        begun = re.match(r" {4}([a-z_]+(?:, [a-z_]+)*) {2,}(\S.*)$", line)
+        if begun:
+            names = begun[1].split(", ")
+            found.update((name, begun[2]) for name in names)
+        elif names and re.match(r" {8,}\S", line):
+            found.update((name, found[name] + " " + line.strip()) for name in names)
+        else:
+            names = ()
+    return found
+
+
+def _title(rule, name):
+    if name == "betas":
+        own = [rule.hypers[n] for n in _abi.BETAS if n in rule.hypers]
+        return "; ".join(hyper.title for hyper in own)
+    if name in _TITLES:
+        return _TITLES[name]
+    hyper = rule.hypers.get({"eps": "ns_eps"}.get(name, name) if rule.name in _SPECIAL else name)
+    return hyper.title if hyper is not None else _common_titles().get(name, "")
+
+
 def _documentation(rule, signature):
     lines = [rule.title + ".", "", f"Rule \"{rule.name}\" of the library; options are read from the group at each step.", ""]
-    for name in signature.parameters:
-        hyper = rule.hypers.get(name)
-        if hyper is not None:
-            lines.append(f"    {name:<16} {hyper.title}")
-    lines += ["", "The other options are those of halfstep.Optimizer."]
+    for name in list(signature.parameters)[1:]:
+        title = _title(rule, name)
+        lines += textwrap.wrap(f"    {name:<24} {title}", 128, subsequent_indent=" " * 29)
     return "\n".join(lines)
 
 
@@ -154,10 +208,16 @@ _by_rule = {cls.rule: cls for cls in classes.values()}
 globals().update(classes)
 
 
-def optimizer(recipe, params, **options):
+def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
     """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(),
     lr=1e-4)`. Parts may be left out; the weight format acts on BF16 parameters, float16 ones take its namesake, and float32
     ones stay float32."""
+    if not isinstance(recipe, str):
+        other = " (the other way round)" if isinstance(params, str) else ""
+        raise TypeError(f"halfstep.optimizer(recipe, params) takes a recipe such as \"adamw/bf16-sr/int8\" first and then parameters, not a "
+                        f"{type(recipe).__name__}{other}")
+    if isinstance(params, str):
+        raise TypeError(f"halfstep.optimizer(recipe, params): params={params!r} are no parameters")
     full = _abi.recipe_full(recipe)
     parts = recipe.split("/")
     cls = _by_rule.get(full.partition("/")[0])

@@ -32,7 +32,9 @@ static void look(const struct hstep_call *call, struct hstep_verdict *v)
     *v = (struct hstep_verdict){.offender = -1, .norm = clipping_norm(call)};
     for (int i = 0; i < call->n; i++)
         if (flags[i] && !v->offenders++) v->offender = call->first + i;
-    v->refused = (v->offenders && call->scan != HSTEP_SCAN_TENSOR) || !(v->norm < INFINITY);
+    /* A bound scale that is not finite is how a host that does not wait has a step refused: a loss scaler's verdict. */
+    v->refused = (v->offenders && call->scan != HSTEP_SCAN_TENSOR) || !(v->norm < INFINITY) ||
+                 !(fabs(hstep_gradient_scale(call)) < INFINITY);
     v->clip = clip_factor(call, v->norm);
 }
 

@@ -3,6 +3,7 @@
  * Between two fetches counters, grids, scalars, steps of groups and the ledger belong to the device; recipes,
  * hyper-parameters and places belong to core/, which sends what it has changed before the next step. Whoever reads or
  * changes what belongs to the device fetches first. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -203,6 +204,7 @@ void hstep_close_late(halfstep_optimizer *o)
     if (o->rooms) o->device->release(&o->context, o->rooms);
     free(o->sent);
     free((void *)(uintptr_t)o->lr_place);
+    free(o->lr_set);
     o->sent = o->fetched = NULL;
 }
 
@@ -221,6 +223,19 @@ int halfstep_synchronize(halfstep_optimizer *o)
     return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->labels[o->offender].name);
 }
 
+/* What is read at a place takes the place of what was set: in the device's copy, which has to be sent again when that
+ * counts again, or on the processor in the only one. */
+static void bind(halfstep_optimizer *o, const double **held, const double *place, double *value, double *set,
+                 double *sent)
+{
+    if (place && !*held) *set = *value;
+    if (!place && *held) {
+        if (!o->device->late) *value = *set;
+        else if (sent) *sent = NAN;
+    }
+    *held = place;
+}
+
 int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, const double *place)
 {
     if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
@@ -232,11 +247,15 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
                           name);
     if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
     if (scale) {
-        o->scale_place = place;
+        bind(o, &o->scale_place, place, &o->gradient_scale, &o->scale_set, &o->sent_scale);
         return HALFSTEP_OK;
     }
-    if (!o->lr_place && !(o->lr_place = calloc((size_t)o->n_groups + 1, sizeof *o->lr_place)))
+    uint64_t n = (uint64_t)o->n_groups + 1;
+    if ((!o->lr_place && !(o->lr_place = calloc(n, sizeof *o->lr_place))) ||
+        (!o->lr_set && !(o->lr_set = calloc(n, sizeof *o->lr_set))))
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the places of hyper-parameters");
-    for (int i = all ? 0 : group; i < (all ? o->n_groups : group + 1); i++) o->lr_place[i] = place;
+    for (int i = all ? 0 : group; i < (all ? o->n_groups : group + 1); i++)
+        bind(o, &o->lr_place[i], place, &o->groups[i].hyper[HSTEP_LR], &o->lr_set[i],
+             o->sent ? &o->sent[i].hyper[HSTEP_LR] : NULL);
     return HALFSTEP_OK;
 }

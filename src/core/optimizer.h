@@ -61,6 +61,7 @@ struct halfstep_optimizer {
     /* Where hyper-parameters are read in the memory of the device, or NULL. */
     const double **lr_place; /* by group */
     const double *scale_place;
+    double *lr_set, scale_set; /* what was set before, of devices that have no copy of their own */
 
     double round_norm; /* clipping in release: of the round before */
     double gradient_norm;

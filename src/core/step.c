@@ -1,8 +1,10 @@
 /* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
- * micro-steps are the same steps, with a public face each. */
+ * micro-steps are the same steps, with a public face each. Over 500 lines because of those faces, which are checked
+ * and undone by the same few functions. */
 #include "core/layout.h"
 #include "core/lock.h"
 #include "core/optimizer.h"
+#include "core/prepare.h"
 #include "core/ready.h"
 #include "dispatch.h"
 
@@ -31,7 +33,8 @@ static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, 
                  .first = first,
                  .n = n,
                  .micro = micro,
-                 .gradients = gradients},
+                 .gradients = gradients,
+                 .tensors = o->tensors},
     };
 }
 
@@ -130,6 +133,19 @@ static int norms(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
+static int transform(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
+    int looked = 0;
+    struct hstep_prepare p = {.own = &own, .looked = &looked};
+    float k[HSTEP_MAX_SCALARS];
+    hstep_prepare_rule(&o->groups[t->group], &p, k);
+    const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};
+    return o->device->transform(&s->call, &m);
+}
+
 /* Three passes: the direction into the workspace, its transformation, the change of the weight. */
 static int update_matrix(const struct hstep_request *s, int tensor)
 {
@@ -139,7 +155,7 @@ static int update_matrix(const struct hstep_request *s, int tensor)
     /* Only calls of halfstep_step_tensor() on other threads can meet here. */
     hstep_lock(&o->workspace_lock);
     int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
-    if (!error && !c->micro && !(error = o->device->transform(c, tensor)))
+    if (!error && !c->micro && !(error = transform(s, tensor)))
         error = o->device->update(c, tensor, 1, HSTEP_PASS_CHANGE);
     hstep_unlock(&o->workspace_lock);
     return error;

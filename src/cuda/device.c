@@ -1,8 +1,12 @@
 /* The GPU as a device (device.h): every entry is work on the handle's stream, one launch for all tensors of a phase. */
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/blas.h"
 #include "cuda/link.h"
+#include "cuda/sequence.h"
+#include "transforms.h"
 
 static struct hstep_link *link_of(const struct hstep_context *c) { return c->link; }
 
@@ -130,11 +134,11 @@ static int cuda_settle(const struct hstep_context *c, const struct hstep_plan *p
 
 /* ---- Steps ---- */
 
-/* The general kernel takes every tensor, and fused ones are chosen by its formats on the device. */
+/* Whether the gradient is changed first makes no difference. */
 static int cuda_find_fused(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted)
 {
-    (void)c, (void)t, (void)adjusted;
-    return -1;
+    (void)c, (void)adjusted;
+    return hstep_cuda_find_fused(t);
 }
 
 static size_t cuda_workspace(const struct hstep_tensor *t) { return (size_t)hstep_cuda_workspace(t); }
@@ -145,7 +149,8 @@ static int run(const struct hstep_call *call, int kernel, struct hstep_cuda_what
 {
     struct hstep_link *l = link_of(call->context);
     struct hstep_call pointed;
-    int changes = kernel == HSTEP_CUDA_update || kernel == HSTEP_CUDA_transform || kernel == HSTEP_CUDA_cross;
+    int changes = kernel == HSTEP_CUDA_update || kernel == HSTEP_CUDA_transform || kernel == HSTEP_CUDA_cross ||
+                  kernel >= HSTEP_CUDA_FUSED;
     int error = hstep_link_enter(l);
     if (error) return error;
     if (l->cut && kernel != HSTEP_CUDA_scan)
@@ -175,16 +180,34 @@ static int cuda_decide_sums(const struct hstep_call *call, int first, int n)
 }
 static int cuda_cross(const struct hstep_call *call, int tensor, int pair)
 {
-    return run(call, HSTEP_CUDA_cross,
-               (struct hstep_cuda_what){.first = tensor, .n = 1, .tensor = tensor, .pair = pair});
+    return hstep_cuda_cross(run, call, tensor, pair);
 }
 static int cuda_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
-    return run(call, HSTEP_CUDA_update, (struct hstep_cuda_what){.first = first, .n = n, .pass = (int)pass});
+    return hstep_cuda_update(run, call, first, n, pass);
 }
-static int cuda_transform(const struct hstep_call *call, int tensor)
+
+/* cuBLAS, where the transformation need not be exact and it can be had. A capture cannot wait for it to be made: one
+ * that comes before any other step of the handle has exact products. */
+static struct hstep_blas *blas_for(struct hstep_link *l, const struct hstep_matrix *m)
 {
-    return run(call, HSTEP_CUDA_transform, (struct hstep_cuda_what){.first = tensor, .n = 1, .tensor = tensor});
+    const int64_t limit = INT_MAX;
+    if (m->k[newton_schulz_exact] != 0.0f || m->rows > limit || m->columns > limit || hstep_link_enter(l)) return NULL;
+    if (!l->blas && !l->no_blas && !hstep_link_records(l)) {
+        l->blas = hstep_blas_open(l->gpu);
+        l->no_blas = !l->blas;
+    }
+    struct hstep_blas *blas = l->blas && !hstep_blas_follow(l->blas, l->stream) ? l->blas : NULL;
+    hstep_link_leave(l);
+    return blas;
+}
+
+static int cuda_transform(const struct hstep_call *call, const struct hstep_matrix *m)
+{
+    struct hstep_link *l = link_of(call->context);
+    int error = hstep_cuda_transform(run, call, m, blas_for(l, m));
+    if (error) l->cut = 1;
+    return error;
 }
 static int cuda_count(const struct hstep_call *call)
 {

@@ -6,28 +6,13 @@
 #include <string.h>
 
 #include "core/lock.h"
+#include "cuda/library.h"
 #include "halfstep.h"
 
 #ifdef _WIN32
-#include <windows.h>
 #define LIBRARY "nvcuda.dll"
-static void *open_library(void) { return (void *)LoadLibraryA(LIBRARY); }
-static void close_library(void *library) { FreeLibrary((HMODULE)library); }
-static void find_symbol(void *library, const char *name, void *place)
-{
-    FARPROC found = GetProcAddress((HMODULE)library, name);
-    memcpy(place, &found, sizeof found);
-}
 #else
-#include <dlfcn.h>
 #define LIBRARY "libcuda.so.1"
-static void *open_library(void) { return dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL); }
-static void close_library(void *library) { dlclose(library); }
-static void find_symbol(void *library, const char *name, void *place)
-{
-    void *found = dlsym(library, name);
-    memcpy(place, &found, sizeof found);
-}
 #endif
 
 /* ---- Sentences ---- */
@@ -120,7 +105,7 @@ static const char *find_all(void *library)
     };
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         void *found;
-        find_symbol(library, functions[i].symbol, functions[i].place);
+        hstep_library_find(library, functions[i].symbol, functions[i].place);
         memcpy(&found, functions[i].place, sizeof found);
         if (!found) return functions[i].symbol;
     }
@@ -131,11 +116,12 @@ static const char *find_all(void *library)
 
 static int load(int *version)
 {
-    void *library = open_library();
+    static const char *const names[] = {LIBRARY, NULL};
+    void *library = hstep_library_open(names);
     if (!library)
         return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "there is no NVIDIA driver: %s cannot be loaded", LIBRARY);
     /* Asked before the rest, so that an old driver is called old and not incomplete. */
-    find_symbol(library, "cuDriverGetVersion", &driver.cuDriverGetVersion);
+    hstep_library_find(library, "cuDriverGetVersion", &driver.cuDriverGetVersion);
     if (!driver.cuDriverGetVersion || driver.cuDriverGetVersion(version)) *version = 0;
     const char *missing = NULL;
     int error = HALFSTEP_OK;
@@ -147,7 +133,7 @@ static int load(int *version)
     else if ((missing = find_all(library)))
         error = hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "%s has no %s: the driver is not whole", LIBRARY, missing);
     else error = hstep_cuda_result(&driver, driver.cuInit(0), "cuInit", NULL);
-    if (error) close_library(library);
+    if (error) hstep_library_close(library);
     return error;
 }
 

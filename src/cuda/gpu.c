@@ -6,6 +6,7 @@
 
 #include "core/lock.h"
 #include "cuda/images.h"
+#include "cuda/unpack.h"
 
 /* What a program and this library can tell apart. */
 #define MOST_GPUS 64
@@ -66,6 +67,18 @@ static int load_image(struct hstep_gpu *g, const void *data)
     return HSTEP_GPU(g, cuModuleLoadDataEx, &g->module, data, 0, NULL, NULL);
 }
 
+static int load_embedded(struct hstep_gpu *g, const struct hstep_cuda_image *image)
+{
+    if (image->stored == image->bytes) return load_image(g, image->data);
+    void *data = malloc(image->bytes);
+    if (!data) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for device code");
+    int error = hstep_unpack(data, image->bytes, image->data, image->stored)
+                    ? hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "the device code of this build is damaged")
+                    : load_image(g, data);
+    free(data);
+    return error;
+}
+
 /* Machine code of this compute capability or an older one of the same major number, the newest first; what the driver
  * refuses falls back to the next, and at last to PTX, which the driver compiles. */
 static int load_images(struct hstep_gpu *g)
@@ -84,7 +97,7 @@ static int load_images(struct hstep_gpu *g)
     int error = HALFSTEP_ERROR_DEVICE;
     for (const struct hstep_cuda_image *i = hstep_cuda_images; error && i->bytes; i++)
         if (!i->compute || (i->compute / 10 == g->compute / 10 && i->compute <= g->compute))
-            error = load_image(g, i->data);
+            error = load_embedded(g, i);
     return error;
 }
 

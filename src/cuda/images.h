@@ -7,7 +7,7 @@
 struct hstep_cuda_image {
     int compute; /* compute capability, 10 * major + minor, that it is machine code of; 0: PTX, or a file of several */
     const void *data;
-    size_t bytes;
+    size_t bytes, stored; /* stored: fewer where it is packed (cuda/unpack.h) */
 };
 
 extern const struct hstep_cuda_image hstep_cuda_images[]; /* up to one of no bytes */

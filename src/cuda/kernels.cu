@@ -10,10 +10,10 @@
 
 #include "cuda/kernels.h"
 #include "cuda/lane.h"
+#include "cuda/fused.h"
+#include "cuda/matrix.h"
 #include "cuda/rules.h"
-#include "product_shape.h"
 #include "squares.h"
-#include "transforms.h"
 
 #ifndef HSTEP_CUDA_EMULATED
 /* What decides is the same source as on a host. */
@@ -49,8 +49,8 @@ CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, int pass,
             (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
             (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
             w->format[s] = HSTEP_FORMAT_NONE;
-    w->code[HALFSTEP_SLOT_WEIGHT] = call->weights ? (char *)call->weights[tensor - call->first] : NULL;
-    w->code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
+    w->code[HALFSTEP_SLOT_WEIGHT] = code_of(call, tensor, HALFSTEP_SLOT_WEIGHT);
+    w->code[HALFSTEP_SLOT_GRADIENT] = code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
     w->format[SLOT_WORK] = HSTEP_FORMAT_NONE;
     w->code[SLOT_WORK] = w->extra[SLOT_WORK] = NULL;
     if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
@@ -177,7 +177,7 @@ CUDA_DEVICE void update_stretch(struct work *w, struct exchange *e, int64_t elem
         if (!known) w->mean = row_mean(w, e, row_start);
         known = 1;
         struct lane l = lane_at(element, index, lead, n, tile);
-        update_tile(w, &l);
+        if (!w->fused || !is_whole(&l)) update_tile(w, &l);
     }
 }
 
@@ -202,6 +202,7 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     int64_t turn = 0;
     if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->still && pass == HSTEP_PASS_CHANGE)) return;
     start_work(call, c->tensor, pass, &w);
+    w.fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         int64_t element = run * t->run_length + c->offset;
         uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
@@ -402,41 +403,68 @@ CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_wha
 
 /* ---- cross ---- */
 
-enum { BLOCK_ROWS = 64 };
-
-/* The values of a row, chunk by chunk of its columns: added to those of the rows before it, and their sum. A chunk that
- * begins within a unit is taken in parts. */
-CUDA_DEVICE double cross_row(struct work *w, struct exchange *e, float *chunk, int pair, int64_t row, double *columns)
+/* The values of a chunk of a row, added to those of the rows before it, and their sum. A chunk that begins within a
+ * unit is taken in parts. */
+CUDA_DEVICE double cross_chunk(struct work *w, struct exchange *e, float *chunk, int pair, int64_t row, int64_t column,
+                               double *columns)
 {
     const struct hstep_tensor *t = w->t;
-    int64_t limbs[HSTEP_EXACT_LIMBS];
-    double odd = 0.0; /* what is not finite has no place in the limbs */
-    for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) limbs[k] = 0;
-    if (w->u->centralize != 0.0) w->mean = row_mean(w, e, row * t->row_length);
-    for (int64_t column = 0; column < t->row_length; column += HSTEP_TILE) {
-        int64_t count = least(HSTEP_TILE, t->row_length - column), element = row * t->row_length + column;
-        uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
-        for (int64_t done = 0; done < count;) {
-            int64_t lead = hstep_unit_lead(t, element + done, index + (uint64_t)done);
-            int64_t some = least(HSTEP_TILE - lead, count - done);
-            struct lane l = lane_at(element + done, index + (uint64_t)done, lead, some, 0);
-            float x[HSTEP_MAX_SUMS][PLACES];
-            values_of(w, pair, &l, x);
-            for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = x[0][i];
-            done += some;
-        }
-        CUDA_WARP_BARRIER();
-        float mine[PLACES];
-        for (int i = 0; i < PLACES; i++) {
-            int64_t at = lane_of_thread() * PLACES + i;
-            mine[i] = at < count ? chunk[at] : 0.0f;
-            if (at < count) columns[column + at] += (double)mine[i];
-        }
-        double sum = warp_total(e, mine, 0);
-        if (is_finite(sum)) hstep_exact_add(limbs, sum);
-        else odd += sum;
+    int64_t count = least(HSTEP_TILE, t->row_length - column), element = row * t->row_length + column;
+    uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
+    for (int64_t done = 0; done < count;) {
+        int64_t lead = hstep_unit_lead(t, element + done, index + (uint64_t)done);
+        int64_t some = least(HSTEP_TILE - lead, count - done);
+        struct lane l = lane_at(element + done, index + (uint64_t)done, lead, some, 0);
+        float x[HSTEP_MAX_SUMS][PLACES];
+        values_of(w, pair, &l, x);
+        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = x[0][i];
+        done += some;
     }
-    return odd != 0.0 ? odd : hstep_exact_round(limbs);
+    CUDA_WARP_BARRIER();
+    float mine[PLACES];
+    for (int i = 0; i < PLACES; i++) {
+        int64_t at = lane_of_thread() * PLACES + i;
+        mine[i] = at < count ? chunk[at] : 0.0f;
+        if (at < count) columns[column + at] += (double)mine[i];
+    }
+    return warp_total(e, mine, 0);
+}
+
+/* A warp has a chunk of columns of a block of rows. */
+CUDA_DEVICE void cross_block(struct work *w, struct exchange *e, float *chunk, int pair,
+                             const struct hstep_cuda_sums *s, int64_t i, double *sums)
+{
+    const struct hstep_tensor *t = w->t;
+    int64_t block = i / s->chunks, part = i % s->chunks, column = part * HSTEP_TILE,
+            first = block * HSTEP_CUDA_CROSS_ROWS;
+    double *columns = sums + s->columns + block * t->row_length;
+    for (int64_t j = lane_of_thread(); j < least(HSTEP_TILE, t->row_length - column); j += LANES)
+        columns[column + j] = 0.0;
+    CUDA_WARP_BARRIER();
+    for (int64_t row = first; row < least(first + HSTEP_CUDA_CROSS_ROWS, t->rows); row++) {
+        if (w->u->centralize != 0.0) w->mean = row_mean(w, e, row * t->row_length);
+        double sum = cross_chunk(w, e, chunk, pair, row, column, columns);
+        if (lane_of_thread() == 0) sums[s->parts + row * s->chunks + part] = sum;
+    }
+}
+
+/* Sums of whole rows, from those of their chunks, and of whole columns. */
+CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cuda_sums *s, double *sums)
+{
+    for (int64_t i = thread_of_grid(); i < t->row_length; i += threads_of_grid())
+        for (int64_t block = 1; block < s->blocks; block++)
+            sums[s->columns + i] += sums[s->columns + block * t->row_length + i];
+    for (int64_t row = thread_of_grid(); row < t->rows; row += threads_of_grid()) {
+        int64_t limbs[HSTEP_EXACT_LIMBS];
+        double odd = 0.0; /* what is not finite has no place in the limbs */
+        for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) limbs[k] = 0;
+        for (int64_t part = 0; part < s->chunks; part++) {
+            double sum = sums[s->parts + row * s->chunks + part];
+            if (is_finite(sum)) hstep_exact_add(limbs, sum);
+            else odd += sum;
+        }
+        sums[row] = odd != 0.0 ? odd : hstep_exact_round(limbs);
+    }
 }
 
 /* The slot of a pair's vector over rows, or over columns. */
@@ -453,7 +481,7 @@ CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, stru
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     const float *k = call->plan.updates[tensor].k;
-    for (int64_t i = (int64_t)warp_of_thread() * HSTEP_TILE; i < n; i += WARPS * HSTEP_TILE) {
+    for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
         struct room r;
         float x[PLACES];
         uint32_t words[PLACES / 2] = {0};
@@ -477,114 +505,31 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
 {
     CUDA_SHARED struct exchange exchanges[WARPS];
     CUDA_SHARED float chunks[WARPS][HSTEP_TILE];
-    CUDA_SHARED int64_t limbs[2][HSTEP_EXACT_LIMBS];
     struct exchange *e = &exchanges[warp_of_thread()];
     struct hstep_tensor *t = &call.plan.tensors[what.tensor];
-    double *rows = (double *)(void *)call.plan.workspace, *blocks = rows + t->rows;
-    int64_t n_blocks = (t->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
+    double *sums = (double *)(void *)call.plan.workspace;
+    int64_t *limbs = (int64_t *)(void *)(sums + s.limbs);
     struct work w;
     if (call.plan.updates[what.tensor].skip) return;
-    if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[0][CUDA_THREAD] = limbs[1][CUDA_THREAD] = 0;
-    start_work(&call, what.tensor, HSTEP_PASS_SUMS, &w);
-    for (int64_t block = warp_of_thread(); block < n_blocks; block += WARPS) {
-        double *columns = blocks + block * t->row_length;
-        for (int64_t i = lane_of_thread(); i < t->row_length; i += LANES) columns[i] = 0.0;
-        CUDA_WARP_BARRIER();
-        for (int64_t row = block * BLOCK_ROWS; row < least((block + 1) * BLOCK_ROWS, t->rows); row++) {
-            double sum = cross_row(&w, e, chunks[warp_of_thread()], what.pair, row, columns);
-            if (lane_of_thread() == 0) rows[row] = sum;
-        }
-    }
-    CUDA_BARRIER();
-    for (int64_t i = CUDA_THREAD; i < t->row_length; i += HSTEP_CUDA_THREADS)
-        for (int64_t block = 1; block < n_blocks; block++) blocks[i] += blocks[block * t->row_length + i];
-    CUDA_BARRIER();
-    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS), blocks, t->row_length,
-          t->rows, limbs[0]);
-    renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), rows, t->rows, t->row_length,
-          limbs[1]);
-    CUDA_BARRIER();
-    if (CUDA_THREAD == 0)
-        hstep_decide_mean(&call, what.tensor, what.pair, hstep_exact_round(limbs[1]) / (double)t->rows);
-}
-
-/* ---- transform ---- */
-
-/* A matrix by its strides. */
-struct view {
-    float *x;
-    int64_t row, column;
-};
-
-/* c = a b, dense; with coefficients c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. Every element
- * is one chain of products and sums in the order of the inner index. */
-CUDA_DEVICE void multiply(float *c, struct view a, struct view b, int64_t rows, int64_t columns, int64_t inner,
-                          const float *coefficients)
-{
-    for (int64_t at = CUDA_THREAD; at < rows * columns; at += HSTEP_CUDA_THREADS) {
-        int64_t i = at / columns, j = at % columns;
-        const float *left = a.x + i * a.row, *right = b.x + j * b.column;
-        float sum = 0.0f;
-        for (int64_t k = 0; k < inner; k++) sum = v_add(sum, v_mul(left[k * a.column], right[k * b.row]));
-        if (coefficients) {
-            sum = v_add(v_mul(coefficients[1], left[j * a.column]), v_mul(coefficients[2], sum));
-            if (i == j) sum = v_add(sum, coefficients[0]);
-        }
-        c[at] = sum;
-    }
-    CUDA_BARRIER();
-}
-
-CUDA_DEVICE void newton_schulz(struct exchange *e, int64_t *limbs, float *u, int64_t rows, int64_t cols, const float *k,
-                               float *workspace)
-{
-    int64_t m = least(rows, cols), n = rows < cols ? cols : rows, square = (m * m + 15) / 16 * 16;
-    struct view x = {u, rows > cols ? 1 : cols, rows > cols ? cols : 1}, x_transposed = {u, x.column, x.row};
-    float *gram = workspace, *polynomial = workspace + square, *next = workspace + 2 * square;
-    struct view g = {gram, m, 1}, p = {polynomial, m, 1};
-    if (m <= 0) return;
-    if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[CUDA_THREAD] = 0;
-    CUDA_BARRIER();
-    for (int64_t i = (int64_t)warp_of_thread() * HSTEP_TILE; i < m * n; i += WARPS * HSTEP_TILE) {
-        float mine[PLACES];
-        for (int j = 0; j < PLACES; j++) {
-            int64_t at = i + lane_of_thread() * PLACES + j;
-            mine[j] = at < m * n ? u[at] : 0.0f;
-        }
-        double total = warp_total(e, mine, 1);
-        if (lane_of_thread() == 0) add_shared(limbs, total);
-    }
-    CUDA_BARRIER();
-    double norm = sqrt(hstep_exact_round(limbs)), eps = (double)k[newton_schulz_eps];
-    if (norm < eps) norm = eps;
-    /* Zero divided by anything: u stays zero through all steps. */
-    if (norm == 0.0) norm = 1.0;
-    for (int64_t i = CUDA_THREAD; i < m * n; i += HSTEP_CUDA_THREADS) u[i] = (float)((double)u[i] / norm);
-    CUDA_BARRIER();
-    for (int step = 0; step < (int)k[newton_schulz_steps]; step++) {
-        multiply(gram, x, x_transposed, m, m, n, NULL);
-        multiply(polynomial, g, g, m, m, m, &k[newton_schulz_a]);
-        multiply(next, p, x, m, n, m, NULL);
-        for (int64_t at = CUDA_THREAD; at < m * n; at += HSTEP_CUDA_THREADS)
-            x.x[at / n * x.row + at % n * x.column] = next[at];
-        CUDA_BARRIER();
-    }
-}
-
-CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cuda_what what)
-{
-    CUDA_SHARED struct exchange e[WARPS];
-    CUDA_SHARED int64_t limbs[HSTEP_EXACT_LIMBS];
-    const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
-    const struct hstep_update *u = &call.plan.updates[what.tensor];
-    float *matrix = call.plan.workspace, *room = matrix + t->rows * t->row_length;
-    if (u->skip || u->still) return;
-    switch (hstep_rules[t->rule].transform) {
-#define TRANSFORM(name, ...) \
-    case HSTEP_TRANSFORM_##name: name(&e[warp_of_thread()], limbs, matrix, t->rows, t->row_length, u->k, room); break;
-#include "transforms.def"
-#undef TRANSFORM
-    default: break;
+    switch (what.pass) {
+    case HSTEP_CUDA_ROWS:
+        start_work(&call, what.tensor, HSTEP_PASS_SUMS, &w);
+        for (int64_t i = warp_of_grid(); i < s.blocks * s.chunks; i += warps_of_grid())
+            cross_block(&w, e, chunks[warp_of_thread()], what.pair, &s, i, sums);
+        for (int64_t i = thread_of_grid(); i < 2 * HSTEP_EXACT_LIMBS; i += threads_of_grid()) limbs[i] = 0;
+        break;
+    case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, sums); break;
+    case HSTEP_CUDA_VECTORS:
+        renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS), sums + s.columns,
+              t->row_length, t->rows, limbs);
+        renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
+              t->row_length, limbs + HSTEP_EXACT_LIMBS);
+        break;
+    default:
+        if (thread_of_grid() == 0)
+            hstep_decide_mean(&call, what.tensor, what.pair,
+                              hstep_exact_round(limbs + HSTEP_EXACT_LIMBS) / (double)t->rows);
     }
 }
 
@@ -614,11 +559,6 @@ CUDA_KERNEL void halfstep_cuda_end_round(struct hstep_call call, struct hstep_cu
 }
 
 /* ---- Memory ---- */
-
-CUDA_DEVICE int64_t thread_of_grid(void) { return (int64_t)CUDA_BLOCK * HSTEP_CUDA_THREADS + CUDA_THREAD; }
-CUDA_DEVICE int64_t threads_of_grid(void) { return (int64_t)CUDA_BLOCKS * HSTEP_CUDA_THREADS; }
-CUDA_DEVICE int64_t warp_of_grid(void) { return thread_of_grid() / LANES; }
-CUDA_DEVICE int64_t warps_of_grid(void) { return threads_of_grid() / LANES; }
 
 CUDA_KERNEL void halfstep_cuda_carry(struct hstep_call call, struct hstep_cuda_what what)
 {
@@ -763,3 +703,5 @@ CUDA_KERNEL void halfstep_cuda_saturated(struct hstep_access a, struct hstep_cud
         sum += (code[i] & 0x7fff) == largest;
     if (sum) CUDA_ADD((int64_t *)what.to, sum);
 }
+
+#include "cuda/fused_kernels.h"

@@ -42,6 +42,7 @@ struct work {
     const struct hstep_tensor *t;
     const struct hstep_update *u;
     int pass;
+    int fused;  /* whole tiles are another kernel's (cuda/fused.h) */
     float mean; /* taken from the scaled gradient */
     int format[WORK_SLOTS];
     char *code[WORK_SLOTS], *extra[WORK_SLOTS];
@@ -168,7 +169,7 @@ CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, float *x)
 #define SCALE_FLAT SCALE_ROWS
 #define SCALE_TENSOR(fn, nonneg, scale) inverse = fn##_inverse(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0), nonneg)
 
-CUDA_DEVICE float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
+V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
 {
     float inverse = 0.0f;
     switch (format) {
@@ -236,6 +237,15 @@ CUDA_DEVICE void nearest_words(uint32_t *words)
     for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
 }
 
+/* Of four pairs from `pair` on, a multiple of four, by a generator that has segments, with the key of theirs. */
+V_OP void segment_words(int generator, const struct hstep_key *key, uint64_t pair, uint32_t *words)
+{
+    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] =
+        hstep_mixer_word(key, (uint32_t)(pair + (uint64_t)i) & (HSTEP_SEGMENT_WORDS - 1));
+    if (generator != HSTEP_GENERATOR_LATTICE) return;
+    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = hstep_lattice_word(key, words[i]);
+}
+
 /* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
  * that is another. */
 CUDA_DEVICE void random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
@@ -250,10 +260,7 @@ CUDA_DEVICE void random_words(int generator, const struct hstep_key *stream, uin
         *segment = pair >> HSTEP_SEGMENT_SHIFT;
         *key = hstep_key_segment(stream, *segment);
     }
-    for (int i = 0; i < PLACES / 2; i++) {
-        words[i] = hstep_mixer_word(key, (uint32_t)(pair + (uint64_t)i) & (HSTEP_SEGMENT_WORDS - 1));
-        if (generator == HSTEP_GENERATOR_LATTICE) words[i] = hstep_lattice_word(key, words[i]);
-    }
+    segment_words(generator, key, pair, words);
 }
 
 CUDA_DEVICE void slot_words(struct work *w, int s, uint64_t index, uint32_t *words)

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/lock.h"
+#include "cuda/blas.h"
 
 /* Of one copy from a pinned room. */
 #define PIECE ((uint64_t)4 << 20)
@@ -54,6 +55,7 @@ void hstep_link_close(struct hstep_link *l)
         free_kept(l, l->spare);
         if (l->pointers) d->cuMemFree((uint64_t)(uintptr_t)l->pointers);
         if (l->scratch) d->cuMemFree(l->scratch);
+        if (l->blas) hstep_blas_close(l->blas);
         d->cuEventDestroy(l->event);
         hstep_gpu_leave(l->gpu);
     }

@@ -37,6 +37,9 @@ struct hstep_link {
     void **pointers, **sent;
     struct hstep_kept *kept, *spare;
 
+    struct hstep_blas *blas; /* once a matrix wants it */
+    int no_blas;             /* there is none */
+
     uint64_t scratch, scratch_bytes; /* room in the device's memory for what single calls bring */
 
     /* Allocations that were found to be the GPU's: asking the driver is slow. */

@@ -17,7 +17,7 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair); /* cr
 size_t hstep_host_cross_workspace(const struct hstep_tensor *t);
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass); /* update.c */
 size_t hstep_host_workspace(const struct hstep_tensor *t);                                    /* matrix.c */
-int hstep_host_transform(const struct hstep_call *call, int tensor);
+int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m);
 int hstep_host_accumulate(const struct hstep_accumulation *a); /* accumulate.c */
 int hstep_host_read(const struct hstep_access *a, float *out); /* slots.c */
 int hstep_host_write(const struct hstep_access *a, const float *in);

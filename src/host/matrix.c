@@ -279,10 +279,11 @@ size_t hstep_host_workspace(const struct hstep_tensor *t)
            (size_t)(t->rows * t->row_length);
 }
 
-int hstep_host_transform(const struct hstep_call *call, int tensor)
+/* The products of a processor are exact, whatever is asked for. */
+int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m)
 {
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const struct hstep_update *u = &call->plan.updates[tensor];
+    const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
+    const struct hstep_update *u = &call->plan.updates[m->tensor];
     float *matrix = call->plan.workspace;
     if (!u->skip && !u->still)
         transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->rows, t->row_length, u->k,

@@ -49,6 +49,7 @@ HSTEP_INLINE void muon_prepare(float *k, struct hstep_prepare *p)
     k[newton_schulz_b] = (float)hyper[4];
     k[newton_schulz_c] = (float)hyper[5];
     k[newton_schulz_eps] = (float)hyper[10];
+    k[newton_schulz_exact] = (float)hyper[11];
 }
 
 V_OP vf muon_direction(const vf *k, vf g, vf *s, const int mode)

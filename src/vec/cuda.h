@@ -31,7 +31,12 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_ADD(to, x) ((void)(*(to) += (x)))
 #define CUDA_SHARED static
 #define CUDA_KERNEL static
+#define CUDA_KERNEL_SHARED(blocks) static
+#define CUDA_UNROLL
 #define CUDA_DEVICE static
+/* Constants are arguments here: inlined as on a GPU, the fused kernels take a compiler minutes. */
+#define V_OP static inline __attribute__((unused))
+#define V_TABLE static const
 
 #else
 
@@ -43,7 +48,10 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #endif
 #define CUDA_SHARED static __attribute__((shared))
 #define CUDA_KERNEL extern "C" __attribute__((global, launch_bounds(256)))
+/* With so few registers that this many blocks share a multiprocessor. */
+#define CUDA_KERNEL_SHARED(blocks) extern "C" __attribute__((global, launch_bounds(256, blocks)))
 #define CUDA_DEVICE static CUDA_FUNCTION
+#define CUDA_UNROLL _Pragma("unroll")
 #define HSTEP_INLINE static inline CUDA_FUNCTION
 #define HSTEP_TABLE __attribute__((device))
 #define V_OP static inline __attribute__((always_inline)) CUDA_FUNCTION

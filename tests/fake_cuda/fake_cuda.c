@@ -48,6 +48,7 @@ EXPORT struct fake_cuda_control *fake_cuda_control(void)
         control.compute = number("FAKE_CUDA_COMPUTE", 90);
         control.fail_allocation = number("FAKE_CUDA_FAIL_ALLOCATION", 0);
         control.fault = number("FAKE_CUDA_FAULT", 0);
+        control.open = number("FAKE_CUDA_OPEN", 0);
     }
     return &control;
 }
@@ -79,7 +80,7 @@ static struct block {
 
 static void touchable(int yes)
 {
-    for (int d = 0; d < 2; d++)
+    for (int d = 0; d < 2 && !control.open; d++)
         if (arena[d].used) mprotect(arena[d].base, arena[d].used, yes ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
@@ -99,7 +100,7 @@ static struct block *vacant(struct block *in)
 
 /* ---- Streams, events, graphs ---- */
 
-enum kind { COPY, SET, LAUNCH, RECORD, WAIT };
+enum kind { COPY, SET, LAUNCH, RECORD, WAIT, WORK };
 
 struct op {
     struct op *next;
@@ -113,6 +114,7 @@ struct op {
     struct hstep_cuda_what what;
     struct event *event;
     long number;
+    void (*work)(void *); /* of another library, about `about` */
 };
 
 struct graph {
@@ -154,6 +156,7 @@ static void run(struct op *o)
         else if (hstep_emulate(&hstep_emulated_kernels[o->kernel], o->blocks, o->threads, 0, parameters))
             misuse("a launch of a shape that the kernel is not written for");
         break;
+    case WORK: o->work(o->about); break;
     case RECORD: o->event->done = o->number; break;
     case WAIT:
         if (o->event->done < o->number) run_until(o->event->stream, o->event, o->number);
@@ -196,6 +199,15 @@ static struct op *append(struct stream *s, enum kind kind)
     **last = o;
     *last = &o->next;
     return o;
+}
+
+EXPORT void fake_cuda_submit(void *handle, void (*work)(void *), const void *argument, size_t bytes)
+{
+    struct op *o = append(stream_of(handle), WORK);
+    if (!control.depth) misuse("work of another library without a context");
+    if (bytes > sizeof o->about) abort();
+    o->work = work;
+    memcpy(o->about, argument, bytes);
 }
 
 /* What every call that needs a context begins with. */
@@ -290,7 +302,8 @@ EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int device)
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int device)
 {
     if (!arena[device].base) {
-        arena[device].base = mmap(NULL, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        int open = control.open ? PROT_READ | PROT_WRITE : PROT_NONE;
+        arena[device].base = mmap(NULL, ARENA, open, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (arena[device].base == MAP_FAILED) abort();
     }
     *context = &arena[device];
@@ -378,7 +391,7 @@ EXPORT int cuMemFree_v2(uint64_t memory)
     control.live--;
     if (--arena[d].live) return OK;
     madvise(arena[d].base, arena[d].used, MADV_DONTNEED);
-    mprotect(arena[d].base, arena[d].used, PROT_NONE);
+    if (!control.open) mprotect(arena[d].base, arena[d].used, PROT_NONE);
     arena[d].used = 0;
     return OK;
 }

@@ -6,7 +6,8 @@
  * What is to go wrong comes from the environment, or from a test by fake_cuda_control():
  *   FAKE_CUDA_DEVICES=N     GPUs, 0 .. 2 (1)         FAKE_CUDA_DRIVER=N     cuDriverGetVersion() (12080)
  *   FAKE_CUDA_COMPUTE=N     capability, 10 times (90)  FAKE_CUDA_FAIL_ALLOCATION=N  the N-th is out of memory
- *   FAKE_CUDA_FAULT=N       the N-th kernel faults, and the context is lost */
+ *   FAKE_CUDA_FAULT=N       the N-th kernel faults, and the context is lost
+ *   FAKE_CUDA_OPEN=1        the process may touch the device's memory, for tests whose tensors lie in it */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
 
@@ -28,7 +29,7 @@ enum fake_cuda_mutation {
 };
 
 struct fake_cuda_control {
-    int devices, driver, compute;
+    int devices, driver, compute, open;
     long fail_allocation, fault; /* counted down, 0: never */
     int mutation;
     /* Told: */
@@ -39,5 +40,8 @@ struct fake_cuda_control {
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
+
+/* Work of another library on a stream, in its turn, with a copy of what `argument` points to: at most 512 bytes. */
+void fake_cuda_submit(void *stream, void (*work)(void *argument), const void *argument, size_t bytes);
 
 #endif

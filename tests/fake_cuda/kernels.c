@@ -35,13 +35,50 @@ static const struct hstep_cuda_what *what_of(void **parameters) { return paramet
     }
 CALL_KERNEL(scan)
 CALL_KERNEL(decide)
-CALL_KERNEL(sum, , w->first, w->n)
 CALL_KERNEL(decide_sums, , w->first, w->n)
-CALL_KERNEL(cross, , w->tensor, w->pair)
-CALL_KERNEL(update, , w->first, w->n, (enum hstep_pass)w->pass)
-CALL_KERNEL(transform, , w->tensor)
 CALL_KERNEL(count)
 CALL_KERNEL(end_round)
+
+/* What the device calls fused is not the host's. */
+static struct hstep_call unfused(void **parameters)
+{
+    struct hstep_call call = call_of(parameters);
+    const struct hstep_cuda_what *w = what_of(parameters);
+    for (int i = w->first; i < w->first + w->n; i++) call.plan.updates[i].fused = 0;
+    return call;
+}
+
+static void run_sum(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    struct hstep_call call = unfused(parameters);
+    hstep_host_device.sum(&call, w->first, w->n);
+}
+
+/* Whole tiles too, of which the fused kernels find nothing left. */
+static void run_update(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    struct hstep_call call = unfused(parameters);
+    hstep_host_device.update(&call, w->first, w->n, (enum hstep_pass)w->pass);
+}
+
+static void run_nothing(void **parameters) { (void)parameters; }
+
+/* Of entries in phases the first that has all it needs does everything. */
+static void run_cross(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    struct hstep_call call = call_of(parameters);
+    if (w->pass == HSTEP_CUDA_ROWS) hstep_host_device.cross(&call, w->tensor, w->pair);
+}
+
+static void run_transform(void **parameters)
+{
+    const struct hstep_cuda_what *w = what_of(parameters);
+    struct hstep_call call = call_of(parameters);
+    if (w->pass == HSTEP_CUDA_CLEAR) hstep_host_device.transform(&call, &(struct hstep_matrix){.tensor = w->tensor});
+}
 
 static void run_carry(void **parameters)
 {
@@ -87,6 +124,8 @@ const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
 #define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name, shape},
 #define KERNEL_SUM KERNEL
 #define KERNEL_ACCESS KERNEL
+#define KERNEL_FUSED(rule, first, second) \
+    {"halfstep_cuda_fused_" #rule "_" #first "_" #second, run_nothing, HSTEP_CUDA_GRID},
 #include "cuda/kernels.def"
 };
 const int hstep_emulated_kernel_count = sizeof hstep_emulated_kernels / sizeof *hstep_emulated_kernels;

@@ -236,7 +236,7 @@ def test_ids_that_two_parameters_have():
     refused("f32", change, "first.*matrix.*same id")
 
 
-@pytest.mark.parametrize("recipe", ["lion/bf16-kahan/int8", "adam/bf16-kahan/int8"])
+@pytest.mark.parametrize("recipe", ["lion/bf16-kahan/int8", "radam/bf16-kahan/int8"])
 def test_recipes_of_another_rule(recipe):
     refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))), f"matrix.*{recipe}.*adamw")
 

@@ -264,3 +264,32 @@ def test_inductor_training_step():
             pytest.skip(f"no C++ compiler that inductor can use: {str(error)[:200]}")
         found.append((bits(p), states(opt)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("attached", ["before", "after"])
+def test_full_graph_with_a_scheduler(attached):
+    """Whose function around step() torch.compile() does not trace: step() notes its calls itself. The bits are those of eager."""
+    found = []
+    for compiled in (False, True):
+        model, opt = make("adamw", "f32", compile=compiled)
+        if attached == "before":
+            scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+        step = torch.compile(lambda: opt.step(), fullgraph=True, backend="eager") if compiled else opt.step
+        if attached == "after":
+            scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+            for i in range(STEPS):
+                opt.zero_grad()
+                model(batch(i, model)).float().pow(2).mean().backward()
+                step()
+                scheduler.step()
+        found.append(result(model, opt))
+    assert found[0] == found[1]
+
+
+def test_a_scheduler_warns_before_the_first_step():
+    _, opt = make("adamw", "f32")
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        scheduler.step()

@@ -190,7 +190,7 @@ def other_value(rule, key, value):
 
 
 #: need gradients or learning rates of their own to act (test_judges.py has them)
-SILENT = {("muon", "eps"), ("schedulefree", "weight_lr_power")}
+SILENT = {("muon", "eps"), ("muon", "exact"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
 

@@ -1,5 +1,7 @@
 """halfstep.plan: what it promises is, to the byte, what an optimizer then holds."""
 import itertools
+import re
+import xml.etree.ElementTree
 
 import pytest
 import torch
@@ -137,3 +139,22 @@ def test_errors(arguments, text):
 
 def test_in_the_package():
     assert halfstep.plan is plan
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    answer = plan({"a": (1024, 1024)}, ["adamw/f32", "adamw/bf16-kahan/bf16-sr", "adamw/bf16-sr/int4"], memory="8M")
+    bars = [line for line in str(answer).splitlines() if "█" in line][:3]
+    assert [sum(bar.count(sign) for sign in "█▓▒░") for bar in bars] == [round(48 * row.total / answer.rows[-1].total) for row in answer.rows]
+    whole = bars[-1][bars[-1].index("█"):]
+    assert (whole.count("█"), whole.count("▒"), whole.count("░"), whole.index("|")) == (12, 12, 24, 24)
+    assert all(bar.index("|") == bars[-1].index("|") for bar in bars)
+    assert "█ weights   ▓ extras   ▒ gradients   ░ states   | 8.00 MiB" in str(answer)
+    assert "|" not in str(plan({"a": (1024, 1024)}))
+    picture = answer._repr_html_()
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)" height="16" fill="#1f4e79"', picture)]
+    assert widths[2] == pytest.approx(2 * widths[0], abs=0.2) and picture.count("<line") == 1
+    xml.etree.ElementTree.fromstring(picture[picture.index("<svg"):picture.index("</svg>") + 6])
+
+
+def test_nothing_to_draw():
+    assert "█" not in str(plan({}))

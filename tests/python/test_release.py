@@ -324,3 +324,27 @@ def test_shared_parameters_are_stepped_once_in_release():
         reference.zero_grad()
     assert opt.state[model[0].weight]["step"].item() == 3
     same(opt, reference, dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+def test_release_refuses_a_loop_that_accumulates():
+    """Four backward passes and one step(), as trainers do it: an exception at the first step(), then at the second backward()."""
+    model = network()
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
+    for step in range(4):
+        loss_of(model, step).backward()
+    with pytest.raises(RuntimeError, match="4 backward passes came before the first step"):
+        opt.step()
+    loss_of(model, 4).backward()
+    with pytest.raises(RuntimeError, match="gradient_accumulation_steps"):
+        loss_of(model, 5).backward()
+
+
+def test_release_with_micro_batches_into_the_states_is_no_such_loop():
+    model = network()
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
+    for step in range(8):
+        opt.optimizer_accumulation = step % 4 < 3
+        loss_of(model, step).backward()
+        opt.step()
+    assert all(opt.state[p]["step"].item() == 8 for p in model.parameters())
+    assert opt.state_dict()["param_groups"][0]["group_steps"] == 2

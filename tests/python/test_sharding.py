@@ -146,3 +146,34 @@ def test_model_cast_before_the_first_step():
     run(other, others, 0, 2)
     assert opt.recipe(params["scale"]).startswith("adamw/bf16-sr/")
     same(opt, other, params, others)
+
+
+@rules
+@recipes
+def test_a_priming_step_advances_nothing(rule, recipe):
+    """get_optimizer_state_dict() before the first step: the run goes on as if nobody had asked, also where weights are loaded after."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    dtype, formats = RECIPES[recipe]
+    made = []
+    for asked in (True, False):
+        model = network(dtype)
+        opt = class_of(rule)(model.named_parameters(), lr=0.02, seed=0, **formats)
+        if asked:
+            dcp.get_optimizer_state_dict(model, opt)
+            assert all(opt.state[p]["step"].item() == 0 and opt.state[p]["writes"].item() == 0 for p in model.parameters())
+            assert opt.param_groups[0]["group_steps"] == 0 and opt.param_groups[0]["lr"] == 0.02
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        for step in range(3):
+            loss_of(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        made.append(([bits(p) for p in model.parameters()], states(opt), opt.param_groups[0]["group_steps"]))
+    assert made[0] == made[1]
+
+
+def test_a_warmup_from_zero_is_no_priming_step():
+    params, opt = make("adamw", lr=0.0)
+    run(opt, params, 0, 1)
+    assert all(opt.state[p]["step"].item() == 1 for p in params.values())

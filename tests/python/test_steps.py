@@ -469,3 +469,49 @@ def test_clip_norm_can_be_changed():
 
 def opt_norm(params):
     return math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in params.values()))
+
+
+# ---- What is said of steps that are skipped, and of parameters that take no part ----
+
+
+def test_skipped_steps_are_told_again_at_the_10th_and_100th_time():
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = halfstep.AdamW([("p", p)])
+    said = {}
+    for step in range(1, 112):
+        p.grad = torch.full((4,), float("nan"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step()
+        if caught:
+            said[step] = str(caught[0].message)
+    assert list(said) == [1, 10, 100]
+    assert all("'p' is not finite" in text and f"{step} by now" in text for step, text in said.items())
+
+
+def test_gradients_that_are_all_nan_are_not_blamed_on_one():
+    """As torch.nn.utils.clip_grad_norm_ leaves them where one was not finite."""
+    params = {name: torch.nn.Parameter(torch.ones(4)) for name in "abc"}
+    opt = halfstep.AdamW(list(params.items()))
+    for p in params.values():
+        p.grad = torch.ones(4)
+    params["c"].grad[1] = float("nan")
+    torch.nn.utils.clip_grad_norm_(list(params.values()), 1.0)
+    with pytest.warns(RuntimeWarning, match="the gradients of all parameters are not finite.*clip_grad_norm_"):
+        opt.step()
+    for p in params.values():
+        p.grad = torch.ones(4)
+    params["c"].grad[1] = float("nan")
+    opt = halfstep.AdamW(list(params.items()))
+    with pytest.warns(RuntimeWarning, match="the gradient of parameter 'c' is not finite"):
+        opt.step()
+
+
+def test_frozen_parameters_are_not_counted():
+    trained, frozen = torch.nn.Parameter(torch.ones(64, 256)), torch.nn.Parameter(torch.ones(64, 256), requires_grad=False)
+    alone, beside = halfstep.AdamW([("w", trained)]), halfstep.AdamW([("w", trained), ("f", frozen)])
+    assert beside.memory() == alone.memory()
+    line = next(line for line in repr(alone).splitlines() if line.startswith("memory"))
+    assert line in repr(beside)
+    frozen.requires_grad_(True)
+    assert beside.memory()["states"] == 2 * alone.memory()["states"]

@@ -442,6 +442,150 @@ def test_deepcopy_copies_all_public_attrs(cls, options):
         assert getattr(copy.deepcopy(opt), key) == getattr(opt, key), key
 
 
+# ---- Where the suites of other packages found differences from torch ------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["muon", "sgd", "rmsprop", "adamw"])
+@pytest.mark.parametrize("make", [
+    lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 1e-3, 1e-2, step_size_up=3, base_momentum=0.6, max_momentum=0.9),
+    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=8, base_momentum=0.6, max_momentum=0.9)],
+    ids=["CyclicLR", "OneCycleLR"])
+def test_schedulers_cycle_momentum_as_with_torch(rule, make):
+    """Muon's AdamW betas, which torch's has not, are left alone."""
+    theirs_of = {"muon": "Muon", "sgd": "SGD", "rmsprop": "RMSprop", "adamw": "AdamW"}
+    if not hasattr(torch.optim, theirs_of[rule]):
+        pytest.skip("not in this torch")
+    found = []
+    for cls in (class_of(rule), getattr(torch.optim, theirs_of[rule])):
+        p = Parameter(torch.ones(4, 4))
+        options = {"momentum": 0.9} if rule in ("sgd", "rmsprop") else {}
+        opt = cls([p], lr=1e-3, **options)
+        betas = opt.param_groups[0].get("betas")
+        scheduler, seen = make(opt), []
+        for _ in range(5):
+            p.grad = torch.ones_like(p)
+            opt.step()
+            scheduler.step()
+            group = opt.param_groups[0]
+            seen.append((float(group["lr"]), group.get("momentum"), group["betas"][0] if rule == "adamw" else None))
+        if rule == "muon":
+            assert opt.param_groups[0].get("betas") == betas
+        found.append(seen)
+    assert found[0] == found[1]
+    assert len({moment for _, *moments in found[0] for moment in moments if moment is not None}) > 2
+
+
+def test_betas_of_muon_are_options_of_groups():
+    p, q = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    opt = class_of("muon")([{"params": [p]}, {"params": [q], "betas": (0.5, 0.6)}], betas=(0.8, 0.9))
+    assert [group["betas"] for group in opt.param_groups] == [(0.8, 0.9), (0.5, 0.6)]
+    again = copy.deepcopy(opt)
+    again.add_param_group({"params": [Parameter(torch.ones(4))]})
+    assert again.param_groups[2]["betas"] == (0.8, 0.9)
+    with pytest.raises(ValueError, match="Invalid beta parameter at index 0: 1.5"):
+        class_of("muon")([p], betas=(1.5, 0.9))
+
+
+@pytest.mark.parametrize("rule", ["sgd", "rmsprop"])
+def test_momentum_and_dampening_have_no_upper_bound(rule):
+    """As torch's: the same numbers."""
+    options = {"momentum": 1.25, **({"dampening": -0.5} if rule == "sgd" else {})}
+    theirs = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}[rule]
+    found = []
+    for cls in (class_of(rule), theirs):
+        p = Parameter(torch.linspace(-1, 1, 12))
+        opt = cls([p], lr=1e-2, **options)
+        for step in range(4):
+            p.grad = torch.linspace(0.5, 2, 12) * (step + 1)
+            opt.step()
+        found.append(p.detach())
+    assert torch.allclose(*found, rtol=1e-5)
+    assert class_of("muon")([Parameter(torch.ones(2, 2))], momentum=1.0)
+    if rule == "sgd":
+        class_of(rule)([Parameter(torch.ones(2))], momentum=0.9, dampening=1.5)
+
+
+@rules
+def test_sparse_gradients_are_a_runtime_error(cls):
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    opt = cls([("table", table.weight)], lr=0.1)
+    before = table.weight.detach().clone()
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="'table' is sparse"):
+        opt.step()
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize("source,target", [("adamw", "adam"), ("adam", "adamw")])
+@pytest.mark.parametrize("weights,states", [(None, None), ("bf16-ecc8", "int8")])
+def test_adam_loads_the_states_of_adamw(source, target, weights, states):
+    """And goes on with the decay of the file where the file says one, as torch's Adam does; AdamW stays AdamW."""
+    dtype = torch.float32 if weights is None else torch.bfloat16
+    problem = Problem(dtype)
+    opt = class_of(source)(list(zip(("w", "b"), problem.params)), lr=0.01, weight_decay=0.1, weights=weights, states=states, seed=3)
+    run(opt, problem, 3)
+    other = problem.copy()
+    loaded = class_of(target)(list(zip(("w", "b"), other.params)), lr=0.01, weights=weights, states=states)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.load_state_dict(opt.state_dict())
+    for p, q in zip(problem.params, other.params):
+        assert torch.equal(opt.read_state(p, "exp_avg_sq"), loaded.read_state(q, "exp_avg_sq"))
+    if source == "adam":
+        assert loaded.param_groups[0]["decoupled_weight_decay"] is True
+        return
+    assert loaded.param_groups[0]["decoupled_weight_decay"] is True
+    run(opt, problem, 3)
+    run(loaded, other, 3)
+    assert all(torch.equal(p, q) for p, q in zip(problem.params, other.params))
+    with pytest.raises(ValueError, match="this optimizer is lion"):
+        class_of("lion")(other.params).load_state_dict(opt.state_dict())
+
+
+@rules
+def test_a_string_is_no_learning_rate(cls):
+    with pytest.raises(TypeError):
+        torch.optim.AdamW([Parameter(torch.ones(2))], lr="1e-3")
+    with pytest.raises(TypeError, match="'lr' is '1e-3'"):
+        cls([Parameter(torch.ones(2))], lr="1e-3")
+    opt = cls([Parameter(torch.ones(2))])
+    opt.param_groups[0]["lr"] = "1e-3"
+    opt.param_groups[0]["params"][0].grad = torch.ones(2)
+    with pytest.raises(TypeError, match="'lr' is '1e-3'"):
+        opt.step()
+
+
+def test_expected_difference_step_is_float32_under_any_default_dtype():
+    """torch's `step` is float64 under that default; ours is where the library writes, which is float32, beside exact counters."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        p = Parameter(torch.ones(4, dtype=torch.float32))
+        p.grad = torch.ones_like(p)
+        theirs, ours = torch.optim.AdamW([p]), class_of("adamw")([p])
+        theirs.step(), ours.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert theirs.state[p]["step"].dtype == torch.float64
+    assert ours.state[p]["step"].dtype == torch.float32
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # a float64 one is understood
+    assert int(ours.state[p]["step"]) == 1
+
+
+def test_expected_difference_gradients_are_never_written():
+    """Under a GradScaler torch's fused step leaves unscaled gradients, ours those of the scaled loss: unscale_() is for who reads
+    them."""
+    found = []
+    for cls in (class_of("adamw"), torch.optim.AdamW):
+        p = Parameter(torch.ones(4))
+        opt = cls([p], lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(p.sum()).backward()
+        scaler.step(opt)
+        found.append((p.grad.clone(), p.detach().clone()))
+    assert torch.equal(found[0][0], torch.full((4,), 8.0)) and torch.equal(found[1][0], torch.ones(4))
+    assert torch.allclose(found[0][1], found[1][1])
+
+
 def test_rules_of_torch_are_all_described():
     """Every optimizer of ours that torch has uses torch's own configurations."""
     assert {"sgd", "adam", "adamw", "radam", "rmsprop"} <= set(INFOS) & set(RULES)

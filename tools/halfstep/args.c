@@ -423,6 +423,12 @@ static int read_words(struct args *args, int argc, char **argv)
 int args_parse(struct args *args, const struct command *command, const struct option_group *groups, int n_groups,
                int argc, char **argv)
 {
+    if (argc > 1 && (strcmp(argv[1], ARGS_CANDIDATES) == 0 || strcmp(argv[1], ARGS_MANUAL) == 0)) {
+        if (strcmp(argv[1], ARGS_MANUAL) == 0) args_manual(command, groups, n_groups);
+        else if (argc > 3) args_candidates(groups, n_groups, argv[2], argv[3]);
+        memset(args, 0, sizeof *args);
+        return 0;
+    }
     for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             args_help(command, groups, n_groups);

@@ -102,6 +102,10 @@ struct args {
 };
 
 #define ARGS_RUN (-1)
+/* First words by which main() asks for a command's part of the manual page, and for what a word (the third) after
+ * another (the second) may become. */
+#define ARGS_MANUAL "--man-page"
+#define ARGS_CANDIDATES "--candidates"
 
 /* Sets all defaults, then reads argv[1] .. argv[argc - 1]. ARGS_RUN, or the exit status after --help was printed (0) or
  * one line of error (2; 1 without memory); then nothing needs freeing. `groups` must outlive args. */

@@ -52,38 +52,41 @@ static void print_wrapped(const char *text, int at, int column)
     putchar('\n');
 }
 
-static void print_option(const struct option *option)
+void args_describe(const struct option *option, char *text, size_t text_bytes)
 {
-    char left[120], right[1600], choices[512];
-    int at;
-    snprintf(left, sizeof left, "  --%s%s%s", option->name, option->value ? " " : "",
-             option->value ? option->value : "");
-    at = printf("%s", left);
-    snprintf(right, sizeof right, "%s", option->help);
+    char choices[512];
+    snprintf(text, text_bytes, "%s", option->help);
     if (option->kind == OPTION_CHOICE) {
         args_choices(option, choices, sizeof choices);
-        append(right, sizeof right, ": %s", choices);
+        append(text, text_bytes, ": %s", choices);
     }
     const char *separator = " (";
     if (option->flags & OPTION_REQUIRED) {
-        append(right, sizeof right, "%srequired", separator);
+        append(text, text_bytes, "%srequired", separator);
         separator = "; ";
     }
     /* Bounds that only keep the arithmetic from overflowing tell nobody anything, and neither does "at least 0". */
     int above = option->minimum != 0, below = option->maximum != 0 && option->maximum < 1e9;
     if (option->kind != OPTION_FLAG && (above || below)) {
-        append(right, sizeof right, "%s", separator);
+        append(text, text_bytes, "%s", separator);
         if (below)
-            append(right, sizeof right, "%.15g to %s%.15g", option->minimum,
+            append(text, text_bytes, "%.15g to %s%.15g", option->minimum,
                    option->flags & OPTION_EXCLUSIVE_MAXIMUM ? "below " : "", option->maximum);
-        else append(right, sizeof right, "at least %.15g", option->minimum);
+        else append(text, text_bytes, "at least %.15g", option->minimum);
         separator = "; ";
     }
     if (option->initial) {
-        append(right, sizeof right, "%sdefault %s", separator, option->initial);
+        append(text, text_bytes, "%sdefault %s", separator, option->initial);
         separator = "; ";
     }
-    if (separator[0] == ';') append(right, sizeof right, ")");
+    if (separator[0] == ';') append(text, text_bytes, ")");
+}
+
+static void print_option(const struct option *option)
+{
+    char right[1600];
+    int at = printf("  --%s%s%s", option->name, option->value ? " " : "", option->value ? option->value : "");
+    args_describe(option, right, sizeof right);
     print_wrapped(right, at, HELP_COLUMN);
 }
 

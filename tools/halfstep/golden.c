@@ -472,6 +472,7 @@ static int add_groups(struct run *r, int part)
         {0, "final_fraction", NULL, 0.1},
         {0, "momentum", NULL, 0.9},
         {0, "dampening", NULL, 0.25},
+        {0, "exact", NULL, 1},
         {1, "decay", "l2", 0},
         {1, "weight_decay", NULL, 0.01},
         {1, "maximize", NULL, 1},
@@ -480,12 +481,14 @@ static int add_groups(struct run *r, int part)
         {1, "nesterov", NULL, 1},
         {1, "beta1", NULL, 0.8},
         {1, "beta2", NULL, 0.95},
+        {1, "exact", NULL, 1},
         {2, "decay", "fully-decoupled", 0},
         {2, "schedule", "inverse-power", 0},
         {2, "lr", NULL, 0.003},
         {2, "reference_lr", NULL, 0.01},
         {2, "weight_decay", NULL, 0.001},
         {2, "warmup_steps", NULL, 4},
+        {2, "exact", NULL, 1},
     };
     char name[32];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);

@@ -10,20 +10,26 @@
 #include "args.h"
 #include "commands.h"
 
+static int cmd_completion(int argc, char **argv);
+static int cmd_man(int argc, char **argv);
+
 static const struct {
     const char *name, *summary;
     int (*run)(int argc, char **argv);
+    const char *kind[2]; /* of a command that has two: its second word */
 } commands[] = {
-    {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train},
-    {"generate", "continue a text with a trained model", cmd_generate},
-    {"compare", "train under several recipes (compare lm, compare mnist) and report", cmd_compare},
-    {"demo", "the comparison that shows what stochastic rounding is for", cmd_demo},
-    {"plan", "forecast the memory of every recipe, and which of them fit", cmd_plan},
-    {"bench", "time the optimizer step of each recipe", cmd_bench},
-    {"info", "instruction sets, threads, rules and formats", cmd_info},
-    {"inspect", "list what a checkpoint or safetensors file holds", cmd_inspect},
-    {"verify", "check that this machine computes the promised bits", cmd_verify},
-    {"random", "write raw random words to stdout, for statistical testers", cmd_random},
+    {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train, {"lm", "mnist"}},
+    {"generate", "continue a text with a trained model", cmd_generate, {NULL}},
+    {"compare", "train under several recipes (compare lm, compare mnist) and report", cmd_compare, {"lm", "mnist"}},
+    {"demo", "the comparison that shows what stochastic rounding is for", cmd_demo, {NULL}},
+    {"plan", "forecast the memory of every recipe, and which of them fit", cmd_plan, {NULL}},
+    {"bench", "time the optimizer step of each recipe", cmd_bench, {NULL}},
+    {"info", "instruction sets, threads, rules and formats", cmd_info, {NULL}},
+    {"inspect", "list what a checkpoint or safetensors file holds", cmd_inspect, {NULL}},
+    {"verify", "check that this machine computes the promised bits", cmd_verify, {NULL}},
+    {"random", "write raw random words to stdout, for statistical testers", cmd_random, {NULL}},
+    {"completion", "what makes a shell complete commands and options", cmd_completion, {NULL}},
+    {"man", "the manual page of all commands", cmd_man, {NULL}},
 };
 
 enum { COMMANDS = sizeof commands / sizeof commands[0] };
@@ -55,6 +61,100 @@ static int unknown_command(const char *name)
     fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command",
             name, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
+}
+
+/* ---- Shells and man(1) ---- */
+
+/* halfstep complete WORD...: what the last of these words may become. The scripts below ask for it. */
+static int complete(int n, char **words)
+{
+    if (n < 1) return 0;
+    char *word = words[n - 1];
+    for (int i = 0; i < COMMANDS; i++) {
+        if (n == 1) {
+            if (strncmp(commands[i].name, word, strlen(word)) == 0) puts(commands[i].name);
+            continue;
+        }
+        if (strcmp(commands[i].name, words[0]) != 0) continue;
+        int kinds = commands[i].kind[0] != NULL;
+        for (int k = 0; kinds && n == 2 && k < 2; k++)
+            if (strncmp(commands[i].kind[k], word, strlen(word)) == 0) puts(commands[i].kind[k]);
+        if (kinds && n == 2) return 0;
+        char *asked[5] = {words[0], words[1]};
+        char **rest = asked + 1 + kinds;
+        rest[0] = (char[]){ARGS_CANDIDATES};
+        rest[1] = words[n - 2];
+        rest[2] = word;
+        return commands[i].run(4 + kinds, asked);
+    }
+    return 0;
+}
+
+static const struct {
+    const char *name, *script;
+} shells[] = {
+    {"bash", "_halfstep() {\n"
+             "    local IFS=$'\\n'\n"
+             "    COMPREPLY=($(halfstep complete \"${COMP_WORDS[@]:1:COMP_CWORD}\" 2>/dev/null))\n"
+             "    [[ ${COMPREPLY-} == */ ]] && compopt -o nospace\n"
+             "}\n"
+             "complete -o default -F _halfstep halfstep\n"},
+    {"zsh", "#compdef halfstep\n"
+            "_halfstep() {\n"
+            "    local -a found\n"
+            "    found=(${(f)\"$(halfstep complete \"${(@)words[2,CURRENT]}\" 2>/dev/null)\"})\n"
+            "    if (( $#found )); then compadd -- $found; else _files; fi\n"
+            "}\n"
+            "compdef _halfstep halfstep\n"},
+    {"fish", "complete -c halfstep -a '(halfstep complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'\n"},
+};
+
+static int cmd_completion(int argc, char **argv)
+{
+    static const struct command command = {
+        "completion",
+        "SHELL",
+        "Prints the script by which bash, zsh or fish completes commands, options and their values, recipes too.",
+        "  eval \"$(halfstep completion bash)\"                       in ~/.bashrc\n"
+        "  halfstep completion zsh >~/.zfunc/_halfstep               a folder of fpath\n"
+        "  halfstep completion fish >~/.config/fish/completions/halfstep.fish\n",
+        1,
+        1};
+    struct args args;
+    int status = args_parse(&args, &command, NULL, 0, argc, argv);
+    if (status != ARGS_RUN) return status;
+    const char *script = NULL;
+    for (size_t i = 0; i < sizeof shells / sizeof shells[0]; i++)
+        if (strcmp(args.word[0], shells[i].name) == 0) script = shells[i].script;
+    status = script ? 0 : usage_error("completion", "no shell '%s': there are bash, zsh and fish", args.word[0]);
+    if (script) fputs(script, stdout);
+    args_free(&args);
+    return status;
+}
+
+static int cmd_man(int argc, char **argv)
+{
+    static const struct command command = {
+        "man", "", "Prints the manual page, as man -l takes it: halfstep man | man -l -", NULL, 0, 0};
+    struct args args;
+    int status = args_parse(&args, &command, NULL, 0, argc, argv);
+    if (status != ARGS_RUN) return status;
+    args_free(&args);
+    int32_t v = halfstep_version();
+    printf(".TH HALFSTEP 1 \"\" \"halfstep %d.%d.%d\" \"User Commands\"\n.ad l\n.SH NAME\nhalfstep \\- training with "
+           "weights and optimizer "
+           "states in 16, 8 or 4 bits\n.SH SYNOPSIS\n.B halfstep\n\\fICOMMAND\\fR [\\fIoptions\\fR]\n.SH COMMANDS\n",
+           v / 10000, v / 100 % 100, v % 100);
+    for (int i = 0; i < COMMANDS; i++)
+        for (int k = 0; k < 2 && (k == 0 || commands[i].kind[k]); k++) {
+            char page[] = ARGS_MANUAL, name[32];
+            snprintf(name, sizeof name, "%s", commands[i].kind[k] ? commands[i].kind[k] : "");
+            char *words[3] = {argv[0], commands[i].kind[k] ? name : page, page};
+            status = commands[i].run(commands[i].kind[k] ? 3 : 2, words);
+            if (status) return status;
+        }
+    printf(".SH EXIT STATUS\n0; 1 after an error; 2 after a wrong command line.\n");
+    return 0;
 }
 
 /* Results that cannot be written (a full disk behind stdout) must not end as success. */
@@ -115,6 +215,7 @@ int main(int argc, char **argv)
         print_help(stdout);
         return finish(0);
     }
+    if (strcmp(name, "complete") == 0) return finish(complete(argc - 2, argv + 2));
     int help = strcmp(name, "help") == 0;
     if (help) name = argv[2];
     for (int i = 0; i < COMMANDS; i++) {

@@ -118,7 +118,7 @@ class _Item:
             if not isinstance(t, Tensor):
                 raise TypeError(f"halfstep: {what}[{i}] is a {type(t).__name__}, not a tensor")
         _engine.check_parameter(param, name)
-        _engine.check_device(param, name)
+        _engine.check_cpu(param, name)
         gradient = _engine.check_gradient(param, grad, name)
         self.owner, self.identity, self.shape = param, _identity(param, name), tuple(param.shape)
         self.back: List[Tuple[Tensor, Tensor]] = []

@@ -1,0 +1,10 @@
+# What the program prints of itself for shells and man(1): cmake -D PROGRAM=halfstep -D FOLDER=... -P shell_files.cmake
+foreach(file "halfstep.1=man" "halfstep=completion bash" "_halfstep=completion zsh" "halfstep.fish=completion fish")
+  string(REGEX MATCH "^([^=]*)=(.*)" all "${file}")
+  set(name "${CMAKE_MATCH_1}")
+  separate_arguments(words UNIX_COMMAND "${CMAKE_MATCH_2}")
+  execute_process(COMMAND ${CMAKE_COMMAND} -E env --unset=HALFSTEP_ISA ${PROGRAM} ${words} OUTPUT_FILE "${FOLDER}/${name}" RESULT_VARIABLE failed)
+  if(failed)
+    message(FATAL_ERROR "${PROGRAM} ${words}: ${failed}")
+  endif()
+endforeach()

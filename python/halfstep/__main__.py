@@ -1,0 +1,124 @@
+"""python -m halfstep: what is installed, the memory that training takes, and whether this machine has everybody's bits."""
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+
+import torch
+
+from . import _abi, __version__
+from ._abi import lib
+from .plan import plan
+from .rules import classes
+
+#: of run(), on every machine
+EXPECTED = "574bbb8a78075887"
+
+
+def info(given):
+    device = _abi.DeviceInfo.new()
+    lib.halfstep_get_device_info(b"cuda", device)
+    found = {"version": __version__, "library": _abi.path, "torch": torch.__version__, "instruction_set": lib.halfstep_isa().decode(),
+             "gpu": device.name.decode() if device.usable else None,
+             "rules": list(_abi.rules), "formats": list(_abi.formats), "classes": sorted(classes)}
+    if given.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    if not device.usable:
+        found["gpu"] = "none: " + (lib.halfstep_error_detail(None) or b"").decode()
+    for key, value in found.items():
+        print(f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}")
+    return 0
+
+
+def _shapes(text):
+    """Shapes of a safetensors file by name, or of a model of so many parameters in matrices of 4096 columns."""
+    if os.path.exists(text):
+        from safetensors import safe_open
+        with safe_open(text, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        n = int(float(text[:-1] if scale > 1 else text) * scale)
+    except ValueError:
+        n = 0
+    if n < 1:
+        raise ValueError(f"{text!r} is neither a file nor a number of parameters such as 7e9 or 7B")
+    rows, rest = divmod(n, 4096)
+    return {**({"matrices": (rows, 4096)} if rows else {}), **({"vector": (rest,)} if rest else {})}
+
+
+def show_plan(given):
+    recipes = given.recipes.split(",") if given.recipes else None
+    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory))
+    return 0
+
+
+def _numbers(shape, seed):
+    """The same on every machine, which torch.randn() does not promise: between -2 and 2, of integers."""
+    index = torch.arange(math.prod(shape), dtype=torch.int64) + 7919 * seed
+    mixed = (index * 2654435761 % 2 ** 32 >> 7) * 40503 % 2 ** 24
+    return (mixed.double() / 2 ** 22 - 2).float().reshape(shape)
+
+
+def run():
+    """A hash of what every rule makes of the same numbers in five recipes."""
+    digest = hashlib.sha256()
+    for rule, cls in sorted((c.rule, c) for c in classes.values()):
+        for dtype, options in ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"weights": "bf16-kahan"}),
+                               (torch.bfloat16, {"weights": "bf16-ecc8", "states": "int8"}), (torch.bfloat16, {"states": "int4"})):
+            params = {name: torch.nn.Parameter(_numbers(shape, i).to(dtype))
+                      for i, (name, shape) in enumerate((("matrix", (24, 96)), ("ragged", (7, 50)), ("vector", (33,))))}
+            opt = cls(params.items(), lr=1e-2, seed=1, threads=1, **options)
+            for step in range(4):
+                for i, p in enumerate(params.values()):
+                    p.grad = _numbers(p.shape, 100 * step + 10 + i).to(dtype)
+                opt.step()
+            opt.state_dict()  # brings counts up to date
+            for p in params.values():
+                for tensor in (p.detach(), *(value for _, value in sorted(opt.state[p].items()))):
+                    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def verify(given):
+    before, failed = lib.halfstep_isa(), 0
+    try:
+        for i in range(lib.halfstep_isa_count()):
+            if lib.halfstep_isa_available(i):
+                name = lib.halfstep_isa_name(i)
+                _abi.check(lib.halfstep_set_isa(name))
+                found = run()
+                failed += found != EXPECTED
+                print(f"ok   {name.decode()}: {found}" if found == EXPECTED else f"FAIL {name.decode()}: {found}, expected {EXPECTED}")
+    finally:
+        lib.halfstep_set_isa(before)
+    return 1 if failed else 0
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m halfstep", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    one = commands.add_parser("info", help="version, instruction set, GPU, rules and formats")
+    one.add_argument("--json", action="store_true", help="as one JSON object")
+    one.set_defaults(call=info)
+    one = commands.add_parser("plan", help="memory by recipe")
+    one.add_argument("model", help="a number of parameters (7e9, 7B) or a safetensors file")
+    one.add_argument("--memory", help="memory to fit into: 24G is 24 * 2^30 bytes")
+    one.add_argument("--recipes", help="only these, with commas between")
+    one.add_argument("--release", action="store_true", help="gradients are released one by one")
+    one.set_defaults(call=show_plan)
+    one = commands.add_parser("verify", help="whether every instruction set of this machine has the bits that all machines have")
+    one.set_defaults(call=verify)
+    given = parser.parse_args(arguments)
+    try:
+        return given.call(given)
+    except (ValueError, OSError) as error:
+        print(f"python -m halfstep {given.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

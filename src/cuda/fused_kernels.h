@@ -1,0 +1,379 @@
+/* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions here are
+ * inlined with constant rules and formats, and loops over a lane's places are unrolled, so that arrays of places are
+ * registers. For kernels.cu, at its end. */
+#ifndef HSTEP_CUDA_FUSED_KERNELS_H
+#define HSTEP_CUDA_FUSED_KERNELS_H
+
+#include "cuda/fused.h"
+#include "cuda/kernels.h"
+#include "cuda/rules.h"
+
+/* What a block knows of the chunk that it works on; in shared memory, for registers are scarce. */
+struct fused_work {
+    int active; /* the chunk is this kernel's */
+    int64_t run, runs, offset, length, run_length, index_stride;
+    uint64_t index0;
+    int format[HSTEP_SLOTS];
+    char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
+    float k[HSTEP_MAX_SCALARS], grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
+    float gradient_scale, l2;
+    uint32_t stochastic;
+    int generator; /* its id */
+    struct hstep_key stream[HSTEP_SLOTS];
+    /* Of the segment that each warp is in. */
+    uint64_t segment[WARPS][HSTEP_SLOTS];
+    struct hstep_key key[WARPS][HSTEP_SLOTS];
+};
+
+/* ---- A slot of a lane ---- */
+
+V_OP void copy_16(void *to, const void *from)
+{
+    memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), 16);
+}
+
+/* n bytes, a power of two up to 16, aligned to as many. */
+V_OP void copy_aligned(void *to, const void *from, const int n)
+{
+    switch (n) {
+    case 4: memcpy(__builtin_assume_aligned(to, 4), __builtin_assume_aligned(from, 4), 4); break;
+    case 8: memcpy(__builtin_assume_aligned(to, 8), __builtin_assume_aligned(from, 8), 8); break;
+    default: copy_16(to, from); break;
+    }
+}
+
+/* The codes of a lane's places: up to 32 bytes. */
+V_OP void copy_codes(void *to, const void *from, const int n)
+{
+    if (n == 32) copy_16((char *)to + 16, (const char *)from + 16);
+    copy_aligned(to, from, n < 32 ? n : 16);
+}
+
+V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
+                     struct room *r, float *x)
+{
+    const struct columns c = columns_of(format);
+    copy_codes(r->code, w->code[s] + element * c.bits / 8, PLACES * c.bits / 8);
+    if (c.block) {
+        vf scale = v_from_bits(hstep_scale_load(c.scale, w->extra[s], element / c.block));
+        CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
+            load_scaled(format, nonneg, r->code, scale, i, &x[i], &x[i + 1]);
+        return;
+    }
+    if (c.extra_bits) copy_aligned(r->extra, w->extra[s] + element * c.extra_bits / 8, PLACES * c.extra_bits / 8);
+    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2) load_any(format, nonneg, r->code, r->extra, i, &x[i], &x[i + 1]);
+}
+
+V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct room *r)
+{
+    const struct columns c = columns_of(format);
+    copy_codes(w->code[s] + element * c.bits / 8, r->code, PLACES * c.bits / 8);
+    if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
+}
+
+V_OP void fused_store(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
+                      const float *x, const uint32_t *words)
+{
+    const struct columns c = columns_of(format);
+    struct room r = {{0}, {0}};
+    float stash[PLACES], inverse[1];
+    vi largest = 0;
+    if (!c.block) {
+        CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
+            store_any(format, r.code, r.extra, i, x[i], x[i + 1], words[i / 2], 1);
+        fused_put(format, w, s, element, &r);
+        return;
+    }
+    CUDA_UNROLL for (int i = 0; i < PLACES; i++)
+    {
+        stash[i] = stash_any(format, x[i], nonneg);
+        if (has_grid(format, nonneg)) stash[i] = onto_grid(c.root, stash[i], w->onto[s]);
+        largest = vi_max(largest, magnitude_of(x[i], stash[i], nonneg));
+    }
+    CUDA_UNROLL for (int mask = 1; mask * PLACES < c.block; mask *= 2) largest =
+        vi_max(largest, CUDA_SHUFFLE(largest, mask));
+    inverse[0] = encode_scale(format, nonneg, largest, r.extra);
+    if (lane_of_thread() % (c.block / PLACES) == 0)
+        hstep_scale_store(c.scale, w->extra[s], element / c.block, hstep_scale_load(c.scale, r.extra, 0));
+    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
+        encode_codes(format, nonneg, stash, inverse, r.code, i, words[i / 2]);
+    fused_put(format, w, s, element, &r);
+}
+
+V_OP void fused_words(struct fused_work *w, int s, uint64_t index, uint32_t *words)
+{
+    if (w->stochastic >> s & 1) {
+        const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
+        const int warp = warp_of_thread();
+        if (w->segment[warp][s] != segment) {
+            CUDA_WARP_BARRIER();
+            w->key[warp][s] = hstep_key_segment(&w->stream[s], segment);
+            w->segment[warp][s] = segment;
+            CUDA_WARP_BARRIER();
+        }
+        segment_words(w->generator, &w->key[warp][s], index / 2, words);
+        return;
+    }
+    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
+}
+
+/* ---- Slots whose format is told apart at run time ---- */
+
+V_OP void load_gradient(const struct fused_work *w, int64_t element, float *x)
+{
+    struct room r;
+    switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
+#define GRADIENT(fn) \
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, &r, x); break;
+        HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
+#undef GRADIENT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+/* Of the weight, and of states that are stored as it is. */
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct room *r, float *x)
+{
+    switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
+#define WEIGHT(fn) \
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, r, x); break;
+        HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
+#undef WEIGHT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+V_OP void fused_apply(const int format, const struct fused_work *w, int s, int64_t element, struct room *r,
+                      const float *x, const float *d, const uint32_t *words)
+{
+    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
+        apply_any(format, r->code, r->extra, i, x[i], x[i + 1], d[i], d[i + 1], words[i / 2]);
+    fused_put(format, w, s, element, r);
+}
+
+V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const float *x,
+                        const float *d)
+{
+    uint32_t words[PLACES / 2];
+    fused_words(w, s, index, words);
+    switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
+#define WEIGHT(fn) \
+    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, element, r, x, d, words); break;
+        HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
+#undef WEIGHT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+/* ---- A tile ---- */
+
+/* At compile time. states: one byte each, the role, and FUSED_CONDITIONAL where it may be left out. */
+struct fused_what {
+    int states, first, second, option;
+};
+
+enum { FUSED_CONDITIONAL = 16, FUSED_TILES_ONLY = 0x40 };
+
+V_OP int role_of(const struct fused_what f, const int j) { return f.states >> 8 * j & 15; }
+V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
+{
+    const int state = f.states >> 8 * j & 255;
+    return state & FUSED_CONDITIONAL ? w->format[HALFSTEP_SLOT_STATE + j] >= 0 : state != 0;
+}
+
+/* Of states of gradients, beside states in blocks. */
+V_OP int is_wide(const struct fused_what f, const struct fused_work *w, const int j)
+{
+    return role_of(f, j) == HALFSTEP_ROLE_GRADIENT && is_block(f.first) &&
+           w->format[HALFSTEP_SLOT_STATE + j] == HSTEP_FORMAT_f32;
+}
+V_OP int format_of(const struct fused_what f, const int j)
+{
+    const int role = role_of(f, j);
+    if (role == HALFSTEP_ROLE_NONNEG) return f.second;
+    return role == HALFSTEP_ROLE_GRADIENT && is_block(f.first) ? HSTEP_FORMAT_bf16_sr : f.first;
+}
+
+/* What a lane has of a state. */
+struct fused_state {
+    struct room room;
+    float before[PLACES], after[PLACES];
+};
+
+V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
+                     struct fused_state *state)
+{
+    const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
+    CUDA_UNROLL for (int i = 0; i < PLACES; i++) state->before[i] = 0.0f;
+    if (!is_stored(f, w, j)) return;
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, &state->room, state->before);
+    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, &state->room, state->before);
+    else fused_load(format, nonneg, w, s, element, &state->room, state->before);
+    if (has_grid(format, nonneg))
+        CUDA_UNROLL for (int i = 0; i < PLACES; i++) state->before[i] = v_mul(state->before[i], w->grid[s]);
+}
+
+V_OP void store_state(const struct fused_what f, const int j, struct fused_work *w, int64_t element, uint64_t index,
+                      struct fused_state *state)
+{
+    const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
+    uint32_t words[PLACES / 2];
+    if (!is_stored(f, w, j)) return;
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
+        change_weight(w, s, element, index, &state->room, state->before, state->after);
+        return;
+    }
+    fused_words(w, s, index, words);
+    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, state->after, words);
+    else fused_store(format, nonneg, w, s, element, state->after, words);
+}
+
+V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
+                     int64_t element, uint64_t index)
+{
+    const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
+    const vf scale = w->gradient_scale, l2 = w->l2;
+    struct room room;
+    struct fused_state s0, s1, s2, s3;
+    float gradient[PLACES], weight[PLACES], change[PLACES];
+    load_gradient(w, element, gradient);
+    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, &room, weight);
+    load_state(f, 0, w, element, &s0);
+    load_state(f, 1, w, element, &s1);
+    load_state(f, 2, w, element, &s2);
+    load_state(f, 3, w, element, &s3);
+    CUDA_UNROLL for (int i = 0; i < PLACES; i++)
+    {
+        vf s[HALFSTEP_MAX_STATES] = {s0.before[i], s1.before[i], s2.before[i], s3.before[i]};
+        vf g = v_mul(gradient[i], scale);
+        if (l2 != 0.0f) g = v_add(g, v_mul(l2, weight[i]));
+        change[i] = rule(w->k, weight[i], g, s, mode);
+        s0.after[i] = s[0];
+        s1.after[i] = s[1];
+        s2.after[i] = s[2];
+        s3.after[i] = s[3];
+    }
+    store_state(f, 0, w, element, index, &s0);
+    store_state(f, 1, w, element, index, &s1);
+    store_state(f, 2, w, element, index, &s2);
+    store_state(f, 3, w, element, index, &s3);
+    change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &room, weight, change);
+}
+
+/* The whole tiles of a run, which the warps take in turn. */
+V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
+                    int64_t run)
+{
+    const int64_t element = run * w->run_length + w->offset;
+    const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
+    /* Units are groups here. */
+    const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
+    for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
+        const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
+        fused_tile(f, rule, w, element + place, index + (uint64_t)place);
+    }
+}
+
+/* ---- Chunks ---- */
+
+/* By all threads of the block; what there is to do is known after the barrier that follows. */
+V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, int option,
+                      struct fused_work *w)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const struct hstep_update *u = &call->plan.updates[c->tensor];
+    const int i = CUDA_THREAD;
+    if (i == 0) {
+        w->active = t->fused == kernel && !u->skip && !(u->mode & RULE_OPTION) == !option && is_fused(call, c->tensor);
+        w->run = c->run;
+        w->runs = c->runs;
+        w->offset = c->offset;
+        w->length = c->length;
+        w->run_length = t->run_length;
+        w->index_stride = t->index_stride;
+        w->index0 = t->index0;
+        w->gradient_scale = u->gradient_scale;
+        w->l2 = u->l2;
+        w->stochastic = u->stochastic;
+        w->generator = hstep_generator_id(u->generator);
+    }
+    if (i < HSTEP_SLOTS) {
+        w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;
+        w->code[i] = code_of(call, c->tensor, i);
+        w->extra[i] = t->slot[i].extra;
+        w->grid[i] = t->slot[i].grid;
+        w->onto[i] = u->onto[i];
+        w->stream[i] = u->stream[i];
+    }
+    for (int j = i; j < WARPS * HSTEP_SLOTS; j += HSTEP_CUDA_THREADS)
+        w->segment[j / HSTEP_SLOTS][j % HSTEP_SLOTS] = ~(uint64_t)0;
+    for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
+}
+
+V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const int kernel,
+                       const struct hstep_call *call, struct fused_work *w, int64_t first, int64_t end)
+{
+    for (int64_t i = first; i < end; i += CUDA_BLOCKS) {
+        CUDA_BARRIER();
+        start_fused(call, &call->plan.chunks[i], kernel, f.option, w);
+        CUDA_BARRIER();
+        if (!w->active) continue;
+        for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
+    }
+}
+
+/* ---- Kernels ---- */
+
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+#define FUSED_ROLE_0 0
+#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
+#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
+#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
+#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
+#define ROW_STATE(...) FUSED_TILES_ONLY
+#define COLUMN_STATE(...) FUSED_TILES_ONLY
+#define STATE(name, role, beta, unless) \
+    (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, const char *: FUSED_CONDITIONAL, default: 0))
+#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
+    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
+
+/* What a rule without states, or with states as its weights alone, does is the same in all recipes: one has it. */
+V_OP int has_kernel(const int states, const int first)
+{
+    const int roles = (states | states >> 8 | states >> 16 | states >> 24) & 15;
+    if (states & 0x40404040) return 0;
+    return first == HSTEP_FORMAT_f32 || (roles & ~HALFSTEP_ROLE_WEIGHT) != 0;
+}
+
+/* Values of more than two states do not fit half of the registers. */
+#define BLOCKS_OF(states) \
+    (((states) & 0x000f0000 && !((states) & FUSED_CONDITIONAL << 16)) || (states) & 0x01010101 ? 1 : 2)
+#define FUSED_KERNEL(one, two, id, fn, bytes)                                                                        \
+    CUDA_KERNEL_SHARED(BLOCKS_OF(bytes))                                                                             \
+    void halfstep_cuda_fused_##id##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)               \
+    {                                                                                                                \
+        CUDA_SHARED struct fused_work work;                                                                          \
+        const struct span span = span_of(&call, what.first, what.n);                                                 \
+        struct fused_what f = {bytes, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0};                                    \
+        if (!has_kernel(bytes, HSTEP_FORMAT_##one)) return;                                                          \
+        fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK,     \
+                     span.end);                                                                                      \
+        f.option = 1;                                                                                                \
+        if ((bytes) & (0x01010101 * FUSED_CONDITIONAL))                                                              \
+            fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
+                         span.end);                                                                                  \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    HSTEP_CUDA_FUSED_RECIPES(FUSED_KERNEL, id, fn, states)
+#include "rules/rules.def"
+#undef RULE
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+
+#endif

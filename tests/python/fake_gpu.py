@@ -1,0 +1,210 @@
+"""A GPU for the package's tests where there is none: tests/fake_cuda in the place of the driver, and tensors of torch that lie in
+its memory. To torch these are CPU tensors, so only what the package asks by halfstep._devices is different: where a tensor lies,
+the current stream, copies. What the library does on the "GPU" happens when somebody waits for its stream; what torch does happens at
+once, so tests put writes to gradients into the stream by `later()`.
+
+On a machine with a GPU, tests take `Real` instead: the same questions, answered by torch.cuda.
+"""
+import contextlib
+import ctypes
+import gc
+import os
+
+import torch
+
+from halfstep import _devices
+
+HOST = torch.device("cpu")
+
+
+class Control(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("devices", "driver", "compute", "open")] + [
+        ("fail_allocation", ctypes.c_long), ("fault", ctypes.c_long), ("mutation", ctypes.c_int)] + [
+        (name, ctypes.c_long) for name in ("launches", "kernels", "synchronizations", "pageable", "copies", "allocations", "live",
+                                           "pinned")] + [("depth", ctypes.c_int), ("offence", ctypes.c_char_p)]
+
+
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def load():
+    """The fake driver in this process, under the name by which the library looks for one."""
+    folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "fake_cuda")
+    os.environ.update(FAKE_CUDA_OPEN="1", FAKE_CUDA_DEVICES="2", HALFSTEP_CUDA_IMAGE=os.path.join(folder, "image"))
+    driver = ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    driver.fake_cuda_control.restype = ctypes.POINTER(Control)
+    return driver
+
+
+class Fake:
+    real = False
+
+    def __init__(self):
+        self.driver = load()
+        self.control = self.driver.fake_cuda_control().contents
+        self.blocks = []  # (address, bytes, device)
+        self.streams = {0: None, 1: None}
+        self.recorded, self.works, self.captured = [], [], False
+
+    # ---- The driver ----
+
+    @contextlib.contextmanager
+    def context(self, device=0):
+        context = ctypes.c_void_p()
+        assert not self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        assert not self.driver.cuCtxPushCurrent_v2(context)
+        try:
+            yield
+        finally:
+            self.driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+
+    def synchronize(self):
+        """Until everything on the current streams is done. What is not waited for properly on other streams is still undone."""
+        with self.context():
+            for stream in self.streams.values():
+                assert not self.driver.cuStreamSynchronize(ctypes.c_void_p(stream))
+
+    def later(self, tensor, values):
+        """Writes values into a tensor in the turn of the current stream."""
+        values = values.detach().clone().contiguous()
+        size = values.numel() * values.element_size()
+        if not size:
+            return
+        work = WORK(lambda _: ctypes.memmove(tensor.data_ptr(), values.data_ptr(), size) and None)
+        self.works += [work, values, tensor]
+        device = self.of(tensor).index
+        with self.context(device):
+            self.driver.fake_cuda_submit(ctypes.c_void_p(self.streams[device]), work, None, ctypes.c_size_t(0))
+
+    def stream(self):
+        """Another stream."""
+        made = ctypes.c_void_p()
+        with self.context():
+            assert not self.driver.cuStreamCreate(ctypes.byref(made), 0)
+        return made.value
+
+    def wait_for(self, ours, other):
+        """Work on the stream `ours` from now on comes after what is on `other` now."""
+        event = ctypes.c_void_p()
+        with self.context():
+            self.driver.cuEventCreate(ctypes.byref(event), 0)
+            self.driver.cuEventRecord(event, ctypes.c_void_p(other))
+            self.driver.cuStreamWaitEvent(ctypes.c_void_p(ours), event, 0)
+
+    @contextlib.contextmanager
+    def on(self, stream, device=0):
+        """Makes a stream the current one."""
+        before, self.streams[device] = self.streams[device], stream
+        try:
+            yield
+        finally:
+            self.streams[device] = before
+
+    @contextlib.contextmanager
+    def capture(self, stream):
+        """Captures the stream, which is the current one inside; yields a list that gets the replay."""
+        graph, replays = ctypes.c_void_p(), []
+        with self.on(stream):
+            with self.context():
+                assert not self.driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), 0)
+            self.captured = True
+            try:
+                yield replays
+            finally:
+                self.captured = False
+                with self.context():
+                    ended = self.driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+        assert not ended
+
+        def replay():
+            with self.context():
+                assert not self.driver.cuGraphLaunch(graph, ctypes.c_void_p(stream))
+        replays.append(replay)
+
+    # ---- Tensors ----
+
+    def tensor(self, values, device=0):
+        """A copy of a tensor in the memory of the device."""
+        values = values.detach().contiguous()
+        size = max(values.numel() * values.element_size(), 1)
+        address = ctypes.c_uint64()
+        with self.context(device):
+            assert not self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t((size + 255) // 256 * 256))
+        self.blocks.append((address.value, size, device))
+        if not values.numel():
+            return values.clone()
+        made = torch.frombuffer((ctypes.c_char * size).from_address(address.value), dtype=values.dtype).view(values.shape)
+        made.copy_(values)
+        return made
+
+    def of(self, tensor):
+        at = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        for address, size, device in self.blocks:
+            if address <= at < address + size:
+                return torch.device("cuda", device)
+        return tensor.device
+
+    def place(self, tensor, device):
+        if self.of(tensor) == device:
+            return tensor
+        return self.tensor(tensor, device.index) if device.type == "cuda" else self.read(tensor)
+
+    def like(self, tensor, made):
+        return self.place(made, self.of(tensor))
+
+    def read(self, tensor):
+        """What a tensor holds once everything before is done, in the process's memory."""
+        if self.of(tensor).type == "cuda":
+            self.synchronize()
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+        return tensor.detach().contiguous()
+
+    def install(self, patch):
+        for name, function in (
+                ("of", self.of), ("stream", lambda device: self.streams[device.index]), ("capturing", lambda device: self.captured),
+                ("record", lambda tensors, device: self.recorded.extend((t.data_ptr(), device) for t in tensors)),
+                ("zeros", lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device)),
+                ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
+                ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
+                ("to_cpu", self.read), ("place", self.place)):
+            assert hasattr(_devices, name)
+            patch.setattr(_devices, name, function)
+
+    def close(self):
+        """Frees everything, and finds fault with what was done to the driver."""
+        gc.collect()
+        self.synchronize()
+        offence, self.control.offence = self.control.offence, None
+        for address, _, device in self.blocks:
+            with self.context(device):
+                self.driver.cuMemFree_v2(ctypes.c_uint64(address))
+        self.blocks, self.works, self.recorded, self.streams = [], [], [], {0: None, 1: None}
+        assert offence is None, offence
+
+    @property
+    def waits(self):
+        return self.control.synchronizations
+
+
+class Real:
+    """The first GPU of torch, as far as tests that run on both ask for it."""
+
+    real = True
+
+    def tensor(self, values, device=0):
+        return values.detach().to(torch.device("cuda", device))
+
+    def read(self, tensor):
+        return tensor.detach().cpu().contiguous()
+
+    def later(self, tensor, values):
+        tensor.copy_(values)
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+    def install(self, patch):
+        pass
+
+    def close(self):
+        torch.cuda.synchronize()

@@ -1,0 +1,284 @@
+"""DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers: what ranks do that hold whole parameters, other ones, or parts that nobody told them of."""
+import warnings
+
+import pytest
+import torch
+
+import halfstep
+from conftest import bits, network, set_gradients
+from ranks import Pool
+
+pytestmark = pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+                                reason="no gloo")
+RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+# ---- DistributedDataParallel ----
+
+
+class Odd(torch.nn.Module):
+    """A frozen parameter, one that no batch uses, and one that only even steps use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b, self.sometimes, self.unused = (torch.nn.Linear(40, 40) for _ in range(4))
+        self.frozen = torch.nn.Parameter(torch.ones(40), requires_grad=False)
+
+    def forward(self, x, step):
+        x = self.b(torch.tanh(self.a(x) * self.frozen))
+        return self.sometimes(x) if step % 2 else x
+
+
+def ddp(rank, size, named):
+    model = Odd().to(torch.bfloat16)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    torch.manual_seed(rank)  # ranks need not agree
+    params = model.named_parameters() if named else model.parameters()
+    opt = halfstep.AdamW(params, lr=0.02, clip_norm=0.5, **RECIPE)
+    after = []
+    for step in range(4):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        wrapped(x, step).float().pow(2).mean().backward()
+        opt.step()
+        opt.zero_grad()
+        after.append([bits(p) for p in model.parameters()])
+    if rank == 0:  # an optimizer that only one rank has
+        alone = halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], clip_norm=1.0)
+        alone.param_groups[0]["params"][0].grad = torch.ones(3)
+        alone.step()
+    return after
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_ddp_ranks_hold_the_same_bits(pool, named):
+    found = pool.run(3, ddp, named)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]
+
+
+# ---- ZeroRedundancyOptimizer ----
+
+
+def zero(rank, size, clip_norm, nan):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = network(torch.bfloat16)
+    halfstep.name_parameters(model)
+    opt = ZeroRedundancyOptimizer(model.parameters(), halfstep.AdamW, lr=0.02, clip_norm=clip_norm, norm_group=True, **RECIPE)
+    named = dict(model.named_parameters())
+    moved = []
+    for step in range(4):
+        set_gradients(named, step)
+        if nan and step == 2:
+            named["0.bias"].grad[0] = float("nan")
+        before = [bits(p) for p in named.values()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        moved.append(sum(a != bits(p) for a, p in zip(before, named.values())))
+    return [bits(p) for p in named.values()], moved, opt.optim.skipped_steps, opt.optim.grad_norm
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.25])
+def test_zero_redundancy_optimizer_with_a_norm_group(pool, clip_norm, nan):
+    """The norm of all ranks, and one verdict: the bits of one process."""
+    model = network(torch.bfloat16)
+    alone = halfstep.AdamW(model.named_parameters(), lr=0.02, clip_norm=clip_norm, seed=0, **RECIPE)
+    for step in range(4):
+        set_gradients(dict(model.named_parameters()), step)
+        if not (nan and step == 2):
+            alone.step()
+    for weights, moved, skipped, norm in pool.run(3, zero, clip_norm, nan):
+        assert weights == [bits(p) for p in model.parameters()]
+        assert norm == alone.grad_norm and skipped == int(nan)
+        assert moved == [6, 6, 0 if nan else 6, 6]
+
+
+# ---- FSDP1, and flat buffers by name ----
+
+
+def fsdp1(rank, size, group):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    opt = halfstep.AdamW(model.parameters(), lr=0.02, clip_norm=1.0, norm_group=group, **RECIPE)
+    p = opt.param_groups[0]["params"][0]
+    norms, squares = [], 0.0
+    for step in range(3):
+        x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step)).bfloat16()
+        model(x).float().pow(2).mean().backward()
+        squares = p.grad.double().pow(2).sum()
+        try:
+            opt.step()
+        except ValueError as error:
+            return str(error)
+        torch.distributed.all_reduce(squares)
+        norms.append((opt.grad_norm, float(squares.sqrt())))
+        opt.zero_grad()
+    return norms, opt.memory()["states"] / p.numel(), opt.fell_back(), int(opt.state[p]["id"]), p.numel()
+
+
+def test_fsdp1_keeps_its_formats(pool):
+    found = pool.run(2, fsdp1, True)
+    for norms, bytes_each, fallen, identity, numel in found:
+        assert all(abs(a - b) <= 1e-9 * b for a, b in norms)
+        assert 2.0 <= bytes_each < 2.2 and not fallen
+    assert found[0][3] != found[1][3]  # ranks round by bits of their own
+    assert all("norm_group=" in said for said in pool.run(2, fsdp1, None))
+
+
+def flat_buffers(rank, size, flat):
+    buffer = torch.nn.Parameter(torch.randn(8192, generator=torch.Generator().manual_seed(rank)).bfloat16())
+    norm = torch.nn.Parameter(torch.ones(512))
+    opt = halfstep.AdamW([("flat", buffer), ("norm", norm)], lr=0.02, flat=flat, norm_group=bool(flat) or None, **RECIPE)
+    for step in range(2):
+        set_gradients({"flat": buffer, "norm": norm}, step)
+        opt.step()
+    state = opt.state_dict()
+    again = torch.nn.Parameter(buffer.detach().clone())
+    other_norm = torch.nn.Parameter(norm.detach().clone())
+    other = halfstep.AdamW([("flat", again), ("norm", other_norm)], lr=0.5, flat=flat, norm_group=bool(flat) or None, **RECIPE)
+    other.load_state_dict(state)
+    for p, o in ((buffer, opt), (again, other)):
+        set_gradients({"flat": p, "norm": norm if p is buffer else other_norm}, 5)
+        o.step()
+    held = sum(v.numel() * v.element_size() for k, v in opt.state[buffer].items() if k.startswith("exp_avg"))
+    return held / 8192, opt.fell_back(), int(opt.state[buffer]["id"]), bits(buffer) == bits(again), opt.read_state(buffer, "exp_avg").shape
+
+
+@pytest.mark.parametrize("flat", [False, True, "shards"])
+def test_flat_buffers(pool, flat):
+    found = pool.run(2, flat_buffers, flat)
+    for held, fallen, _, same, shape in found:
+        assert same and tuple(shape) == (8192,)
+        assert (held < 2.2) == bool(flat) and ("flat" in fallen) == (not flat)
+    assert (found[0][2] != found[1][2]) == (flat == "shards")
+
+
+def replicated(rank, size):
+    """Two replicas of two shards each: their ids."""
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    buffer = torch.nn.Parameter(torch.ones(8192).bfloat16())
+    opt = halfstep.AdamW([("flat", buffer)], flat="shards", norm_group=groups[rank // 2], **RECIPE)
+    set_gradients({"flat": buffer}, 0)
+    opt.step()
+    return int(opt.state[buffer]["id"])
+
+
+def test_replicas_of_flat_shards_round_alike(pool):
+    found = pool.run(4, replicated)
+    assert found[0] == found[2] != found[1] == found[3]
+
+
+def test_flat_says_what_it_takes():
+    with pytest.raises(ValueError, match="flat='yes'"):
+        halfstep.AdamW([torch.nn.Parameter(torch.ones(3))], flat="yes")
+
+
+# ---- Gradient release where gradients belong to somebody else ----
+
+
+def release_under_ddp(rank, size):
+    model = network(torch.bfloat16)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True, **RECIPE)
+    before = [bits(p) for p in model.parameters()]
+    try:
+        wrapped(torch.ones(2, 48).bfloat16()).float().sum().backward()
+        said = "stepped"
+    except RuntimeError as error:
+        said = str(error)
+    return said, before == [bits(p) for p in model.parameters()], opt.skipped_steps
+
+
+def test_release_refuses_the_gradients_of_ddp(pool):
+    for said, unchanged, _ in pool.run(2, release_under_ddp):
+        assert "DistributedDataParallel" in said and unchanged
+
+
+def release_under_fsdp2(rank, size):
+    from torch.distributed.fsdp import fully_shard
+    made = []
+    for release in (True, False):
+        model = fully_shard(network(torch.bfloat16))
+        opt = halfstep.AdamW(model.named_parameters(), lr=0.02, gradient_release=release, **RECIPE)
+        for step in range(3):
+            x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+            model(x).float().pow(2).mean().backward()
+            assert all((p.grad is None) == release for p in model.parameters())
+            opt.step()
+            opt.zero_grad()
+        made.append([bits(p.full_tensor()) for p in model.parameters()])
+    return made[0] == made[1]
+
+
+def test_release_under_fsdp2_gives_the_bits_of_steps(pool):
+    assert all(pool.run(2, release_under_fsdp2))
+
+
+# ---- What ranks of a norm group compare ----
+
+
+def compared(rank, size, what):
+    p = torch.nn.Parameter(torch.ones(40) * rank)
+    options = {"seed": rank if what == "seed" else 0, "clip_norm": 1.0 + (rank if what == "clip_norm" else 0)}
+    opt = halfstep.AdamW([(f"p{rank}", p)], norm_group=True, **options)
+    said = []
+    for step in range(2):
+        p.grad = torch.ones(40)
+        try:
+            opt.step()
+            said.append("stepped")
+        except RuntimeError as error:
+            said.append(str(error))
+        if step == 0 and what == "later":
+            opt.add_param_group({"params": [(f"q{rank}", torch.nn.Parameter(torch.ones(2)))]})
+            opt.clip_norm = 1.0 + rank
+        elif step == 0 and what == "loaded":
+            state = opt.state_dict()
+            state["param_groups"][0]["seed"] = rank
+            opt.load_state_dict(state)
+    return said
+
+
+@pytest.mark.parametrize("what, when", [("seed", 0), ("clip_norm", 0), ("later", 1), ("loaded", 1), ("nothing", 2)])
+def test_ranks_of_a_norm_group_compare_what_they_have_in_common(pool, what, when):
+    """At the first step, and at the first after groups were added or states loaded."""
+    for said in pool.run(2, compared, what):
+        assert said[:when] == ["stepped"] * min(when, 2)
+        if when < 2:
+            key = {"later": "clip_norm", "loaded": "seed"}.get(what, what)
+            assert f"ranks that have one norm_group disagree about the {key}" in said[when]
+
+
+def refused_for_another(rank, size):
+    p = torch.nn.Parameter(torch.ones(40))
+    opt = halfstep.AdamW([(f"p{rank}", p)], norm_group=True)
+    said = []
+    for step in range(11):
+        p.grad = torch.full((40,), float("nan") if rank else 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step()
+        said.append([str(w.message) for w in caught])
+    return said, opt.skipped_steps, bool((p == 1).all())
+
+
+def test_a_rank_that_is_refused_for_another_warns_too(pool):
+    """At the first time and at the tenth."""
+    for rank, (said, skipped, unchanged) in enumerate(pool.run(2, refused_for_another)):
+        assert skipped == 11 and unchanged
+        assert [i for i, texts in enumerate(said) if texts] == [0, 9]
+        assert ("'p1' is not finite" if rank else "a gradient on another rank") in said[0][0]
+        assert "10 by now" in said[9][0]

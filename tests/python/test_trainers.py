@@ -1,0 +1,350 @@
+"""Trainers that people use, around small models and without a network: a run that was saved and gone on with ends with the bits of
+one that was not interrupted, weights and states both; what trainers say of skipped steps can be read; and gradient release under
+their accumulation is an exception.
+
+A trainer that is not installed fails these tests: they are not skipped.
+"""
+import copy
+import importlib
+import os
+import warnings
+
+import pytest
+import torch
+
+import halfstep
+from conftest import bits, states
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("WANDB_DISABLED", "true")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+#: each of them a recipe with codes, scales, error codes and random bits
+OPTIONS = {"weights": "bf16-ecc8", "states": "int8", "seed": 5}
+
+
+def test_all_trainers_are_there():
+    for name in ("transformers", "accelerate", "lightning", "trl", "peft"):
+        assert importlib.import_module(name).__version__
+
+
+def tiny(seed=0, dtype=torch.bfloat16):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 32)).to(dtype)
+
+
+def batch(step, dtype=torch.bfloat16):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def make(model, lr=1e-2, **options):
+    return halfstep.AdamW(model.named_parameters(), lr=lr, **{**OPTIONS, **options})
+
+
+def same(one, other):
+    """Models and optimizers, or lists of them, bit for bit."""
+    (model, opt), (model2, opt2) = one, other
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names and names == [name for name, p in model2.named_parameters() if p.requires_grad]
+    for name in names:
+        assert bits(model.get_parameter(name)) == bits(model2.get_parameter(name)), name
+    assert states(opt) and states(opt) == states(opt2)
+
+
+# ---- transformers, TRL and PEFT ------------------------------------------------------------------------------------------
+
+
+def language_model(seed=0):
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+                                      num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager")
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        ids = torch.randint(64, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def arguments(folder, cls="TrainingArguments", **options):
+    transformers = importlib.import_module("transformers")
+    given = dict(output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, save_steps=3,
+                 save_strategy="steps", report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=1, warmup_steps=2)
+    given.update(options)
+    return getattr(transformers, cls)(**given) if isinstance(cls, str) else cls(**given)
+
+
+def hf_trainer(folder, how, **options):
+    transformers = importlib.import_module("transformers")
+    model, given = language_model(), {}
+    if how == "optimizers":
+        given["optimizers"] = (make(model), None)
+    else:
+        given["optimizer_cls_and_kwargs"] = (halfstep.AdamW, {"lr": 1e-2, **OPTIONS})
+    return transformers.Trainer(model=model, args=arguments(folder, **options), train_dataset=Words(), **given)
+
+
+def plain_optimizer(trainer):
+    """Beneath what Accelerate wraps it in."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+@pytest.mark.parametrize("how", ["optimizers", "optimizer_cls_and_kwargs"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_transformers(tmp_path, how, accumulation):
+    whole = hf_trainer(tmp_path / "run", how, gradient_accumulation_steps=accumulation)
+    whole.train()
+    assert os.path.isdir(tmp_path / "run" / "checkpoint-3")
+    again = hf_trainer(tmp_path / "again", how, gradient_accumulation_steps=accumulation)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    one, two = plain_optimizer(whole), plain_optimizer(again)
+    assert isinstance(one, halfstep.AdamW)
+    assert one.param_groups[0]["group_steps"] == 6
+    same((whole.model, one), (again.model, two))
+
+
+def test_transformers_refuses_release_under_accumulation(tmp_path):
+    transformers = importlib.import_module("transformers")
+    model = language_model()
+    opt = make(model, gradient_release=True)
+    trainer = transformers.Trainer(model=model, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Words(),
+                                   optimizers=(opt, None))
+    with pytest.raises(RuntimeError, match="gradient_accumulation_steps"):
+        trainer.train()
+
+
+def test_transformers_tells_skipped_steps(tmp_path):
+    """Through the wrapper too: in every group, which it passes on."""
+    transformers = importlib.import_module("transformers")
+    model = language_model()
+
+    class Spoil(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kw):
+            if state.global_step in (1, 3):
+                next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = float("nan")
+
+    trainer = transformers.Trainer(model=model, args=arguments(tmp_path, max_grad_norm=0.0, save_strategy="no"),
+                                   train_dataset=Words(), optimizers=(make(model, clip_norm=1.0), None), callbacks=[Spoil()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert any("is not finite" in str(w.message) for w in said)
+    assert type(trainer.optimizer).__name__ == "AcceleratedOptimizer"
+    assert trainer.optimizer.param_groups[0]["skipped_steps"] == 2
+    assert trainer.optimizer.optimizer.skipped_steps == 2
+
+
+def peft_model():
+    peft = importlib.import_module("peft")
+    model = language_model()
+    torch.manual_seed(1)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    return found
+
+
+def test_peft(tmp_path):
+    """Adapters alone are trained; the frozen rest has no states. The trainer makes the optimizer: its resuming replaces the adapters'
+    parameters, and any optimizer that was made before steps those that were there, torch's too."""
+    transformers = importlib.import_module("transformers")
+    runs = []
+    for folder, resume in (("run", None), ("again", str(tmp_path / "run" / "checkpoint-3"))):
+        model = peft_model()
+        trainer = transformers.Trainer(model=model, args=arguments(tmp_path / folder), train_dataset=Words(),
+                                       optimizer_cls_and_kwargs=(halfstep.AdamW, {"lr": 1e-2, **OPTIONS}))
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((model, plain_optimizer(trainer)))
+    assert 0 < len(runs[0][1].state) < len(list(runs[0][0].parameters()))
+    same(*runs)
+
+
+def tokenizer(folder):
+    """Of a few words, from a file that is made here."""
+    tokenizers, transformers = importlib.import_module("tokenizers"), importlib.import_module("transformers")
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *[f"w{i}" for i in range(61)]])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def test_trl(tmp_path):
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    generator = torch.Generator().manual_seed(3)
+    texts = [" ".join(f"w{int(i)}" for i in torch.randint(61, (12,), generator=generator)) for _ in range(48)]
+    runs = []
+    for folder, resume in (("run", None), ("again", str(tmp_path / "run" / "checkpoint-3"))):
+        model = language_model()
+        opt = make(model)
+        config = arguments(tmp_path / folder, trl.SFTConfig, max_length=16, bf16=False, gradient_checkpointing=False)
+        trainer = trl.SFTTrainer(model=model, args=config, train_dataset=datasets.Dataset.from_dict({"text": texts}),
+                                 processing_class=tokenizer(tmp_path), optimizers=(opt, None))
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((trainer.model, plain_optimizer(trainer)))
+    same(*runs)
+
+
+# ---- Accelerate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_accelerate(tmp_path, accumulation):
+    accelerate = importlib.import_module("accelerate")
+    runs = []
+    for first, last in ((0, 8), (4, 8)):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = tiny()
+        opt = make(model)
+        scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, 8)
+        model, wrapped, scheduler = accelerator.prepare(model, opt, scheduler)
+        if first:
+            accelerator.load_state(str(tmp_path / "state"))
+        for step in range(first, last):
+            if step == 4 and not first:
+                accelerator.save_state(str(tmp_path / "state"))
+            with accelerator.accumulate(model):
+                loss = (model(batch(step)) - 1).float().pow(2).mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                wrapped.step()
+                scheduler.step()
+                wrapped.zero_grad()
+        runs.append((accelerator.unwrap_model(model), opt))
+    assert opt.param_groups[0]["group_steps"] == 8 // accumulation
+    same(*runs)
+
+
+# ---- Lightning -----------------------------------------------------------------------------------------------------------
+
+
+def lightning_module(automatic, **options):
+    lightning = importlib.import_module("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = automatic
+            self.model = tiny()
+
+        def training_step(self, data, batch_idx):
+            # Lightning begins an interrupted epoch's data anew, so that these follow the steps instead.
+            loss = (self.model(batch(self.trainer.global_step) * (1 + batch_idx % 2)) - 1).float().pow(2).mean()
+            if not automatic:
+                opt = self.optimizers()
+                opt.zero_grad()
+                self.manual_backward(loss)
+                opt.step()
+            return loss
+
+        def configure_optimizers(self):
+            return halfstep.AdamW(self.named_parameters(), lr=1e-2, **{**OPTIONS, **options})
+
+    return Module()
+
+
+def lightning_trainer(folder, **options):
+    lightning = importlib.import_module("lightning")
+    options.setdefault("enable_checkpointing", False)
+    return lightning.Trainer(max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+                             enable_model_summary=False, default_root_dir=str(folder), **options)
+
+
+def loader():
+    return torch.utils.data.DataLoader([batch(i)[0] for i in range(48)], batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_lightning(tmp_path, automatic):
+    lightning = importlib.import_module("lightning")
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} if automatic else {}
+    whole, again = lightning_module(automatic), lightning_module(automatic)
+    save = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    first = lightning_trainer(tmp_path, callbacks=[save], enable_checkpointing=True, **options)
+    first.fit(whole, loader())
+    second = lightning_trainer(tmp_path, **options)
+    second.fit(again, loader(), ckpt_path=str(tmp_path / "saved" / "step=3.ckpt"))
+    assert first.optimizers[0].param_groups[0]["group_steps"] == 6
+    same((whole, first.optimizers[0]), (again, second.optimizers[0]))
+
+
+def test_lightning_refuses_release_under_accumulation(tmp_path):
+    with pytest.raises(RuntimeError, match="accumulate_grad_batches"):
+        lightning_trainer(tmp_path, accumulate_grad_batches=2).fit(lightning_module(True, gradient_release=True), loader())
+
+
+# ---- Steps inside the backward pass --------------------------------------------------------------------------------------
+
+
+def one_for_each(model):
+    """torch's recipe: an optimizer for each parameter, stepped by a hook of its own. torchtune's OptimizerInBackwardWrapper is the same
+    with the states under the parameters' names."""
+    made = {p: halfstep.AdamW([(name, p)], lr=1e-2, **OPTIONS) for name, p in model.named_parameters()}
+
+    def hook(p):
+        made[p].step()
+        made[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    return {name: made[p] for name, p in model.named_parameters()}
+
+
+def test_optimizer_in_backward(tmp_path):
+    """A resumed run, and one optimizer that releases gradients itself, have the same bits: those follow names."""
+    def run(model, first, last):
+        for step in range(first, last):
+            (model(batch(step)) - 1).float().pow(2).mean().backward()
+
+    model = tiny()
+    optimizers = one_for_each(model)
+    run(model, 0, 3)
+    torch.save({"model": model.state_dict(), "optim": {name: opt.state_dict() for name, opt in optimizers.items()}}, tmp_path / "half.pt")
+    run(model, 3, 6)
+    resumed = tiny(seed=9)
+    others = one_for_each(resumed)
+    held = torch.load(tmp_path / "half.pt", weights_only=True)
+    resumed.load_state_dict(held["model"])
+    for name, opt in others.items():
+        opt.load_state_dict(held["optim"][name])
+    run(resumed, 3, 6)
+    for name in optimizers:
+        assert states(optimizers[name]) == states(others[name])
+    released = tiny()
+    opt = make(released, gradient_release=True)
+    for step in range(6):
+        (released(batch(step)) - 1).float().pow(2).mean().backward()
+        opt.step()
+    for (name, p), q, r in zip(model.named_parameters(), resumed.parameters(), released.parameters()):
+        assert bits(p) == bits(q), name
+        assert bits(p) == bits(r), name
+
+
+def test_apply_optimizer_in_backward():
+    """torch.distributed.optim's own helper, which makes the optimizers itself: as one ordinary step over all."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    model, other = tiny(), tiny()
+    halfstep.name_parameters(model)
+    _apply_optimizer_in_backward(halfstep.AdamW, model.parameters(), {"lr": 1e-2, **OPTIONS})
+    opt = make(other)
+    for step in range(4):
+        (model(batch(step)) - 1).float().pow(2).mean().backward()
+        opt.zero_grad()
+        (other(batch(step)) - 1).float().pow(2).mean().backward()
+        opt.step()
+    assert all(bits(p) == bits(q) for p, q in zip(model.parameters(), other.parameters()))
+
+
+def test_schedule_free_evaluates_at_its_average():
+    model = tiny(dtype=torch.float32)
+    opt = halfstep.ScheduleFree(model.named_parameters(), lr=1e-2)
+    for step in range(5):
+        opt.zero_grad()
+        (model(batch(step, torch.float32)) - 1).pow(2).mean().backward()
+        opt.step()
+    weight = next(model.parameters())
+    assert not torch.equal(opt.read_average(weight), copy.deepcopy(weight.detach()))
