@@ -1,7 +1,14 @@
-"""Several processes of torch.distributed for tests: a pool that is forked once for a file, so that none of them imports torch again."""
+"""Several processes of torch.distributed for tests.
+
+A server is forked once for a file, so that torch is imported once, and forks fresh ranks for every run. They leave by being killed,
+when all of them have answered: no process ever takes a group down and makes another, which crashes a thread of gloo now and then."""
+import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 
@@ -9,62 +16,77 @@ import torch
 import torch.distributed as dist
 
 #: more than any test needs; what hangs is told
-_TIMEOUT = 60
+_TIMEOUT = 120
 
 
-def _work(rank, pipe):
+def _rank(rank, size, store, function, arguments, pipe):
     torch.set_num_threads(1)
-    while True:
-        task = pipe.recv()
-        if task is None:
-            return
-        function, arguments, size, store = task
+    try:
         dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=size, timeout=timedelta(seconds=_TIMEOUT // 2))
-        try:
-            pipe.send((True, function(rank, size, *arguments)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
-        finally:
-            dist.destroy_process_group()
+        answer = True, function(rank, size, *arguments)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    pipe.send(answer)
+    time.sleep(_TIMEOUT)
+
+
+def _serve(control, pipes):
+    """Forks the ranks of each run, says in the place of one that dies how it did, and kills them when told to."""
+    for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.optim",
+                   "torch.distributed.tensor.parallel"):  # what every rank would import again
+        importlib.import_module(module)
+    while True:
+        size, *task = control.recv()
+        ranks = {}
+        for rank, pipe in enumerate(pipes[:size]):
+            pid = os.fork()
+            if not pid:
+                try:
+                    _rank(rank, size, *task, pipe)
+                finally:
+                    os._exit(1)
+            ranks[pid] = pipe
+        while not control.poll(0.02):
+            for pid in list(ranks):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    ranks.pop(pid).send((False, f"ended with status {os.waitstatus_to_exitcode(status)}"))
+        control.recv()
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 class Pool:
     """Up to `size` ranks."""
 
     def __init__(self, size=4):
-        self.size, self.processes, self.pipes = size, [], []
-
-    def _start(self):
         context = multiprocessing.get_context("fork")
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
+        ours, theirs = zip(*(context.Pipe() for _ in range(size + 1)))
+        self.process = context.Process(target=_serve, args=(theirs[0], theirs[1:]), daemon=True)
+        self.process.start()
+        for pipe in theirs:
+            pipe.close()
+        self.control, self.pipes = ours[0], ours[1:]
 
     def run(self, size, function, *arguments):
         """function(rank, size, *arguments) in `size` processes: what each returns. Raises what the first of them raised."""
-        if not self.processes:
-            self._start()
+        answers = {}
         with tempfile.TemporaryDirectory() as folder:
-            for pipe in self.pipes[:size]:
-                pipe.send((function, arguments, size, os.path.join(folder, "store")))
-            answers = []
-            for rank, pipe in enumerate(self.pipes[:size]):
-                if not pipe.poll(_TIMEOUT):
-                    self.close()
-                    raise AssertionError(f"rank {rank} of {size} hangs; the others: {answers}")
-                answers.append(pipe.recv())
-        for rank, (good, answer) in enumerate(answers):
-            if not good:
-                others = [text.strip().splitlines()[-1] for ok, text in answers if not ok]
-                raise AssertionError(f"rank {rank} of {size}:\n{answer}\nall: {others}")
-        return [answer for _, answer in answers]
+            self.control.send((size, os.path.join(folder, "store"), function, arguments))
+            waiting, until = list(self.pipes[:size]), time.monotonic() + _TIMEOUT
+            while waiting and time.monotonic() < until:
+                for pipe in multiprocessing.connection.wait(waiting, until - time.monotonic()):
+                    answers[self.pipes.index(pipe)] = pipe.recv()
+                    waiting.remove(pipe)
+            self.control.send("done")
+        bad = {rank: text for rank, (good, text) in sorted(answers.items()) if not good}
+        if bad or waiting:
+            last = {rank: text.strip().splitlines()[-1] for rank, text in bad.items()}
+            hang = [rank for rank in range(size) if rank not in answers]
+            raise AssertionError("\n".join([f"of {size} ranks {hang} hang, and others failed: {last}", *list(bad.values())[:1]]))
+        return [answers[rank][1] for rank in range(size)]
 
     def close(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes, self.pipes = [], []
+        self.process.kill()
+        self.process.join()
