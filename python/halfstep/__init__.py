@@ -10,6 +10,7 @@ from . import _abi
 from .accumulate import GradientAccumulator
 from .ema import EMA
 from .full_precision import full_precision_state_dict
+from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
 from .plan import plan
 from .rules import classes as _classes, optimizer
@@ -21,4 +22,4 @@ globals().update(_classes)
 #: torch spells it so
 RMSprop = _classes["RMSProp"]
 
-__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]
+__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]

@@ -956,6 +956,7 @@ __all__ = [
     "plan",
     "EMA",
     "GradientAccumulator",
+    "CPUOffload",
     "full_precision_state_dict",
     "HalfstepError",
     "RMSprop",

@@ -52,7 +52,7 @@ def _shapes(text):
 
 def show_plan(given):
     recipes = given.recipes.split(",") if given.recipes else None
-    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory))
+    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory, offload=given.offload))
     return 0
 
 
@@ -109,6 +109,7 @@ def main(arguments=None):
     one.add_argument("--memory", help="memory to fit into: 24G is 24 * 2^30 bytes")
     one.add_argument("--recipes", help="only these, with commas between")
     one.add_argument("--release", action="store_true", help="gradients are released one by one")
+    one.add_argument("--offload", action="store_true", help="states are in the process's memory, weights and gradients on a GPU")
     one.set_defaults(call=show_plan)
     one = commands.add_parser("verify", help="whether every instruction set of this machine has the bits that all machines have")
     one.set_defaults(call=verify)

@@ -134,7 +134,7 @@ def convert(optimizer, m, state, old):
     target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
     try:
         # The same tensor, so the same streams, on the grid that a new handle has.
-        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(now) for s in m.streams}
+        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(now, now.device) for s in m.streams}
         target.bind(made)
         for i, name in enumerate(names):
             if name in values and any(s.name == name for s in m.streams):

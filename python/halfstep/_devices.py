@@ -4,9 +4,12 @@ and copies are made, and what must not be given back before the GPU has read it.
 Everything that the package asks of a device goes through the functions here, by their module, so that tests can put another
 device in their place (tests/python/fake_gpu.py).
 """
+import warnings
+
 import torch
 
-_CPU = torch.device("cpu")
+#: whether it was said that memory could not be pinned
+_told = False
 
 
 def of(tensor):
@@ -73,4 +76,58 @@ def to_cpu(tensor):
 
 def place(tensor, device):
     """The same on a device: the tensor itself if it is there."""
-    return tensor if is_late(device) == is_late(of(tensor)) and of(tensor) == device else tensor.to(device)
+    return tensor if of(tensor) == device else tensor.to(device)
+
+
+def pinned(shape, dtype):
+    """Memory of the process that a GPU reads and writes by itself; ordinary memory, which it takes longer for, where the system
+    gives no more of that, with one warning."""
+    global _told
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        if not _told:
+            _told = True
+            warnings.warn(f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary memory is used, and copies "
+                          "to and from it hold up the GPU. This is said once", RuntimeWarning, stacklevel=3)
+        return torch.empty(shape, dtype=dtype)
+
+
+def check_copies(p, name):
+    """Raises ValueError where a parameter lies whose copies cannot be put on streams."""
+    device = of(p)
+    if is_late(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
+        raise ValueError(f"halfstep: parameter {name!r} is on {device}, from which nothing can be offloaded: torch has no streams there")
+
+
+class Side:
+    """A stream of a device beside the current one, for copies."""
+
+    def __init__(self, device):
+        self.device, self.torch = device, getattr(torch, device.type)
+        self.stream = self.torch.Stream(device)
+
+    def follow(self):
+        """What comes from now on waits for what is on the current stream now."""
+        self.stream.wait_stream(self.torch.current_stream(self.device))
+
+    def lead(self):
+        """What comes on the current stream from now on waits for what is here now."""
+        self.torch.current_stream(self.device).wait_stream(self.stream)
+
+    def copy(self, to, tensor):
+        """Copies a tensor into another, one of them in memory that is pinned. What lies on the device stays until that is done."""
+        with self.torch.stream(self.stream):
+            to.copy_(tensor, non_blocking=True)
+        for one in (to, tensor):
+            if is_late(one.device):
+                one.record_stream(self.stream)
+
+    def event(self):
+        """What stands for everything here until now, for wait()."""
+        return self.stream.record_event()
+
+
+def wait(event):
+    """Until a Side has done what came before an event()."""
+    event.synchronize()

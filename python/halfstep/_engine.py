@@ -192,11 +192,12 @@ class Stream:
         return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
                 and _devices.of(tensor) == device and tensor.layout == torch.strided and tensor.is_contiguous())
 
-    def initial(self, p):
-        """What it begins with beside the weight p, where that lies."""
+    def initial(self, p, device):
+        """What it begins with beside the weight p."""
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
-            return _devices.clone(local(p))
-        return _devices.zeros(self.shape, self.dtype, _devices.of(local(p)))
+            here = local(p)
+            return _devices.clone(here) if _devices.of(here) == device else _devices.place(_devices.contiguous(here), device)
+        return _devices.zeros(self.shape, self.dtype, device)
 
 
 def streams_of(handle, index, rule, shape, rows=None):
@@ -286,23 +287,28 @@ def write_rows(handle, index, slot, data, values, rows=None):
 
 
 class Member:
-    """One parameter, tensor `index` of the handle of its device. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
+    """One parameter, tensor `index` of the handle of its device, which is where it is stepped; `lies`: where its weight is. `numbers` are the small tensors of its state, `written` what they hold, which is behind the
     library's own counts until somebody asks, and `versions` theirs and the step's as this package left them."""
 
     __slots__ = ("p", "group", "position", "name", "id", "handle", "index", "gradient", "recipe", "streams", "bound", "step",
-                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "full")
+                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "lies", "full")
 
-    def __init__(self, p, group, position, name, part=None):
+    def __init__(self, p, group, position, name, device, part=None):
         self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
         here = local(p)
         self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), here.is_contiguous()
-        self.address, self.device = here.data_ptr(), _devices.of(here)
+        self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
         self.bound, self.full = (), None
 
     @property
     def gathered(self):
         """Whether the library has all of it, and this process keeps a part."""
         return self.part is not None and self.part.gathered
+
+    @property
+    def offloaded(self):
+        """Whether it is stepped elsewhere than its weight lies."""
+        return self.lies != self.device
 
     @property
     def whole(self):
@@ -368,7 +374,7 @@ def declare(handle, optimizer, wanted):
     for p, g, position, gradient in wanted:
         group = optimizer.param_groups[g]
         name = optimizer._name_of(g, position)
-        m = Member(p, g, position, name, _sharding.part_of(p, name, optimizer.flat, optimizer.rule))
+        m = Member(p, g, position, name, optimizer._home(p), _sharding.part_of(p, name, optimizer.flat, optimizer.rule))
         m.gradient, m.recipe = gradient, optimizer._full_recipe(g, position)
         key = (g, m.recipe)
         if key not in c_groups:
@@ -449,7 +455,7 @@ class Engine:
         self.threads = optimizer._threads_now()
         groups = optimizer.param_groups
         self.formats = formats_of(groups)
-        devices = list(dict.fromkeys(_devices.of(local(p)) for p, _, _, _ in wanted)) or [torch.device("cpu")]
+        devices = list(dict.fromkeys(optimizer._home(p) for p, _, _, _ in wanted)) or [torch.device("cpu")]
         self.parts = []
         try:
             self.choices = {}
@@ -458,7 +464,7 @@ class Engine:
             for device in devices:
                 part = Part(create_handle(self.threads, optimizer.seed, device), device)
                 self.parts.append(part)
-                here = wanted if len(devices) == 1 else [w for w in wanted if _devices.of(local(w[0])) == device]
+                here = wanted if len(devices) == 1 else [w for w in wanted if optimizer._home(w[0]) == device]
                 members, c_groups, _ = declare(part.handle, optimizer, here)
                 part.first, part.n = len(self.members), len(members)
                 self.members += members
@@ -500,7 +506,7 @@ class Engine:
         self.params = [m.p for m in self.members]
         #: those with a residual or error code, as keys
         self.guarded = {m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)}
-        plain = n and all(m.dense and m.address and not _sharding.is_dtensor(m.p) for m in self.members)
+        plain = n and all(m.dense and m.address and not m.offloaded and not _sharding.is_dtensor(m.p) for m in self.members)
         self.plain = Plain(self, optimizer.state) if plain else None
         self.ranks = _sharding.Ranks(optimizer, self)
 
@@ -546,7 +552,7 @@ class Engine:
                     if moved is not state[s.key]:
                         made[s.key] = moved
             else:
-                made[s.key] = s.initial(m.p)
+                made[s.key] = s.initial(m.p, m.device)
         return made, obsolete, weight
 
     def _bind(self, m, state):
@@ -833,8 +839,9 @@ class Engine:
         """The weight lies elsewhere than before. False where that is on another device, which takes another handle."""
         check_parameter(m.p, m.name)
         p = local(m.p)
-        _devices.check(p, m.name)
-        if _devices.of(p) != m.device:
+        if not m.offloaded:
+            _devices.check(p, m.name)
+        if _devices.of(p) != m.lies:
             return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states were made and "

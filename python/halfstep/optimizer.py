@@ -404,11 +404,42 @@ class Optimizer(torch.optim.Optimizer):
                 taken.add(found[p])
         return found
 
+    # ---- What an optimizer that steps weights elsewhere than they lie has of its own (offload.py) ----
+
+    def _home(self, p):
+        """The device that a parameter is stepped on."""
+        return _devices.of(local(p))
+
+    def _check_device(self, p, name):
+        """Raises ValueError where a parameter cannot be stepped for where it lies."""
+        _devices.check(local(p), name)
+
+    def _gradient_of(self, p):
+        """The gradient that a parameter is to be stepped with, or None."""
+        return p.grad
+
+    def _take(self, p):
+        """In gradient release, the gradient of a parameter is complete."""
+        self.step_param(p)
+        p.grad = None
+
+    def _settle(self):
+        """Waits for steps that other threads of this process carry out."""
+
+    def _bring(self, m, p, grad):
+        """Weight and gradient of a member where it is stepped; what still has to come is there after _arrive()."""
+        raise NotImplementedError
+
+    def _arrive(self, members):
+        """Until what _bring() began is there."""
+
+    def _return(self, members):
+        """Takes the weights of members back to where they lie."""
+
     # ---- The handle ----
 
     def _drop_engine(self):
-        if self._engine is not None and self._engine.late:
-            self._hear()
+        self._hear()
         engine, self._engine = self._engine, None
         if engine is not None:
             try:
@@ -429,13 +460,15 @@ class Optimizer(torch.optim.Optimizer):
                 if id(p) in seen or p.numel() == 0:
                     continue
                 seen.add(id(p))
-                grad = also.get(p, p.grad)
+                grad = also.get(p)
+                if grad is None:
+                    grad = self._gradient_of(p)
                 if grad is None and p not in self.state and p not in also and not (self.gradient_release and p.requires_grad):
                     continue
                 name = self._name_of(g, i)
                 check_parameter(p, name)
-                _devices.check(local(p), name)
-                wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else check_gradient(p, grad, name)))
+                self._check_device(p, name)
+                wanted.append((p, g, i, PLAIN[p.dtype] if grad is None else self._check_gradient(p, grad, name)))
         engine = Engine(self, wanted)
         engine.refresh(self)
         self._watch.keep(engine.guarded)
@@ -448,6 +481,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _current(self):
         """The handle, with hyper-parameters as they are now."""
+        self._settle()
         engine = self._engine
         if engine is not None:
             flat = [p for group in self.param_groups for p in group["params"]]
@@ -472,20 +506,24 @@ class Optimizer(torch.optim.Optimizer):
         """Addresses of one weight and its gradient, for tensors that do not simply lie there in order."""
         sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
-            if check_gradient(p, _sharding.gradient_of(p, grad, m.name), m.name) != m.gradient:
+            grad = _sharding.gradient_of(p, grad, m.name)
+            if check_gradient(p, grad, m.name) != m.gradient:
                 return None
             engine.gather(m, self.state[p])
-            whole = _sharding.gradient_of(p, grad, m.name).full_tensor().contiguous(), p.detach().full_tensor().contiguous()
-            keep.append(whole)
-            back.append((m, whole[1]))
-            return whole[1].data_ptr(), whole[0].data_ptr()
+            grad, weight = grad.full_tensor().contiguous(), p.detach().full_tensor().contiguous()
+            keep.append(grad)
+            back.append((m, weight))
+            return weight.data_ptr(), grad.data_ptr()
+        if m.offloaded:
+            if not self._is_where_it_was(engine, m, local(p)) or self._check_gradient(p, grad, m.name) != m.gradient:
+                return None
+            weight, grad = self._bring(m, p, grad)
+            back.append((m, weight))
+            return _sharding.address(weight), _sharding.address(grad)
         if sharded:
             grad, p = local(_sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
-        if p.data_ptr() != m.address or p.shape != m.shape or p.dtype != m.dtype or p.stride() != m.strides:
-            if not engine.recheck_weight(m):
-                return None
-        if check_gradient(p, grad, m.name) != m.gradient:
+        if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
             return None
         if not grad.is_contiguous():
             grad = _devices.contiguous(grad)
@@ -495,6 +533,17 @@ class Optimizer(torch.optim.Optimizer):
             weight = _devices.contiguous(p)
             back.append((p, weight))
         return weight.data_ptr(), _sharding.address(grad) if sharded else grad.data_ptr()
+
+    @staticmethod
+    def _is_where_it_was(engine, m, p):
+        """Whether a weight lies where the handle thinks it does, or could be told to."""
+        if p.data_ptr() == m.address and p.shape == m.shape and p.dtype == m.dtype and p.stride() == m.strides:
+            return True
+        return engine.recheck_weight(m)
+
+    def _check_gradient(self, p, grad, name):
+        """check_gradient() of what _gradient_of() gave."""
+        return check_gradient(p, grad, name)
 
     def _gather_given(self, engine, given, keep, back):
         """_gather() for a compiled step, which brings its own tensors: weights and gradients by parameter."""
@@ -524,7 +573,7 @@ class Optimizer(torch.optim.Optimizer):
             return True
         engine.weights_are_plain = False
         for p, i in zip(self._flat, self._indices):
-            grad = p.grad
+            grad = self._gradient_of(p)
             if grad is None or (i < 0 and p.numel() == 0):
                 if i >= 0:
                     engine.gradients[i] = None
@@ -668,7 +717,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, given=None):
         """The step itself; `given` are the weights and gradients by parameter that a compiled step has."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scaler_is_late = any(t is not None and _devices.is_late(_devices.of(t)) for t in (scale, found_inf))
+        scaler_is_late = any(isinstance(t, _Tensor) and _devices.is_late(_devices.of(t)) for t in (scale, found_inf))
         if found_inf is not None and not scaler_is_late and float(found_inf):
             # A GradScaler has seen it, and will lower its scale.
             self._count_skipped()
@@ -701,14 +750,16 @@ class Optimizer(torch.optim.Optimizer):
         if engine.ranks.needed and not self._agreed:
             _sharding.agree(self)
             self._agreed = True
+        moved = [m for m, _ in back if isinstance(m, Member)]
+        self._arrive([m for m in moved if m.offloaded])
         code, handle = engine.step(self.optimizer_accumulation)
         if engine.late:
-            engine.keep_until_read([local(p.grad) for p in stepped])
+            engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
             if self._empty and code == _abi.OK:  # whose steps are counted here
                 code, handle = engine.hear()
                 engine.tell(self.param_groups)
         if self.optimizer_accumulation:
-            self._finish(engine, code, [(m, None) for m, _ in back if isinstance(m, Member)], (), handle)
+            self._finish(engine, code, [(m, None) for m in moved if m.gathered], (), handle)
             return
         self._finish(engine, code, back, stepped, handle)
         if self._empty and (code == _abi.OK or self.scan == "per-tensor"):
@@ -722,6 +773,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hear(self):
         """Waits for what was submitted to a GPU, if anything was, and says what came of it. Nothing can be asked in a capture."""
+        self._settle()
         engine = self._engine
         if engine is None or not engine.late or any(part.late and _devices.capturing(part.device) for part in engine.parts):
             return
@@ -774,12 +826,16 @@ class Optimizer(torch.optim.Optimizer):
                 return
         elif code:
             check(code, handle or engine.handle)
+        offloaded = []
         for p, weight in back:
-            if isinstance(p, Member):
-                engine.scatter(p, self.state[p.p], weight)
-            else:
+            if not isinstance(p, Member):
                 local(p).detach().copy_(weight)
+            elif p.offloaded:
+                offloaded.append(p)
+            else:
+                engine.scatter(p, self.state[p.p], weight)
         increment_versions(stepped)
+        self._return(offloaded)
         if engine.guarded:
             whole = len(stepped) == len(engine.params)
             written = engine.guarded if whole else [p for p in stepped if p in engine.guarded]
@@ -808,18 +864,18 @@ class Optimizer(torch.optim.Optimizer):
         warnings.warn(f"halfstep: {what}; {left}. optimizer.skipped_steps, which every group has too, counts how often: {often} by now. This "
                       "is said again at the 10th, 100th ... time", RuntimeWarning, stacklevel=5)
 
-    def _one(self, p):
+    def _one(self, p, grad):
         """The handle and the member of one parameter that has a gradient."""
         engine = self._engine
         if engine is None or p not in engine.index_of or (not self._released):
             engine = self._current()
         if p not in engine.index_of:
-            engine = self._build({p: p.grad})
+            engine = self._build({p: grad})
             if p not in engine.index_of:
                 raise ValueError("halfstep: a parameter that this optimizer does not have")
         m = engine.members[engine.index_of[p]]
         if self._stale(m, self.state.get(p)):
-            engine = self._build({p: p.grad})
+            engine = self._build({p: grad})
             m = engine.members[engine.index_of[p]]
         if engine.late:
             engine.use_streams()
@@ -830,42 +886,46 @@ class Optimizer(torch.optim.Optimizer):
     def step_param(self, p, group=None):
         """One update of one parameter from its gradient, which stays. The protocol of trainers that step inside the backward
         pass; call step() (or nothing) when the round is over."""
-        if p.grad is None:
-            return
+        grad = self._gradient_of(p)
+        if grad is not None:
+            self._step_one(p, grad, self.optimizer_accumulation)
+
+    def _step_one(self, p, grad, micro):
+        """step_param() by a gradient; micro: it goes into the states."""
         if p.numel() == 0 and (self._engine is None or p not in self._engine.index_of):
-            if not self.optimizer_accumulation:
+            if not micro:
                 self._count_empty(p)
             return
-        if self._engine is not None and p in self._released and not self.optimizer_accumulation:
+        if self._engine is not None and p in self._released and not micro:
             self._end_round()
-        engine, m = self._one(p)
+        engine, m = self._one(p, grad)
         if engine.guarded:
             self._notice(p)
         keep, back = [], []
-        found = self._place(engine, m, p, p.grad, keep, back)
+        found = self._place(engine, m, p, grad, keep, back)
         if found is None:
-            engine = self._build({p: p.grad})
+            engine = self._build({p: grad})
             m = engine.members[engine.index_of[p]]
             keep, back = [], []
-            found = self._place(engine, m, p, p.grad, keep, back)
+            found = self._place(engine, m, p, grad, keep, back)
         engine.set_gradient_scale(1.0)
-        if self.optimizer_accumulation:
+        if m.offloaded:
+            self._arrive([m])
+        if micro:
             code = engine.ranks.step_one(p, None, found[1], True) if engine.ranks.divided else \
                 lib.halfstep_accumulate_states_tensor(m.handle, m.index, found[1])
+            back = [(m, None)] if m.gathered else []
         else:
             code = engine.ranks.step_one(p, found[0], found[1]) if engine.ranks.divided else \
                 lib.halfstep_step_tensor(m.handle, m.index, found[0], found[1])
             self._released.add(p)
-        if engine.late:
-            engine.keep_until_read([local(p.grad), *keep])
-        if self.optimizer_accumulation:
-            if code:
-                self._finish(engine, code, (), (), m.handle)
-        elif code == _abi.NONFINITE:
+        if engine.late and not m.offloaded:
+            engine.keep_until_read([local(grad), *keep])
+        if code == _abi.NONFINITE and not micro:
             engine.tell(self.param_groups)
             self._report_nonfinite(engine, m.handle)
-        else:
-            self._finish(engine, code, back, (p,), m.handle)
+        elif code or back or not micro:
+            self._finish(engine, code, back, () if micro else (p,), m.handle)
 
     def step_parameter(self, p, group=None, index=None):
         """`step_param` under the other name that trainers call it by."""
@@ -907,8 +967,7 @@ class Optimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 if optimizer._rounds is not None:
                     optimizer._rounds.gradient(optimizer, p)
-                optimizer.step_param(p)
-                p.grad = None
+                optimizer._take(p)
 
         for group in self.param_groups:
             for p in group["params"]:
@@ -1053,7 +1112,7 @@ class Optimizer(torch.optim.Optimizer):
             m.full = None
             return m.part.like_parameter(m.part.take(found).contiguous())
         found = read_rows(function, m.handle, m.index, m.shape, *arguments, rows=m.rows)
-        found = _devices.place(found, m.device)
+        found = _devices.place(found, m.lies)
         return found if m.part is None else m.part.like_parameter(found)
 
     @torch.no_grad()
@@ -1062,8 +1121,9 @@ class Optimizer(torch.optim.Optimizer):
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
         self._notice(p)
-        weight = local(p).detach().contiguous()
-        return self._read(self._member(p), lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
+        m = self._member(p)
+        weight = _devices.place(local(p).detach().contiguous(), m.device)
+        return self._read(m, lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
 
     @torch.no_grad()
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
@@ -1071,8 +1131,9 @@ class Optimizer(torch.optim.Optimizer):
         if p not in self.state or p.numel() == 0:
             return p.detach().float().clone()
         self._notice(p)
-        weight = local(p).detach().contiguous()
-        return self._read(self._member(p), lib.halfstep_read_average, weight.data_ptr())
+        m = self._member(p)
+        weight = _devices.place(local(p).detach().contiguous(), m.device)
+        return self._read(m, lib.halfstep_read_average, weight.data_ptr())
 
     @torch.no_grad()
     def read_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
@@ -1108,7 +1169,7 @@ class Optimizer(torch.optim.Optimizer):
             self._build({p: p.grad})
         m = self._member(p)
         here = local(p)
-        weight = here.detach().contiguous()
+        weight = _devices.place(here.detach().contiguous(), m.device)
         self._write(m, WEIGHT, weight.data_ptr(), values)
         if not m.gathered and weight.data_ptr() != here.data_ptr():
             here.copy_(weight)

@@ -18,6 +18,8 @@ RECIPES = ("adamw/bf16-sr/int4", "adamw/bf16-sr/int8", "adamw/bf16-ecc8/int8", "
 _PARTS = (("weights", "█", "#1f4e79"), ("extras", "▓", "#4a90c2"), ("gradients", "▒", "#c98a2b"), ("states", "░", "#7a9a5b"),
           ("frozen", "·", "#999999"))
 _BAR = 48
+#: bytes a second, one way, of a bus that copies to and from pinned memory: PCI Express 5 with 16 lanes
+_BUS = 55e9
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -38,13 +40,18 @@ class PlanRow:
     total: int
     #: whether `total` is within the memory asked about; None if none was
     fits: bool | None
+    #: of a process that states are offloaded to, which are not in `total` then: states, extras, copies of weights and gradients
+    host: int = 0
+    #: what an offloaded step copies to the process and back
+    copied: int = 0
 
 
 class Plan:
     """What `halfstep.plan` answers: `rows`, smallest first; `str()` is a table of them."""
 
-    def __init__(self, rows, parameters, release, memory):
+    def __init__(self, rows, parameters, release, memory, offload=False):
         self.rows = rows
+        self.offload = offload
         #: how many numbers train
         self.parameters = parameters
         self.release = release
@@ -53,7 +60,7 @@ class Plan:
     def _cells(self):
         frozen = any(row.frozen for row in self.rows)
         head = ["recipe", "weights", "extra", "gradients", "states", *(["frozen"] if frozen else []), "total", "in all",
-                *(["fits"] if self.memory is not None else [])]
+                *(["host in all"] if self.offload else []), *(["fits"] if self.memory is not None else [])]
         body = []
         for row in self.rows:
             def each(n):
@@ -61,12 +68,16 @@ class Plan:
 
             body.append([row.recipe, each(row.weights), each(row.extras), f"{each(row.gradients)} {row.gradient_format}",
                          each(row.states), *([each(row.frozen)] if frozen else []), each(row.total), _size(row.total),
-                         *([] if row.fits is None else ["yes" if row.fits else "no"])])
+                         *([_size(row.host)] if self.offload else []), *([] if row.fits is None else ["yes" if row.fits else "no"])])
         return head, body
 
     def _lines(self):
-        title = f"{self.parameters} parameters{', gradients released' if self.release else ''}. Bytes per parameter:"
+        title = f"{self.parameters} parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}. Bytes per parameter:"
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
+        if self.offload and self.rows:
+            copied = max(row.copied for row in self.rows)
+            foot += (f"\nEach step copies up to {_size(copied)} to and fro: {copied / 2 / _BUS:.2g} s each way at {_BUS / 1e9:.0f} GB/s, the "
+                     "first under the backward pass.")
         if self.memory is not None:
             fitting = sum(bool(row.fits) for row in self.rows)
             text = f"{fitting} of {len(self.rows)} recipes fit into {_size(self.memory)}."
@@ -186,7 +197,7 @@ def _tensors(model_or_shapes):
     return [_shape(name, given) for name, given in model_or_shapes], 0
 
 
-def plan(model_or_shapes, recipes=None, release=False, memory=None) -> Plan:
+def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=False) -> Plan:
     """A table of the memory that weights, gradients and optimizer states take under each of some recipes.
 
     It answers for this model with all parameters that train stored as the recipe's weight format says (`model.to(
@@ -198,7 +209,11 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None) -> Plan:
     recipes: names such as "adamw/bf16-sr/int8" (one or several); by default those of the README's table.
     release: gradients are released, so that only the largest one exists.
     memory: bytes (or "24G") that each recipe's total is compared with.
+    offload: states are in the process's memory (CPUOffload with minimal_size=0), and what is counted, and compared with `memory`, is that
+        of the GPU; "gradients": gradients leave it as they come, too (offload_gradients=True).
     """
+    if offload not in (False, True, "gradients"):
+        raise ValueError(f"offload={offload!r} is none of False, True, 'gradients'")
     if isinstance(model_or_shapes, str):
         raise TypeError(f"halfstep.plan(model_or_shapes, recipes) takes a model or shapes first; {model_or_shapes!r} is a string, as recipes are")
     if isinstance(recipes, torch.nn.Module) or isinstance(recipes, dict):
@@ -220,12 +235,17 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None) -> Plan:
                 sizes[shape] = (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
         each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
-        gradients = max(each, default=0) if release else sum(each)
+        gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
+        host = copied = 0
+        if offload:
+            copied = weights + sum(each)
+            host = extras + states + copied  # in release it may be less: copies of gradients are used again
+            extras = states = 0
         total = weights + extras + gradients + states + frozen
         rows.append(PlanRow(recipe, gradient, weights, extras, gradients, states, frozen, total,
-                            None if limit is None else total <= limit))
-    rows.sort(key=lambda row: (row.total, row.recipe))
-    return Plan(rows, sum(map(_count, shapes)), bool(release), limit)
+                            None if limit is None else total <= limit, host, copied))
+    rows.sort(key=lambda row: (row.total, row.host, row.recipe))
+    return Plan(rows, sum(map(_count, shapes)), bool(release), limit, bool(offload))
 
 
 def _count(shape):

@@ -208,6 +208,16 @@ _by_rule = {cls.rule: cls for cls in classes.values()}
 globals().update(classes)
 
 
+def class_and_options(recipe):
+    """The class of a recipe, and its formats as options."""
+    full = _abi.recipe_full(recipe)
+    parts = recipe.split("/")
+    cls = _by_rule.get(full.partition("/")[0])
+    if cls is None:
+        raise ValueError(f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA")
+    return cls, {name: part for name, part in zip(("weights", "states"), parts[1:]) if part}
+
+
 def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
     """An optimizer by its recipe, "rule/weights/states": `halfstep.optimizer("adamw/bf16-sr/int8", model.named_parameters(),
     lr=1e-4)`. Parts may be left out; the weight format acts on BF16 parameters, float16 ones take its namesake, and float32
@@ -218,13 +228,5 @@ def optimizer(recipe: str, params: Params, **options: Any) -> Optimizer:
                         f"{type(recipe).__name__}{other}")
     if isinstance(params, str):
         raise TypeError(f"halfstep.optimizer(recipe, params): params={params!r} are no parameters")
-    full = _abi.recipe_full(recipe)
-    parts = recipe.split("/")
-    cls = _by_rule.get(full.partition("/")[0])
-    if cls is None:
-        raise ValueError(f"halfstep: {parts[0]!r} is no optimizer but follows weights; see halfstep.EMA")
-    if len(parts) > 1 and parts[1]:
-        options.setdefault("weights", parts[1])
-    if len(parts) > 2 and parts[2]:
-        options.setdefault("states", parts[2])
-    return cls(params, **options)
+    cls, formats = class_and_options(recipe)
+    return cls(params, **{**formats, **options})

@@ -9,10 +9,11 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 
 import torch
 
-from halfstep import _devices
+from halfstep import _devices, offload
 
 HOST = torch.device("cpu")
 
@@ -45,18 +46,23 @@ class Fake:
         self.blocks = []  # (address, bytes, device)
         self.streams = {0: None, 1: None}
         self.recorded, self.works, self.captured = [], [], False
+        #: copies by a Side: (bytes, whether to the GPU); and what is asked of the driver comes from one thread at a time
+        self.moved, self.pins, self.lock = [], [], threading.RLock()
+        #: streams: of this test, and of earlier ones; the driver has 64
+        self.taken, self.spare = [], []
 
     # ---- The driver ----
 
     @contextlib.contextmanager
     def context(self, device=0):
         context = ctypes.c_void_p()
-        assert not self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        assert not self.driver.cuCtxPushCurrent_v2(context)
-        try:
-            yield
-        finally:
-            self.driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        with self.lock:
+            assert not self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            assert not self.driver.cuCtxPushCurrent_v2(context)
+            try:
+                yield
+            finally:
+                self.driver.cuCtxPopCurrent_v2(ctypes.byref(context))
 
     def synchronize(self):
         """Until everything on the current streams is done. What is not waited for properly on other streams is still undone."""
@@ -66,30 +72,51 @@ class Fake:
 
     def later(self, tensor, values):
         """Writes values into a tensor in the turn of the current stream."""
-        values = values.detach().clone().contiguous()
-        size = values.numel() * values.element_size()
+        device = self.of(tensor).index
+        self.submit(tensor, values.detach().clone().contiguous(), device, self.streams[device])
+
+    def submit(self, to, tensor, device, stream):
+        """A copy in the turn of a stream."""
+        assert to.is_contiguous() and tensor.is_contiguous() and to.dtype == tensor.dtype and to.numel() == tensor.numel()
+        size = tensor.numel() * tensor.element_size()
         if not size:
             return
-        work = WORK(lambda _: ctypes.memmove(tensor.data_ptr(), values.data_ptr(), size) and None)
-        self.works += [work, values, tensor]
-        device = self.of(tensor).index
+        work = WORK(lambda _: ctypes.memmove(to.data_ptr(), tensor.data_ptr(), size) and None)
         with self.context(device):
-            self.driver.fake_cuda_submit(ctypes.c_void_p(self.streams[device]), work, None, ctypes.c_size_t(0))
+            self.works += [work, tensor, to]
+            self.driver.fake_cuda_submit(ctypes.c_void_p(stream), work, None, ctypes.c_size_t(0))
 
     def stream(self):
         """Another stream."""
-        made = ctypes.c_void_p()
-        with self.context():
-            assert not self.driver.cuStreamCreate(ctypes.byref(made), 0)
-        return made.value
+        if not self.spare:
+            made = ctypes.c_void_p()
+            with self.context():
+                assert not self.driver.cuStreamCreate(ctypes.byref(made), 0)
+            self.spare.append(made.value)
+        self.taken.append(self.spare.pop())
+        return self.taken[-1]
 
-    def wait_for(self, ours, other):
-        """Work on the stream `ours` from now on comes after what is on `other` now."""
+    def event(self, stream):
         event = ctypes.c_void_p()
         with self.context():
             self.driver.cuEventCreate(ctypes.byref(event), 0)
-            self.driver.cuEventRecord(event, ctypes.c_void_p(other))
+            self.driver.cuEventRecord(event, ctypes.c_void_p(stream))
+        return event
+
+    def wait(self, event):
+        with self.context():
+            assert not self.driver.cuEventSynchronize(event)
+
+    def wait_for(self, ours, other):
+        """Work on the stream `ours` from now on comes after what is on `other` now."""
+        event = self.event(other)
+        with self.context():
             self.driver.cuStreamWaitEvent(ctypes.c_void_p(ours), event, 0)
+
+    def pinned(self, shape, dtype):
+        made = torch.full(shape, 77, dtype=dtype)
+        self.pins.append((made.data_ptr(), made.numel() * made.element_size(), made))
+        return made
 
     @contextlib.contextmanager
     def on(self, stream, device=0):
@@ -166,24 +193,60 @@ class Fake:
                 ("zeros", lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device)),
                 ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
                 ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
-                ("to_cpu", self.read), ("place", self.place)):
+                ("to_cpu", self.read), ("place", self.place), ("pinned", self.pinned), ("wait", self.wait),
+                ("Side", lambda device: Side(self, device))):
             assert hasattr(_devices, name)
             patch.setattr(_devices, name, function)
+        step = offload.CPUOffload._step_sent
+
+        def alone(*arguments):  # the library asks the driver, too
+            with self.lock:
+                step(*arguments)
+        patch.setattr(offload.CPUOffload, "_step_sent", alone)
 
     def close(self):
         """Frees everything, and finds fault with what was done to the driver."""
         gc.collect()
+        self.streams.update((device, None) for device in self.streams)
         self.synchronize()
+        with self.context():
+            for stream in self.taken:
+                assert not self.driver.cuStreamSynchronize(ctypes.c_void_p(stream))
+        self.spare, self.taken = self.spare + self.taken, []
         offence, self.control.offence = self.control.offence, None
         for address, _, device in self.blocks:
             with self.context(device):
                 self.driver.cuMemFree_v2(ctypes.c_uint64(address))
-        self.blocks, self.works, self.recorded, self.streams = [], [], [], {0: None, 1: None}
+        self.blocks, self.works, self.recorded, self.streams, self.moved, self.pins = [], [], [], {0: None, 1: None}, [], []
         assert offence is None, offence
 
     @property
     def waits(self):
         return self.control.synchronizations
+
+
+class Side:
+    """In the place of halfstep._devices.Side."""
+
+    def __init__(self, fake, device):
+        self.fake, self.device, self.stream = fake, device, fake.stream()
+
+    def follow(self):
+        self.fake.wait_for(self.stream, self.fake.streams[self.device.index])
+
+    def lead(self):
+        self.fake.wait_for(self.fake.streams[self.device.index], self.stream)
+
+    def copy(self, to, tensor):
+        up = self.fake.of(to) == self.device
+        host, there = (tensor, to) if up else (to, tensor)
+        assert self.fake.of(there) == self.device and any(at == host.data_ptr() for at, _, _ in self.fake.pins)
+        self.fake.moved.append((tensor.numel() * tensor.element_size(), up))
+        self.fake.submit(to, tensor, self.device.index, self.stream)
+        torch.autograd.graph.increment_version([to])
+
+    def event(self):
+        return self.fake.event(self.stream)
 
 
 class Real:

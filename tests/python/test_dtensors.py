@@ -125,6 +125,24 @@ def test_matrices_are_gathered(pool, size):
             assert got == wanted, (recipe, rank, [n for n in got if got[n] != wanted[n]])
 
 
+def micro_batches(rank, size, sharded=True):
+    """Gradients of two micro-batches go into the states one parameter at a time, then an update."""
+    values = values_of({"w": (24, 64), "b": (33,)}, torch.bfloat16)
+    params = cut(values, mesh_of((size,)), rows) if sharded else {n: torch.nn.Parameter(v) for n, v in values.items()}
+    opt = halfstep.Muon(list(params.items()), lr=0.02, seed=0, states="bf16-sr")
+    for step in range(6):
+        give_gradients(params, step)
+        opt.optimizer_accumulation = step % 3 != 2
+        for p in params.values():
+            opt.step_param(p)
+    opt.step()
+    return all_bits(opt, params)
+
+
+def test_matrices_are_gathered_for_micro_batches(pool):
+    assert pool.run(2, micro_batches) == 2 * [micro_batches(0, 1, False)]
+
+
 # ---- Meshes of two dimensions, mixed lists, columns ----
 
 

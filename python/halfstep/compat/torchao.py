@@ -20,8 +20,10 @@ import numbers
 
 import torch
 
-from .. import _abi
+from .. import _abi, _devices
+from ..offload import CPUOffload
 from ..optimizer import Optimizer
+from ..rules import classes
 
 __all__ = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer"]
 
@@ -154,13 +156,25 @@ class _AdamW(_LowBit):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, None, None, bf16_stochastic_round)
 
 
-class CPUOffloadOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states and steps are in CPU memory, over parameters that are there too.
+def _own(optimizer_class):
+    """This package's class in the place of torch's of the same name."""
+    if optimizer_class.__module__.startswith("torch.optim"):
+        found = next((cls for name, cls in classes.items() if name.lower() == optimizer_class.__name__.lower()), None)
+        if found is None:
+            raise ValueError(f"halfstep has no {optimizer_class.__name__}; there are: {', '.join(classes)}")
+        return found
+    return optimizer_class
 
-    `optimizer_class` gets all of them in one optimizer with the given groups, which this one speaks for: its `param_groups`,
+
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states and steps are in CPU memory.
+
+    `optimizer_class` gets all parameters in one optimizer with the given groups, which this one speaks for: its `param_groups`,
     `state`, schedulers, hooks and state_dict are that optimizer's. Parameters that do not require a gradient are left out,
-    as in torchao. What torchao's class adds for parameters on an accelerator, the copies to and fro, is not here yet:
-    those are refused. In CPU memory there is nothing to move, so `offload_gradients` and `minimal_size` change nothing.
+    as in torchao. Where some are on an accelerator it is a `halfstep.CPUOffload` of the class; a class of `torch.optim` is
+    halfstep's of the same name then, and others are refused. Unlike in torchao, `clip_norm` clips by the norm of all parameters,
+    `offload_gradients` goes with accumulation, and what is saved is what the class saves by itself. Where all are in CPU memory there
+    is nothing to move, so `offload_gradients` and `minimal_size` change nothing.
     """
 
     def __init__(self, params, optimizer_class=torch.optim.AdamW, *, offload_gradients=False, minimal_size=4096,
@@ -172,7 +186,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer got an empty parameter list")
         if not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        kept = []
+        kept, moved = [], False
         for group in groups:
             group = dict(group)
             given = group["params"]
@@ -180,9 +194,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             group["params"] = []
             for member in members:
                 p = member[1] if isinstance(member, tuple) else member
-                if p.device.type != "cpu":
-                    raise NotImplementedError(f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; "
-                                              "CPUOffloadOptimizer works on parameters in CPU memory only")
+                if p.device.type == "meta":
+                    raise NotImplementedError(f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; call "
+                                              "to_empty() first")
+                moved |= _devices.is_late(_devices.of(p))
                 if p.requires_grad:
                     group["params"].append(member)
             if group["params"]:
@@ -191,7 +206,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer got no parameter that requires a gradient")
         self.offload_gradients, self.minimal_size = offload_gradients, minimal_size
         #: the optimizer that does the work
-        self.optimizer = optimizer_class(kept, **kwargs)
+        self.optimizer = optimizer_class(kept, **kwargs) if not moved else CPUOffload(
+            kept, _own(optimizer_class), offload_gradients=offload_gradients, minimal_size=minimal_size, **kwargs)
 
     def __getattr__(self, name):
         # Only for what is not found here: defaults, the dictionaries of hooks, and the worker's own methods and attributes.

@@ -1,0 +1,432 @@
+"""`CPUOffload`: weights on a GPU, states and steps in the process's memory."""
+import queue
+import threading
+import weakref
+from typing import Any, Type, Union
+
+import torch
+
+from . import _devices, _sharding, rules
+from ._abi import HalfstepError, lib
+from ._engine import check_gradient, create_handle, no_dynamo
+from ._sharding import local
+from ._watch import version
+from .optimizer import Optimizer, Params
+
+_HOST = torch.device("cpu")
+
+
+class _Copy:
+    """What this process keeps of one weight of the GPU.
+
+    weight, as_of   the weight, pinned; and what _mark() said of the parameter that it is a copy of
+    gradient        pinned; and `given`, whose copy it is: (weak reference, mark), or None where it is the only one there is (`alone`)
+    more            another gradient, (copy, event), that is still to be added to that
+    down            event: until what was fetched last, and so all that was fetched before, is here
+    """
+
+    __slots__ = ("weight", "as_of", "gradient", "given", "alone", "more", "down")
+
+    def __init__(self):
+        self.weight = self.as_of = self.gradient = self.given = self.more = self.down = None
+        self.alone = False
+
+    def is_of(self, grad):
+        """Whether `gradient` holds what this tensor holds."""
+        return grad is self.gradient or self.given is not None and self.given[0]() is grad and self.given[1] == _mark(grad)
+
+
+def _mark(tensor):
+    """What is another one as soon as somebody has written the tensor, or has put other memory there."""
+    return version(tensor), local(tensor).data_ptr()
+
+
+def _fits(held, tensor):
+    return held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype
+
+
+class Carrier:
+    """Copies between a GPU and the process, on two streams beside the one that is computed on: one for each direction."""
+
+    def __init__(self):
+        self.copies, self.sides = {}, {}
+        self.work, self.thread, self.error = None, None, None
+        #: pinned memory that is free for gradients, by dtype and size
+        self.spare = {}
+
+    def side(self, device, up):
+        key = (device, up)
+        if key not in self.sides:
+            self.sides[key] = _devices.Side(device)
+        return self.sides[key]
+
+    def of(self, p):
+        if p not in self.copies:
+            self.copies[p] = _Copy()
+        return self.copies[p]
+
+    def keep(self, params):
+        """Forgets what is of other parameters."""
+        self.copies = {p: copy for p, copy in self.copies.items() if p in params}
+
+    def _fetch(self, into, tensor):
+        """Begins to copy a tensor of the GPU; the event after which it is here."""
+        side = self.side(_devices.of(tensor), False)
+        side.follow()
+        side.copy(into, tensor if tensor.is_contiguous() else _devices.contiguous(tensor))
+        return side.event()
+
+    def _room(self, tensor):
+        held = self.spare.get((tensor.dtype, tensor.numel()))
+        return held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
+
+    def _vacate(self, room):
+        self.spare.setdefault((room.dtype, room.numel()), []).append(room)
+
+    # ---- Gradients ----
+
+    def take(self, p, grad, alone):
+        """A gradient of p is complete: its copy begins. alone: nobody else will keep it, so that those of further backward passes are
+        added here, in their dtype and in the order of their coming, as they would be there."""
+        copy, here = self.of(p), local(grad)
+        if copy.alone:
+            self._add(copy)
+            room = self._room(here)
+            copy.more = room, self._fetch(room, here)
+            return
+        if not _fits(copy.gradient, here):
+            copy.gradient = self._room(here)
+        copy.down, copy.alone = self._fetch(copy.gradient, here), alone
+        copy.given = None if alone else (weakref.ref(grad), _mark(grad))
+
+    def _add(self, copy):
+        if copy.more is not None:
+            _devices.wait(copy.more[1])  # before which that of the first one came
+            copy.gradient.add_(copy.more[0])
+            self._vacate(copy.more[0])
+            copy.more = None
+
+    def gradient(self, p):
+        """What p is to be stepped with: its gradient on the GPU, or the copy of one that was given up."""
+        if p.grad is not None:
+            return p.grad
+        copy = self.copies.get(p)
+        if copy is None or not copy.alone:
+            return None
+        self._add(copy)
+        return copy.gradient
+
+    def drop(self):
+        """Forgets gradients that are nowhere else."""
+        for copy in self.copies.values():
+            if copy.more is not None:
+                self._vacate(copy.more[0])  # what comes there next comes on the same stream
+            copy.alone, copy.more = False, None
+
+    # ---- Weights ----
+
+    def bring(self, p, grad):
+        """Weight and gradient as they are here; what still has to come is on its way until arrive()."""
+        copy, here = self.of(p), local(p).detach()
+        if copy.as_of is None or copy.as_of[0] is None or copy.as_of != _mark(p):
+            if not _fits(copy.weight, here):
+                copy.weight = _devices.pinned(here.shape, here.dtype)
+            copy.as_of, copy.down = None, self._fetch(copy.weight, here)
+        if not copy.is_of(grad):
+            self.take(p, grad, False)
+        return copy.weight, copy.gradient
+
+    def arrive(self, params):
+        """Until weights and gradients of these are here. Weights may be on their way to the GPU still, where nobody reads them before
+        the copies that follow."""
+        for p in params:
+            copy = self.copies[p]
+            if copy.down is not None:
+                _devices.wait(copy.down)
+                copy.down = None
+
+    def put(self, p):
+        """Begins to copy the weight back, which is the same here and there then."""
+        copy, here = self.of(p), local(p).detach()
+        side = self.side(_devices.of(here), True)
+        if here.is_contiguous():
+            side.copy(here, copy.weight)
+        else:
+            here.copy_(copy.weight)
+        copy.as_of = _mark(p)
+
+    def follow(self):
+        """Weights are written after what the GPU has to do by now."""
+        for (_, up), side in self.sides.items():
+            if up:
+                side.follow()
+
+    def lead(self):
+        """What the GPU does from now on comes after the weights."""
+        for (_, up), side in self.sides.items():
+            if up:
+                side.lead()
+
+    # ---- Steps while the backward pass goes on ----
+
+    def send(self, optimizer, p, grad):
+        """Has p stepped by a thread of this carrier as soon as its gradient is here."""
+        room = self._room(local(grad))
+        down = self._fetch(room, local(grad))
+        if self.thread is None:
+            self.work = queue.SimpleQueue()
+            self.thread = threading.Thread(target=_run, args=(weakref.ref(self), self.work), name="halfstep-offload", daemon=True)
+            self.thread.start()
+        self.work.put((weakref.ref(optimizer), p, room, down, optimizer.optimizer_accumulation))
+
+    def carry_out(self, optimizer, p, room, down, micro):
+        copy = self.of(p)
+        copy.gradient, copy.down, copy.given, copy.alone = room, down, None, True
+        if self.error is None:  # after one, gradients stay until step() has told it
+            try:
+                optimizer._step_sent(p, room, micro)
+            except BaseException as error:
+                self.error = error
+                return
+            copy.gradient, copy.alone = None, False
+            self._vacate(room)
+
+    def join(self):
+        """Until all that was sent is stepped. Raises what went wrong there."""
+        if self.thread is None or threading.current_thread() is self.thread:
+            return
+        done = threading.Event()
+        self.work.put(done)
+        done.wait()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def __del__(self):
+        if self.work is not None:
+            self.work.put(None)
+
+
+def _run(carrier, work):
+    while True:
+        item = work.get()
+        if item is None:
+            return
+        if isinstance(item, threading.Event):
+            item.set()
+        else:
+            this, optimizer = carrier(), item[0]()
+            if this is not None and optimizer is not None:
+                this.carry_out(optimizer, *item[1:])
+            this = optimizer = None
+        item = None
+
+
+class CPUOffload(Optimizer):
+    """An optimizer whose states and steps are in the process's memory while its weights are on a GPU.
+
+        opt = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0)
+        opt = halfstep.CPUOffload(model.named_parameters(), halfstep.Lion, lr=1e-5, states="int4")
+
+    It is an optimizer of the class of its recipe, with all options, the same bits, and state dictionaries that go either way.
+    Gradients come to pinned memory on a stream of their own while the backward pass goes on; step() waits for the last of them, judges
+    and clips them all together, steps, and has weights copied back on another stream, which the next forward pass waits for.
+
+    recipe              a recipe, or a class of this package
+    offload_gradients   gradients are given up on the GPU as soon as they are here; those of further backward passes are added here,
+                        and step() or zero_grad() forgets them. A GradScaler and torch.nn.utils.clip_grad_norm_() find none then:
+                        use clip_norm=
+    minimal_size        parameters of fewer elements are stepped on the GPU, where their states are, too. There are none of them among
+                        DTensors, with a norm_group, or where the library has no kernels for the GPU
+    gradient_release    each parameter is stepped by a thread of its own as soon as its gradient is here, while the backward pass goes
+                        on. Tensors are judged singly then, and clipped by the norm of the round before or their own: see
+                        prepare_gradient_release()
+    options             of the class: lr, betas, clip_norm ...
+
+    A parameter takes host memory for its states, and 2 bytes (BF16) each for copies of the weight and of the gradient; the copies are
+    pinned, the states, which never leave, are not. In gradient_release parameters of one size share copies of gradients, of which there
+    are as many as are on their way at once. Parameters in the process's memory are stepped where they are.
+
+    In gradient_release step() has to be called after each backward pass: what the GPU does after it comes after the weights.
+    """
+
+    def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
+        return object.__new__(_with(cls, _split(recipe)[0]) if not cls.rule else cls)
+
+    def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, offload_gradients: bool = False,
+                 minimal_size: int = 4096, **options: Any) -> None:
+        if isinstance(minimal_size, bool) or not isinstance(minimal_size, int) or minimal_size < 0:
+            raise ValueError(f"halfstep: minimal_size={minimal_size!r} is no number of elements")
+        if options.get("compile"):
+            raise ValueError("halfstep: a step that leaves the GPU cannot be traced: compile=True")
+        self.offload_gradients, self.minimal_size = bool(offload_gradients), minimal_size
+        self._begin()
+        super().__init__(params, **{**_split(recipe)[1], **options})
+
+    def _begin(self):
+        self._carrier = Carrier()
+        self._copy_handles = []
+
+    def _hook(self):
+        """Has gradients copied as they come, where release does not take them."""
+        for handle in self._copy_handles:
+            handle.remove()
+        self._copy_handles, this = [], weakref.ref(self)
+
+        def hook(p):
+            optimizer = this()
+            if optimizer is not None and not optimizer.gradient_release:
+                optimizer._copy_gradient(p)
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and self._is_offloaded(p):
+                    self._copy_handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def _is_offloaded(self, p):
+        here = local(p)
+        device = _devices.of(here)
+        if not _devices.is_late(device) or here.numel() == 0 or _sharding.is_gathered(self.rule, p):
+            return False
+        return here.numel() >= self.minimal_size or _sharding.is_dtensor(p) or self.norm_group is not None or not _can_step_on(device)
+
+    def _check_device(self, p, name):
+        if self._is_offloaded(p):
+            _devices.check_copies(local(p), name)
+        else:
+            super()._check_device(p, name)
+
+    def _placed(self, p):
+        """The gradient in the placements of its parameter."""
+        return _sharding.gradient_of(p, p.grad, self._names.get(p, "?"))
+
+    @torch.no_grad()
+    def _copy_gradient(self, p):
+        if p.grad.layout != torch.strided or not self.offload_gradients and self._placed(p) is not p.grad:
+            return  # step() refuses it by name, or brings it to its placements
+        self._carrier.take(p, self._placed(p), self.offload_gradients)
+        if self.offload_gradients:
+            p.grad = None
+
+    # ---- What differs from an optimizer whose states lie beside the weights ----
+
+    def _home(self, p):
+        return _HOST if self._is_offloaded(p) else super()._home(p)
+
+    def _gradient_of(self, p):
+        return self._carrier.gradient(p)
+
+    def _check_gradient(self, p, grad, name):
+        copy = self._carrier.copies.get(p)
+        if copy is None or grad is not copy.gradient:
+            return super()._check_gradient(p, grad, name)
+        return check_gradient(copy.gradient.new_empty(local(p).shape), grad, name)  # which was there before
+
+    def _bring(self, m, p, grad):
+        copy = self._carrier.copies.get(p)
+        return self._carrier.bring(p, grad if copy is not None and copy.is_of(grad) else _sharding.gradient_of(p, grad, m.name))
+
+    def _arrive(self, members):
+        self._carrier.arrive([m.p for m in members])
+
+    def _return(self, members):
+        if members and not self.gradient_release:  # where the gradient came after all that reads the weight
+            self._carrier.follow()
+        for m in members:
+            self._carrier.put(m.p)
+
+    def _build(self, also=None):
+        engine = super()._build(also)
+        self._carrier.keep(set(self._flat))
+        return engine
+
+    # ---- Steps ----
+
+    def _settle(self):
+        self._carrier.join()
+
+    @no_dynamo
+    @torch.no_grad()
+    def _step(self, given=None):
+        super()._step(given)
+        self._carrier.drop()
+        self._carrier.lead()
+
+    def _take(self, p):
+        # What is stepped on the GPU keeps its gradient until step(), so that handles belong to one thread at a time.
+        if self._is_offloaded(p):
+            grad = self._placed(p)
+            check_gradient(p, grad, self._names.get(p, "?"))
+            self._carrier.send(self, p, grad)
+            p.grad = None
+
+    @no_dynamo
+    @torch.no_grad()
+    def _step_sent(self, p, grad, micro):
+        self._step_one(p, grad, micro)
+
+    def _step_in_release(self, engine, stepped):
+        super()._step_in_release(engine, stepped)
+        for p in stepped:
+            p.grad = None
+
+    def add_param_group(self, param_group):
+        """As torch's."""
+        super().add_param_group(param_group)
+        self._hook()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also forgets gradients that are here alone."""
+        self._settle()
+        self._carrier.drop()
+        super().zero_grad(set_to_none)
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        for key in ("_carrier", "_copy_handles"):
+            state.pop(key, None)
+        return state
+
+    def __setstate__(self, state):
+        if "_carrier" not in self.__dict__:
+            self._begin()
+        super().__setstate__(state)
+        self._hook()
+
+    def __reduce_ex__(self, protocol):
+        return _empty, (next(base for base in type(self).__mro__ if base.rule and not issubclass(base, CPUOffload)),), self.__getstate__()
+
+
+_made, _steps_on = {}, {}
+
+
+def _can_step_on(device):
+    """Whether the library has kernels for a device, which it takes for small tensors alone."""
+    if device not in _steps_on:
+        try:
+            lib.halfstep_destroy(create_handle(1, 0, device))
+            _steps_on[device] = True
+        except HalfstepError:
+            _steps_on[device] = False
+    return _steps_on[device]
+
+
+def _split(recipe):
+    """The class of a recipe, and the options that it stands for."""
+    if isinstance(recipe, str):
+        return rules.class_and_options(recipe)
+    if not isinstance(recipe, type) or not issubclass(recipe, Optimizer) or not recipe.rule:
+        raise TypeError(f"halfstep.CPUOffload(params, recipe): {recipe!r} is neither a recipe such as \"adamw/bf16-sr/int8\" nor a class of "
+                        "halfstep")
+    return recipe, {}
+
+
+def _with(cls, base):
+    """The class of optimizers of `base` that are offloaded."""
+    if (cls, base) not in _made:
+        _made[cls, base] = type(f"{cls.__name__}[{base.__name__}]", (cls, base), {"__module__": __name__, "__doc__": cls.__doc__})
+    return _made[cls, base]
+
+
+def _empty(base):
+    return object.__new__(_with(CPUOffload, base))

@@ -1,0 +1,532 @@
+"""Weights on a GPU, states and steps in the process's memory: the bits of plain steps. On the fake of fake_gpu.py, whose copies happen when
+somebody waits for them; where torch has a GPU, on that."""
+import copy
+import ctypes
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from conftest import FIRST_MOVEMENT, RECIPES, bits, class_of, rules
+from fake_gpu import Fake
+from ranks import Pool
+from test_cuda import fake, gpu, gradients, held, start  # noqa: F401
+
+import halfstep
+from halfstep import _devices, offload
+
+#: what is stepped on the GPU where small parameters are
+SMALL = {"head.weight", "body.bias", "scale"}
+SIZE = 1000
+
+
+def pair(gpu, base, recipe="f32", device=0, how=None, **options):
+    """The same optimizer on the processor and offloaded: (parameters, optimizer) each."""
+    dtype, formats = RECIPES[recipe]
+    values = start(dtype)
+    here = {name: torch.nn.Parameter(v.clone()) for name, v in values.items()}
+    there = {name: torch.nn.Parameter(gpu.tensor(v, device)) for name, v in values.items()}
+    options = {"seed": 5, **formats, **options}
+    how = {"minimal_size": SIZE, **(how or {})}
+    return (here, base(here.items(), **options)), (there, halfstep.CPUOffload(there.items(), base, **how, **options))
+
+
+def backward(gpu, params, given, add=False, hooks=True):
+    """What a backward pass does: gradients come late, and hooks are called at once."""
+    for name, g in given.items():
+        p = params[name]
+        with torch.no_grad():
+            if _devices.of(p).type == "cpu":
+                p.grad = p.grad + g if add and p.grad is not None else g.clone()
+            elif add and p.grad is not None:
+                gpu.later(p.grad, gpu.read(p.grad) + g)
+                torch.autograd.graph.increment_version([p.grad])
+            else:
+                p.grad = gpu.tensor(torch.full_like(g, 3.0), _devices.of(p).index)
+                gpu.later(p.grad, g)
+        if hooks:
+            for hook in list((p._post_accumulate_grad_hooks or {}).values()):
+                hook(p)
+
+
+def run(gpu, both, first, last, scale=1.0, add=1, hooks=True):
+    for step in range(first, last):
+        for params, opt in both:
+            for micro in range(add):
+                given = gradients(params, 10 * step + micro)
+                backward(gpu, params, {name: g * scale for name, g in given.items()}, micro > 0, hooks)
+            opt.step()
+            if opt.gradient_release:
+                assert all(p.grad is None for p in params.values())
+            opt.zero_grad()
+
+
+def same(gpu, both):
+    (a, b), (c, d) = both
+    assert held(gpu, c, d) == held(gpu, a, b)
+    assert d.grad_norm == b.grad_norm and d.skipped_steps == b.skipped_steps
+
+
+@rules
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_of_plain_steps(gpu, rule, recipe):
+    options = {"exact": True} if rule == "muon" else {}
+    both = pair(gpu, class_of(rule), recipe, clip_norm=0.5, **options)
+    run(gpu, both, 1, FIRST_MOVEMENT + 2)
+    same(gpu, both)
+    for name, p in both[1][0].items():
+        wanted = "cuda" if name in SMALL else "cpu"
+        numbers = {key for key, value in both[1][1].state[p].items() if value.dim() == 0}
+        assert {_devices.of(value).type for key, value in both[1][1].state[p].items() if key not in numbers} <= {wanted}, name
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {}])
+@pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
+def test_steps_during_the_backward_pass(gpu, recipe, options):
+    both = pair(gpu, halfstep.AdamW, recipe, gradient_release=True, **options)
+    run(gpu, both, 1, 6)
+    same(gpu, both)
+    both[1][1].remove_gradient_release()
+    both[0][1].remove_gradient_release()
+    run(gpu, both, 6, 8)
+    same(gpu, both)
+
+
+def test_backward_passes_without_steps_between(gpu):
+    """Each of them is an update, and may come before the weights of the last one have gone back."""
+    both = pair(gpu, halfstep.AdamW, "f32", how={"minimal_size": 0}, gradient_release=True)
+    for step in range(1, 6):
+        for params, opt in both:
+            backward(gpu, params, gradients(params, step))
+            opt._rounds.again = 0
+    for _, opt in both:
+        opt.step()
+    same(gpu, both)
+
+
+@pytest.mark.parametrize("give_up", [False, True])
+def test_gradients_that_add_up(gpu, give_up):
+    both = pair(gpu, halfstep.Lion, "bf16-sr", how={"offload_gradients": give_up}, clip_norm=1.0)
+    run(gpu, both, 1, 4, add=3)
+    same(gpu, both)
+    if give_up:
+        params, opt = both[1]
+        backward(gpu, params, gradients(params, 1))
+        assert {name for name, p in params.items() if p.grad is not None} == SMALL
+        opt.zero_grad()
+        before = held(gpu, params, opt)[:2]
+        opt.step()
+        assert held(gpu, params, opt)[:2] == before  # there is nothing to step with
+
+
+def test_a_step_uses_gradients_up_that_are_nowhere_else(gpu):
+    """model.zero_grad() cannot reach them."""
+    both = pair(gpu, halfstep.SGD, "f32", how={"offload_gradients": True, "minimal_size": 0})
+    for step in range(1, 4):
+        for params, opt in both:
+            backward(gpu, params, gradients(params, step))
+            opt.step()
+            for p in params.values():
+                p.grad = None
+    same(gpu, both)
+
+
+def test_a_gradient_that_is_written_after_its_hook_is_copied_again(gpu):
+    both = pair(gpu, halfstep.SGD, "bf16-sr")
+    for step in range(1, 4):
+        for params, opt in both:
+            backward(gpu, params, gradients(params, step))
+            if opt is both[1][1]:
+                _devices.wait(opt._carrier.copies[params["body.weight"]].down)  # of the gradient as it was
+            for p in params.values():
+                with torch.no_grad():
+                    if _devices.of(p).type == "cpu":
+                        p.grad.mul_(0.5)
+                    else:
+                        gpu.later(p.grad, gpu.read(p.grad) * 0.5)
+                        torch.autograd.graph.increment_version([p.grad])
+            opt.step()
+    same(gpu, both)
+
+
+def test_without_hooks(gpu):
+    """Gradients that were put there."""
+    both = pair(gpu, halfstep.AdamW, "kahan", clip_norm=1.0)
+    run(gpu, both, 1, 4, hooks=False)
+    same(gpu, both)
+
+
+def test_what_others_write_into_weights_counts(gpu):
+    both = pair(gpu, halfstep.AdamW, "kahan")
+    run(gpu, both, 1, 3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both[0][0]["body.weight"].mul_(0.5)
+        there = both[1][0]["body.weight"]
+        gpu.later(there, gpu.read(there) * 0.5)
+        torch.autograd.graph.increment_version([there])
+        run(gpu, both, 3, 5)
+    same(gpu, both)
+
+
+def test_a_nan_is_refused_as_a_whole(gpu):
+    both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
+    run(gpu, both, 1, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for params, opt in both:
+            given = gradients(params, 7)
+            given["body.weight"][3, 3] = float("nan")
+            backward(gpu, params, given)
+            opt.step()
+            opt.zero_grad()
+    same(gpu, both)
+    assert both[1][1].skipped_steps == 1
+    run(gpu, both, 3, 5)
+    same(gpu, both)
+
+
+def test_a_nan_during_the_backward_pass_leaves_its_tensor_alone(gpu):
+    both = pair(gpu, halfstep.AdamW, "ecc8-int8", gradient_release=True)
+    run(gpu, both, 1, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for params, opt in both:
+            given = gradients(params, 7)
+            given["body.weight"][3, 3] = float("inf")
+            backward(gpu, params, given)
+            opt.step()
+    same(gpu, both)
+
+
+def test_micro_batches_in_the_states(gpu):
+    for release in (False, True):
+        both = pair(gpu, halfstep.SGD, "bf16-sr", momentum=0.9, gradient_release=release)
+        run(gpu, both, 1, 3)
+        for step in range(3, 9):
+            for params, opt in both:
+                opt.optimizer_accumulation = step % 3 != 2
+                backward(gpu, params, gradients(params, step))
+                opt.step()
+                opt.zero_grad()
+        same(gpu, both)
+
+
+def test_states_go_either_way(gpu):
+    """state_dict() with offload is the one without, and both continue alike; copies and pickles, too."""
+    both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
+    run(gpu, both, 1, 3)
+    buffer = io.BytesIO()
+    torch.save(both[1][1].state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    fresh = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
+    for (params, opt), (old, _) in zip(fresh, both):
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(gpu.read(old[name]))
+    fresh[0][1].load_state_dict(saved)
+    fresh[1][1].load_state_dict(both[0][1].state_dict())
+    both = fresh
+    run(gpu, both, 3, 5)
+    same(gpu, both)
+    params, opt = both[1]
+    again = pickle.loads(pickle.dumps(opt)) if gpu.real else copy.deepcopy(opt)
+    assert type(again) is type(opt) and isinstance(again, halfstep.CPUOffload) and isinstance(again, halfstep.AdamW)
+    assert again.minimal_size == SIZE and again._copy_handles is not opt._copy_handles
+
+
+def test_read_and_write(gpu):
+    both = pair(gpu, halfstep.AdamW, "kahan")
+    run(gpu, both, 1, 3)
+    for name in both[0][0]:
+        found = []
+        for params, opt in both:
+            p = params[name]
+            opt.write_weight(p, gpu.read(opt.read_weight(p)) * 1.001)
+            found += [bits(gpu.read(opt.read_weight(p))), bits(gpu.read(opt.read_state(p, "exp_avg"))), bits(gpu.read(p))]
+        assert found[:3] == found[3:], name
+    run(gpu, both, 3, 5)
+    same(gpu, both)
+
+
+def test_schedulers_groups_and_frozen_parameters(gpu):
+    values = start(torch.bfloat16)
+    both = []
+    for offload, put in ((False, torch.clone), (True, gpu.tensor)):
+        params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
+        params["head.weight"].requires_grad_(False)
+        groups = [{"params": [("body.weight", params["body.weight"])], "lr": 0.01},
+                  {"params": [(n, p) for n, p in params.items() if n != "body.weight"], "weight_decay": 0.1}]
+        opt = halfstep.CPUOffload(groups, "adamw/bf16-sr/int8", minimal_size=0, seed=5) if offload else \
+            halfstep.optimizer("adamw/bf16-sr/int8", groups, seed=5)
+        extra = torch.nn.Parameter(put(torch.ones(64, 64)))
+        opt.add_param_group({"params": [("extra", extra)], "lr": 0.5})
+        params["extra"] = extra
+        both.append((params, opt))
+    schedulers = [torch.optim.lr_scheduler.StepLR(opt, 1, 0.5) for _, opt in both]
+    for step in range(1, 4):
+        for (params, opt), scheduler in zip(both, schedulers):
+            given = gradients(params, step)
+            backward(gpu, params, {n: given[n] for n, p in params.items() if p.requires_grad})
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+    same(gpu, both)
+
+
+def test_how_much_is_copied(fake):
+    """Each gradient once to the process, each weight once back, and the weight of the first step once more."""
+    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0}, clip_norm=1.0)
+    size = sum(p.numel() * p.element_size() for p in both[1][0].values())
+    run(fake, both, 1, 2)
+    down, up = (sum(n for n, to_gpu in fake.moved if to_gpu == way) for way in (False, True))
+    assert (down, up) == (2 * size, size)
+    run(fake, both, 2, 5)
+    down, up = (sum(n for n, to_gpu in fake.moved if to_gpu == way) for way in (False, True))
+    assert (down, up) == (5 * size, 4 * size)
+    same(fake, both)
+
+
+def test_memory_in_release_is_that_of_gradients_on_their_way(fake):
+    both = pair(fake, halfstep.AdamW, "bf16-sr", how={"minimal_size": 0}, gradient_release=True)
+    run(fake, both, 1, 3)
+    before = len(fake.pins)
+    run(fake, both, 3, 8)
+    assert len(fake.pins) == before
+
+
+def test_the_next_pass_comes_after_the_weights(fake):
+    """What the current stream does after step() sees the new weights."""
+    for release in (False, True):
+        both = pair(fake, halfstep.AdamW, "f32", how={"minimal_size": 0}, gradient_release=release)
+        params, opt = both[1]
+        for step in range(1, 3):
+            for some, one in both:
+                backward(fake, some, gradients(some, step))
+                one.step()
+                one.zero_grad()
+            with fake.context():  # the current stream alone is waited for
+                assert not fake.driver.cuStreamSynchronize(None)
+            assert all(bits(p) == bits(both[0][0][name]) for name, p in params.items()), release
+
+
+def test_weights_are_not_written_before_the_gpu_is_done_with_them(fake):
+    both = pair(fake, halfstep.AdamW, "f32", how={"minimal_size": 0})
+    params, opt = both[1]
+    run(fake, both, 1, 2)
+    p = params["body.weight"]
+    before, seen = fake.read(p), fake.tensor(torch.zeros_like(p))
+    backward(fake, params, gradients(params, 5))
+    fake.submit(seen, p.detach(), 0, None)  # something of the backward pass that still reads it
+    opt.step()
+    for (_, up), side in opt._carrier.sides.items():
+        if up:
+            with fake.context():
+                assert not fake.driver.cuStreamSynchronize(ctypes.c_void_p(side.stream))
+    fake.synchronize()
+    assert torch.equal(seen, before)
+
+
+def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
+    both = pair(gpu, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0}, gradient_release=True)
+    run(gpu, both, 1, 3)
+    (here, plain), (there, opt) = both
+    given, place, fails = gradients(there, 9), opt._place, [True]
+
+    def fail(engine, m, *rest):
+        if m.name == "head.weight" and fails.pop():
+            fails.append(False)
+            raise MemoryError("no room for head.weight")
+        return place(engine, m, *rest)
+
+    monkeypatch.setattr(opt, "_place", fail)
+    backward(gpu, there, given)
+    with pytest.raises(MemoryError, match="head.weight"):
+        opt.step()
+    monkeypatch.setattr(opt, "_place", place)
+    opt.step()
+    backward(gpu, here, given)
+    plain.step()
+    same(gpu, both)
+
+
+@pytest.mark.parametrize("release, give_up", [(False, False), (False, True), (True, False)])
+def test_the_plan_is_what_is_held(fake, release, give_up):
+    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "offload_gradients": give_up}, gradient_release=release)
+    run(fake, both, 1, 4)
+    params, opt = both[1]
+    row, = halfstep.plan(params, "adamw/bf16-ecc8/int8", offload="gradients" if give_up else True, release=release).rows
+    states = sum(v.numel() * v.element_size() for state in opt.state.values() for v in state.values()
+                 if v.dim() and _devices.of(v).type == "cpu") + sum(
+        v.numel() * v.element_size() for v in opt.state[params["scale"]].values() if v.dtype in (torch.bfloat16, torch.uint8, torch.int8))
+    weights = sum(p.numel() * p.element_size() for p in params.values())
+    pinned = sum(size for _, size, _ in fake.pins)
+    assert pinned == 2 * weights and row.weights == weights and row.copied == 2 * weights
+    assert row.host == states + pinned
+    assert row.extras == row.states == 0 and row.total == row.weights + row.gradients
+    assert row.gradients == (max(p.numel() * 2 for p in params.values()) if release or give_up else weights)
+    text = str(halfstep.plan(params, offload=True, memory="1M"))
+    assert "states offloaded" in text and "host in all" in text and "55 GB/s" in text
+    with pytest.raises(ValueError, match="offload="):
+        halfstep.plan(params, offload="all")
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    def refuse(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore")
+        return empty(*args, **kwargs)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(_devices, "_told", False)
+    with pytest.warns(RuntimeWarning, match="no memory could be pinned .CUDA error: out of memory."):
+        assert _devices.pinned((3,), torch.float32).shape == (3,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _devices.pinned((2, 2), torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_grad_scaler_in_the_step(gpu):
+    """Its scale and verdict, as it leaves them for optimizers that unscale themselves."""
+    both = pair(gpu, halfstep.AdamW, "f32", fused=True, clip_norm=1.0)
+    for step, found in ((1, 0.0), (2, 1.0), (3, 0.0)):
+        for params, opt in both:
+            backward(gpu, params, {name: g * 8 for name, g in gradients(params, step).items()})
+            place = torch.clone if opt is both[0][1] else gpu.tensor
+            opt.grad_scale, opt.found_inf = place(torch.tensor(8.0)), place(torch.tensor(found))
+            opt.step()
+            del opt.grad_scale, opt.found_inf
+    same(gpu, both)
+    assert both[1][1].skipped_steps == 1
+
+
+def test_under_the_name_of_torchao(gpu):
+    """Its class, with halfstep's and with torch's optimizers inside."""
+    from halfstep.compat import torchao
+    for inner, plain in ((torchao.AdamW8bit, torchao.AdamW8bit), (torch.optim.AdamW, halfstep.AdamW)):
+        both = []
+        for offload in (False, True):
+            values = start(torch.bfloat16)
+            params = {n: torch.nn.Parameter(gpu.tensor(v) if offload else v) for n, v in values.items()}
+            torch.manual_seed(3)  # which the seed is drawn from
+            opt = torchao.CPUOffloadOptimizer(params.values(), inner, lr=1e-3, offload_gradients=True) if offload else \
+                plain(params.values(), lr=1e-3)
+            both.append((params, opt.optimizer if offload else opt))
+        assert isinstance(both[1][1], halfstep.CPUOffload)
+        run(gpu, both, 1, 4)
+        (a, x), (b, y) = both
+        assert held(gpu, b, y)[:2] == held(gpu, a, x)[:2]
+    with pytest.raises(ValueError, match="no LBFGS"):
+        torchao.CPUOffloadOptimizer([torch.nn.Parameter(gpu.tensor(torch.ones(3)))], torch.optim.LBFGS)
+
+
+def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
+    monkeypatch.setattr(offload, "_steps_on", {torch.device("cuda", 0): False})
+    both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
+    run(gpu, both, 1, 4)
+    same(gpu, both)
+    assert not both[1][1]._engine.late
+
+
+def test_two_gpus(fake):
+    values = start(torch.bfloat16)
+    here = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
+    there = {n: torch.nn.Parameter(fake.tensor(v, i % 2)) for i, (n, v) in enumerate(values.items())}
+    options = {"seed": 5, "clip_norm": 0.5, "states": "int8"}
+    both = (here, halfstep.AdamW(here.items(), **options)), (there, halfstep.CPUOffload(there.items(), minimal_size=SIZE, **options))
+    run(fake, both, 1, 4)
+    same(fake, both)
+
+
+def test_wrong_arguments(gpu):
+    p = torch.nn.Parameter(gpu.tensor(torch.ones(64, 64)))
+    for recipe, error, said in ((torch.optim.AdamW, TypeError, "class of halfstep"), ("adamv", ValueError, "adamv"), (3, TypeError, "3"),
+                                ("ema", ValueError, "halfstep.EMA")):
+        with pytest.raises(error, match=said):
+            halfstep.CPUOffload([p], recipe)
+    with pytest.raises(ValueError, match="minimal_size"):
+        halfstep.CPUOffload([p], minimal_size=-1)
+    with pytest.raises(ValueError, match="compile"):
+        halfstep.CPUOffload([p], compile=True)
+    with pytest.raises((TypeError, RuntimeError), match="sparse"):
+        opt = halfstep.CPUOffload([("w", p)], minimal_size=0)
+        p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (64, 64), check_invariants=True)
+        opt.step()
+
+
+def test_on_the_processor_there_is_nothing_to_move():
+    """Parameters in the process's memory are stepped where they are; real backward passes, whose hooks are torch's."""
+    for release in (False, True):
+        torch.manual_seed(0)
+        nets = [torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).bfloat16() for _ in range(2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        opts = [halfstep.Lion(nets[0].named_parameters(), seed=1, gradient_release=release),
+                halfstep.CPUOffload(nets[1].named_parameters(), halfstep.Lion, seed=1, offload_gradients=True, gradient_release=release)]
+        for step in range(3):
+            for net, opt in zip(nets, opts):
+                net(torch.ones(4, 96, dtype=torch.bfloat16)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters()))
+
+
+def test_the_thread_ends_with_its_optimizer(gpu):
+    both = pair(gpu, halfstep.AdamW, "bf16-sr", gradient_release=True)
+    run(gpu, both, 1, 3)
+    thread = both[1][1]._carrier.thread
+    assert thread.is_alive()
+    del both
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def offloaded_shards(rank, size):
+    """Rows of DTensors that lie on the (fake) GPU of each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    made, patch = Fake(), pytest.MonkeyPatch()
+    made.install(patch)
+    mesh = init_device_mesh("cpu", (size,))
+
+    def put(value):
+        cut = distribute_tensor(value, mesh, [Shard(0)])
+        return DTensor.from_local(made.tensor(cut.to_local()), mesh, [Shard(0)], run_check=False, shape=cut.shape, stride=cut.stride())
+
+    values = {name: v for name, v in start(torch.bfloat16).items() if v.dim()}
+    params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
+    opt = halfstep.CPUOffload(params.items(), "adamw/bf16-sr/int8", seed=5, clip_norm=0.5, offload_gradients=True)
+    for step in range(1, 4):
+        for name, g in gradients(values, step).items():
+            params[name].grad = put(g)
+            for hook in params[name]._post_accumulate_grad_hooks.values():
+                hook(params[name])
+            assert params[name].grad is None or not params[name].to_local().numel()
+        opt.step()
+    made.synchronize()
+    whole = {n: DTensor.from_local(p.to_local().clone(), mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
+             for n, p in params.items()}
+    return {n: bits(v) for n, v in whole.items()}, opt.grad_norm, {str(_devices.of(v.to_local())) for v in opt.state[params["body.weight"]].values()
+                                                                  if isinstance(v, DTensor)}
+
+
+def test_shards():
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("no gloo")
+    pool = Pool(2)
+    try:
+        found = pool.run(2, offloaded_shards)
+    finally:
+        pool.close()
+    params = {n: torch.nn.Parameter(v) for n, v in start(torch.bfloat16).items() if v.dim()}
+    opt = halfstep.AdamW(params.items(), seed=5, clip_norm=0.5, states="int8")
+    for step in range(1, 4):
+        for name, g in gradients(params, step).items():
+            params[name].grad = g
+        opt.step()
+    for weights, norm, places in found:
+        assert weights == {n: bits(p) for n, p in params.items()} and norm == opt.grad_norm and places == {"cpu"}
