@@ -7,6 +7,7 @@ python/halfstep/__init__.pyi.
 """
 import inspect
 import os
+import re
 import sys
 import textwrap
 
@@ -23,6 +24,7 @@ from ._abi import HalfstepError as HalfstepError
 from .accumulate import GradientAccumulator as GradientAccumulator
 from .ema import EMA as EMA
 from .full_precision import full_precision_state_dict as full_precision_state_dict
+from .offload import CPUOffload as CPUOffload
 from .optimizer import Optimizer as Optimizer, Params as Params, name_parameters as name_parameters
 from .plan import plan as plan
 from .rules import optimizer as optimizer
@@ -53,11 +55,14 @@ def stub():
     import halfstep
     from halfstep import rules
     from halfstep.optimizer import Optimizer
+    known = {"RMSprop", *rules.classes, *re.findall(r" as (\w+)", HEAD)}
+    missing = set(halfstep.__all__) - known
+    if missing:
+        sys.exit(f"stubs.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has")
     common = inspect.signature(Optimizer.__init__).parameters
     out = [HEAD]
     for name, cls in rules.classes.items():
-        base = cls.__mro__[1].__name__ if cls.__mro__[1] is Optimizer else "Optimizer"
-        lines = [f"class {name}({base}):"]
+        lines = [f"class {name}(Optimizer):"]
         text = cls.__doc__.splitlines()
         lines += ['    """' + text[0], *(("    " + line).rstrip() for line in text[1:]), '    """', ""]
         call = "def __init__(self, params: Params, " + "".join(parts(cls, common)) + ") -> None: ..."

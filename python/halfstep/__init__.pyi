@@ -9,6 +9,7 @@ from ._abi import HalfstepError as HalfstepError
 from .accumulate import GradientAccumulator as GradientAccumulator
 from .ema import EMA as EMA
 from .full_precision import full_precision_state_dict as full_precision_state_dict
+from .offload import CPUOffload as CPUOffload
 from .optimizer import Optimizer as Optimizer, Params as Params, name_parameters as name_parameters
 from .plan import plan as plan
 from .rules import optimizer as optimizer

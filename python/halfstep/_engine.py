@@ -424,7 +424,7 @@ class Group:
         return next((group for group in groups if group is self.of), groups[self.place] if len(groups) == self.count else None)
 
 
-class Part:
+class DevicePart:
     """The handle of one device: of `n` members from number `first` on, whose pointers are parts of the engine's."""
 
     __slots__ = ("handle", "device", "first", "n", "weights", "gradients", "stream", "scale", "counted")
@@ -462,7 +462,7 @@ class Engine:
             self.clip_norm = self.gradient_scale = None
             self.members, self.groups = [], []
             for device in devices:
-                part = Part(create_handle(self.threads, optimizer.seed, device), device)
+                part = DevicePart(create_handle(self.threads, optimizer.seed, device), device)
                 self.parts.append(part)
                 here = wanted if len(devices) == 1 else [w for w in wanted if optimizer._home(w[0]) == device]
                 members, c_groups, _ = declare(part.handle, optimizer, here)
@@ -788,34 +788,23 @@ class Engine:
 
     def _step_together(self, micro):
         """A step on several devices: one verdict and one norm for all of them, which takes a wait for each."""
-        head = int(lib.halfstep_round_statistics_count())
-        begin = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
-        found, total = [], torch.zeros(head, dtype=torch.int64)
-        for part in self.parts:
-            statistics = torch.zeros(int(lib.halfstep_statistics_count(part.handle)), dtype=torch.int64)
-            check(begin(part.handle, part.gradients, statistics.data_ptr()), part.handle)
-            total += statistics[:head]
-            found.append(statistics)
-        refusing = [part for part, s in zip(self.parts, found) if bool(s[head:head + part.n].any())]
+        found = [_sharding.begin(part.handle, part.gradients, micro) for part in self.parts]
+        total = sum(statistics[:_sharding.HEAD] for statistics in found)
+        refusing = [part for part, s in zip(self.parts, found) if bool(s[_sharding.HEAD:_sharding.HEAD + part.n].any())]
+        # A step that is refused as a whole counts once, however many devices saw why.
+        whole = refusing and self.choices.get("scan", "scan") == "scan"
         code = (_abi.OK, self.handle)
         for part, statistics in zip(self.parts, found):
-            if refusing and part not in refusing and self.choices.get("scan", "scan") == "scan":
+            if whole and part is not refusing[0]:
                 continue
-            statistics[:head] = total
-            arguments = (part.handle, part.gradients) if micro else (part.handle, part.weights, part.gradients)
-            if not micro and len(statistics) > int(lib.halfstep_norms_offset(part.handle)):
-                check(lib.halfstep_step_norms(*arguments, statistics.data_ptr()), part.handle)
-            finish = lib.halfstep_accumulate_states_finish if micro else lib.halfstep_step_finish
-            given = finish(*arguments, statistics.data_ptr())
+            statistics[:_sharding.HEAD] = total
+            given = _sharding.finish(part.handle, part.weights, part.gradients, statistics, micro)
             if given == _abi.OK and part.late and part in refusing:
                 given = lib.halfstep_synchronize(part.handle)
             if given == _abi.NONFINITE:
                 code = (given, part.handle)
             else:
                 check(given, part.handle)
-        if refusing and len(refusing) > 1 and self.choices.get("scan", "scan") == "scan":
-            for part in refusing[1:]:  # one step was refused, however many devices saw why
-                part.counted += 1
         return code
 
     def end_round(self, clipped):
@@ -826,7 +815,7 @@ class Engine:
             for part in self.parts:
                 check(lib.halfstep_end_round(part.handle), part.handle)
             return _abi.OK
-        total = torch.zeros(int(lib.halfstep_round_statistics_count()), dtype=torch.int64)
+        total = torch.zeros(_sharding.HEAD, dtype=torch.int64)
         for part in self.parts:
             statistics = torch.zeros_like(total)
             check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)

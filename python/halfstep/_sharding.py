@@ -21,7 +21,7 @@ from ._abi import check, lib
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
 #: numbers of the statistics before the flags of the tensors: the limbs of the sum of all squares
-_HEAD = int(lib.halfstep_round_statistics_count())
+HEAD = int(lib.halfstep_round_statistics_count())
 #: whether this process has met a DTensor among parameters: others are spared the question
 seen = False
 #: stands for the address of what has no elements, where a NULL would mean that there is none
@@ -386,6 +386,25 @@ def add_up(numbers, groups, op=None):
             numbers.copy_(there)
 
 
+def begin(handle, gradients, micro, count=None):
+    """The statistics of the gradients of a step, or of a micro-batch; count: how many numbers they are, if known."""
+    statistics = torch.zeros(int(lib.halfstep_statistics_count(handle)) if count is None else count, dtype=torch.int64)
+    call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
+    check(call(handle, gradients, statistics.data_ptr()), handle)
+    return statistics
+
+
+def finish(handle, weights, gradients, statistics, micro, share=None):
+    """What follows begin(), by the statistics of all: its code. share(statistics) adds up the sums of rules that take some."""
+    if micro:
+        return lib.halfstep_accumulate_states_finish(handle, gradients, statistics.data_ptr())
+    if len(statistics) > int(lib.halfstep_norms_offset(handle)):
+        check(lib.halfstep_step_norms(handle, weights, gradients, statistics.data_ptr()), handle)
+        if share is not None:
+            share(statistics)
+    return lib.halfstep_step_finish(handle, weights, gradients, statistics.data_ptr())
+
+
 class Ranks:
     """What an optimizer needs to agree with other ranks. Made anew with the handle."""
 
@@ -423,22 +442,22 @@ class Ranks:
         """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same gradients."""
         members = self._members(cls)
         size = len(cls.params)
-        packed = torch.zeros(_HEAD + 2 * size, dtype=torch.int64)
-        packed[:_HEAD] = statistics[:_HEAD]
+        packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64)
+        packed[:HEAD] = statistics[:HEAD]
         for row, i in members:
-            packed[_HEAD + row] = statistics[_HEAD + i]
-            packed[_HEAD + size + row] = int(given[i])
+            packed[HEAD + row] = statistics[HEAD + i]
+            packed[HEAD + size + row] = int(given[i])
         add_up(packed, cls.groups)
         ranks = 1
         for group in cls.groups:
             ranks *= torch.distributed.get_world_size(group)
         for row, p in enumerate(cls.params):
-            if int(packed[_HEAD + size + row]) not in (0, ranks):
+            if int(packed[HEAD + size + row]) not in (0, ranks):
                 raise RuntimeError(f"halfstep: parameter {self.names.get(p, row)!r} has a gradient on "
-                                   f"{int(packed[_HEAD + size + row])} of the {ranks} ranks that it is divided over")
-        statistics[:_HEAD] = packed[:_HEAD]
+                                   f"{int(packed[HEAD + size + row])} of the {ranks} ranks that it is divided over")
+        statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
-            statistics[_HEAD + i] = packed[_HEAD + row]
+            statistics[HEAD + i] = packed[HEAD + row]
 
     def _share_sums(self, cls, statistics):
         found = [self.places[i] for _, i in self._members(cls) if self.places[i][1]]
@@ -452,7 +471,6 @@ class Ranks:
         """The call of a whole step: its code, and whether ranks of the norm group refuse it where this one would not."""
         handle, total = self.handle, torch.zeros(self.count, dtype=torch.int64)
         given = [bool(gradients[i]) for i in range(self.n)]
-        begin = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
         some = (ctypes.c_void_p * self.n)()
         for cls in self.classes:
             if not cls.params:
@@ -461,25 +479,22 @@ class Ranks:
                 some[i] = None
             for _, i in self._members(cls):
                 some[i] = gradients[i]
-            statistics = torch.zeros(self.count, dtype=torch.int64)
-            check(begin(handle, some, statistics.data_ptr()), handle)
+            statistics = begin(handle, some, micro, self.count)
             if cls.groups:
                 self._share_flags(cls, statistics, given)
             total += statistics
         if self.norm_group is not None:
-            packed = torch.cat([total[:_HEAD], (total[_HEAD:self.sums] != 0).sum().view(1)])
-            own = int(packed[_HEAD])
+            packed = torch.cat([total[:HEAD], (total[HEAD:self.sums] != 0).sum().view(1)])
+            own = int(packed[HEAD])
             add_up(packed, (self.norm_group,))
-            total[:_HEAD] = packed[:_HEAD]
-            if int(packed[_HEAD]) and not own:
+            total[:HEAD] = packed[:HEAD]
+            if int(packed[HEAD]) and not own:
                 return None
-        if not micro and self.count > self.sums:
-            check(lib.halfstep_step_norms(handle, weights, gradients, total.data_ptr()), handle)
-            for cls in self.divided:
-                self._share_sums(cls, total)
-        if micro:
-            return lib.halfstep_accumulate_states_finish(handle, gradients, total.data_ptr())
-        return lib.halfstep_step_finish(handle, weights, gradients, total.data_ptr())
+        return finish(handle, weights, gradients, total, micro, self._share_all_sums)
+
+    def _share_all_sums(self, statistics):
+        for cls in self.divided:
+            self._share_sums(cls, statistics)
 
     def step_one(self, p, weight, gradient, micro=False):
         """The same of one tensor, in release."""
@@ -503,7 +518,7 @@ class Ranks:
         if clipped and len([c for c in self.classes if c.params]) > 1:
             raise RuntimeError("halfstep: in release the norm of a round cannot be taken over parameters of several meshes; use "
                                "clip=\"per-tensor\", or one mesh for all")
-        statistics = torch.zeros(_HEAD, dtype=torch.int64)
+        statistics = torch.zeros(HEAD, dtype=torch.int64)
         check(lib.halfstep_end_round_begin(self.handle, statistics.data_ptr()), self.handle)
         for cls in self.classes:
             if cls.params:

@@ -1108,10 +1108,9 @@ class Optimizer(torch.optim.Optimizer):
             if arguments[-1] is not None:  # of a weight
                 whole = m.p.detach().full_tensor().contiguous()
                 arguments = (*arguments[:-1], whole.data_ptr())
-            found = read_rows(function, m.handle, m.index, m.whole, *arguments)
-            m.full = None
-            return m.part.like_parameter(m.part.take(found).contiguous())
-        found = read_rows(function, m.handle, m.index, m.shape, *arguments, rows=m.rows)
+        found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+        if m.gathered:
+            m.full, found = None, m.part.take(found).contiguous()
         found = _devices.place(found, m.lies)
         return found if m.part is None else m.part.like_parameter(found)
 
@@ -1146,19 +1145,18 @@ class Optimizer(torch.optim.Optimizer):
     def _write(self, m, slot, data, values):
         if m.gathered:
             values = values.full_tensor() if _sharding.is_dtensor(values) else values
-            values, whole = _devices.to_cpu(values).to(torch.float32), m.p.detach().full_tensor().contiguous()
-            if tuple(values.shape) != m.whole:
-                raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}")
-            self._engine.gather(m, self.state[m.p])
-            write_rows(m.handle, m.index, slot, whole.data_ptr() if slot == WEIGHT else None, values)
-            self._engine.scatter(m, self.state[m.p], whole if slot == WEIGHT else None)
-            return
-        if m.part is not None:
+        elif m.part is not None:
             values = m.part.take(values)
         values = _devices.to_cpu(values).to(torch.float32)
-        if tuple(values.shape) != m.shape:
-            raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.shape}, not {tuple(values.shape)}")
-        write_rows(m.handle, m.index, slot, data, values, m.rows)
+        if tuple(values.shape) != m.whole:
+            raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}")
+        if not m.gathered:
+            write_rows(m.handle, m.index, slot, data, values, m.rows)
+            return
+        weight = m.p.detach().full_tensor().contiguous() if slot == WEIGHT else None
+        self._engine.gather(m, self.state[m.p])
+        write_rows(m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values)
+        self._engine.scatter(m, self.state[m.p], weight)
 
     @torch.no_grad()
     def write_weight(self, p: torch.Tensor, values: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 Nothing here lists rules or their hyper-parameters: a new row of src/rules/rules.def is a new class. Names, order and defaults are
 torch's where torch has the rule.
 """
+import functools
 import inspect
 import re
 import textwrap
@@ -137,6 +138,7 @@ _TITLES = {
 }
 
 
+@functools.lru_cache(None)
 def _common_titles():
     """What Optimizer's own documentation says of each option, by name."""
     found, names = {}, ()
@@ -162,11 +164,15 @@ def _title(rule, name):
     return hyper.title if hyper is not None else _common_titles().get(name, "")
 
 
+@functools.lru_cache(None)
+def _described(name, title):
+    return textwrap.wrap(f"    {name:<24} {title}", 128, subsequent_indent=" " * 29)
+
+
 def _documentation(rule, signature):
     lines = [rule.title + ".", "", f"Rule \"{rule.name}\" of the library; options are read from the group at each step.", ""]
     for name in list(signature.parameters)[1:]:
-        title = _title(rule, name)
-        lines += textwrap.wrap(f"    {name:<24} {title}", 128, subsequent_indent=" " * 29)
+        lines += _described(name, _title(rule, name))
     return "\n".join(lines)
 
 
