@@ -8,7 +8,7 @@ import torch
 
 from . import _devices, _sharding, rules
 from ._abi import HalfstepError, lib
-from ._engine import check_gradient, create_handle, no_dynamo
+from ._engine import PLAIN, check_gradient, create_handle, no_dynamo
 from ._sharding import local
 from ._watch import version
 from .optimizer import Optimizer, Params
@@ -318,9 +318,9 @@ class CPUOffload(Optimizer):
 
     def _check_gradient(self, p, grad, name):
         copy = self._carrier.copies.get(p)
-        if copy is None or grad is not copy.gradient:
-            return super()._check_gradient(p, grad, name)
-        return check_gradient(copy.gradient.new_empty(local(p).shape), grad, name)  # which was there before
+        if copy is not None and grad is copy.gradient and grad.shape == local(p).shape and grad.dtype in PLAIN:
+            return PLAIN[grad.dtype]  # it was a gradient of this parameter, and is elsewhere
+        return super()._check_gradient(p, grad, name)
 
     def _bring(self, m, p, grad):
         copy = self._carrier.copies.get(p)

@@ -1,4 +1,4 @@
-"""bench/peers.py and bench/traps.py on sizes that take seconds: what they print is measured, and nobody is left out."""
+"""bench/peers.py, bench/traps.py and bench/offload.py on sizes that take seconds: what they print is measured, and nobody is left out."""
 import csv
 import json
 import math
@@ -278,3 +278,13 @@ def test_nan_is_counted():
     found = traps.nan(traps.REFERENCE, False)
     assert found["poisoned"] == 1 and found["moved"] > 8000
     assert traps.nan(common.ours("adamw/bf16-kahan/bf16-sr"), False) == {"poisoned": 0, "moved": 0}
+
+
+def test_offload_copies_as_much_as_it_says():
+    pytest.importorskip("torchao")
+    rows = [line.strip("| ").split(" | ") for line in run("offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory").splitlines()
+            if line.startswith("| ") and "ms a step" not in line]
+    copied = {row[0]: (row[3], row[4]) for row in rows}
+    assert len(copied) == 6 and copied.pop("plain halfstep") == ("0.00", "0.00")
+    assert all(pair == ("2.00", "2.00") for way, pair in copied.items() if way.startswith("CPUOffload"))  # torchao leaves small tensors out
+    assert all("0.00" not in pair for pair in copied.values())

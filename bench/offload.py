@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Offloaded steps against plain ones, and against torchao's CPUOffloadOptimizer: time, memory, bytes copied.
+
+    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--no-memory] [--out bench/offload.md]
+
+With a GPU the model lies there. Without one the CPU stands for it: what would cross the bus is copied from memory to memory, at once, so
+that the cost of what each package does beside its copies can be seen, and how much it copies. What cannot be seen then is any overlap,
+since both sides have the same cores. Ways take turns, a step each; times are medians and ratios to the plain step beside them.
+"""
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import types
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
+
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import halfstep  # noqa: E402
+from halfstep import _devices, offload  # noqa: E402
+
+GPU = torch.cuda.is_available()
+RECIPE = "adamw/bf16-sr/int8"
+#: copied to the process and back by the way that is stepping
+COPIED = [0, 0]
+
+
+# ---- The CPU in the place of a GPU ----
+
+
+class Bus(TorchDispatchMode):
+    """Counts what torchao copies on its stream."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            COPIED[args[0].data_ptr() in self.device] += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+class Side:
+    def __init__(self, device):
+        pass
+
+    def follow(self):
+        pass
+
+    lead = event = follow
+
+    def copy(self, to, tensor):
+        to.copy_(tensor)
+        COPIED[to.data_ptr() not in HOST] += to.nbytes
+
+
+#: addresses of what lies in the process, where the CPU stands for both
+HOST = set()
+#: whether what is not there is on the "GPU" now: for CPUOffload, and not for the plain optimizer
+ACTIVE = [False]
+
+
+def stand_in():
+    def kept(function):
+        def call(*arguments, **options):
+            made = function(*arguments, **options)
+            HOST.add(made.data_ptr())
+            return made
+        return call
+
+    def of(tensor):
+        return torch.device("cpu" if not ACTIVE[0] or tensor.data_ptr() in HOST or tensor.dim() == 0 or tensor.dtype != torch.bfloat16 else "cuda:0")
+
+    _devices.of, _devices.Side, _devices.wait = of, Side, lambda event: None
+    _devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    _devices.zeros = kept(lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    offload._steps_on[torch.device("cuda:0")] = False
+
+    import torchao.optim.cpu_offload as theirs
+    bus = Bus()
+    bus.device = set()
+    plain = torch.empty_like
+    theirs.get_available_devices = lambda: ["cpu", "xpu"]
+    torch.xpu.Stream, torch.xpu.current_stream, torch.xpu.stream = Stream, Stream, lambda stream: bus
+    theirs.torch = types.SimpleNamespace(**{**vars(torch), "empty_like": lambda *a, pin_memory=False, **k: plain(*a, **k)})
+    torch.Tensor.record_stream = lambda self, stream: None
+    return bus
+
+
+# ---- Ways ----
+
+
+def ways(bus):
+    from torchao.optim import AdamW8bit
+    from torchao.optim.cpu_offload import CPUOffloadOptimizer
+    plain = halfstep.rules.class_and_options(RECIPE)
+
+    def theirs(cls, **options):
+        def make(model):
+            return CPUOffloadOptimizer(model.parameters(), cls, lr=1e-4, **options)
+        return make
+
+    def ours(**options):
+        def make(model):
+            ACTIVE[0] = not GPU
+            return halfstep.CPUOffload(model.named_parameters(), RECIPE, lr=1e-4, **options)
+        return make
+
+    found = {
+        "plain halfstep": lambda model: plain[0](model.named_parameters(), lr=1e-4, **plain[1]),
+        "CPUOffload": ours(),
+        "CPUOffload, offload_gradients": ours(offload_gradients=True),
+        "CPUOffload, gradient_release": ours(gradient_release=True),
+        "torchao, torch.optim.AdamW": theirs(torch.optim.AdamW, fused=True),
+        "torchao, torch.optim.AdamW, offload_gradients": theirs(torch.optim.AdamW, fused=True, offload_gradients=True),
+    }
+    if GPU:  # whose kernels are compiled: on a CPU this takes minutes
+        found["torchao, AdamW8bit"] = theirs(AdamW8bit)
+    return found
+
+
+def network(given):
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(given.layers):
+        layers += [torch.nn.Linear(given.width, given.width), torch.nn.GELU()]
+    return torch.nn.Sequential(*layers).bfloat16().to("cuda" if GPU else "cpu")
+
+
+def step(model, opt, x):
+    ACTIVE[0] = isinstance(opt, halfstep.CPUOffload)
+    model(x).float().square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def batch(given):
+    return torch.randn(given.batch, given.width, dtype=torch.bfloat16).to("cuda" if GPU else "cpu")
+
+
+def memory(given, way):
+    """In a process of its own: the most that a way takes beside the model, gradients and activations among it; in the process and on the
+    GPU."""
+    bus = None if GPU else stand_in()
+    model, x = network(given), batch(given)
+    model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's
+
+    def status(key):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+    model.zero_grad(set_to_none=True)
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    opt = ways(bus)[way](model)
+    for _ in range(3):
+        step(model, opt, x)
+    print(json.dumps([status("VmHWM") - before[0], (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("layers", 16), ("width", 1024), ("batch", 64), ("rounds", 12)):
+        parser.add_argument("--" + name, type=int, default=value)
+    parser.add_argument("--out", help="Markdown to write the table into, between its marks")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory out, which takes a process for each way")
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.memory:
+        return memory(given, given.memory)
+    bus = None if GPU else stand_in()
+    x, made = batch(given), {}
+    for way, make in ways(bus).items():
+        model = network(given)
+        made[way] = model, make(model), [], []
+        step(model, made[way][1], x)
+    for _ in range(given.rounds):
+        for model, opt, times, copies in made.values():
+            COPIED[:] = 0, 0
+            if bus is not None:
+                bus.device = {p.data_ptr() for p in model.parameters()}
+            begun = time.perf_counter()
+            step(model, opt, x)
+            times.append(time.perf_counter() - begun)
+            copies.append(tuple(COPIED))
+    n = sum(p.numel() for p in network(given).parameters())
+    base = made["plain halfstep"][2]
+    lines = [f"{n / 1e6:.1f} M parameters in BF16, batch {given.batch}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+             + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU") + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}.",
+             "", "| way | ms a step | of a plain step | bytes a parameter to the process (counted where the CPU stands in) | and back | peak of the process beside the model, bytes a parameter |"
+             + (" of the GPU |" if GPU else ""), "|---|---|---|---|---|---|" + ("---|" if GPU else "")]
+    for way, (_, _, times, copies) in made.items():
+        host = device = ""
+        if not given.no_memory:
+            command = [sys.executable, os.path.abspath(__file__), "--memory", way, *(f"--{k}={getattr(given, k)}" for k in ("layers", "width", "batch"))]
+            child = subprocess.run(command, capture_output=True, text=True, check=True)
+            host, device = (f"{size / n:.1f}" for size in json.loads(child.stdout.splitlines()[-1]))
+        ratio = statistics.median(a / b for a, b in zip(times, base))
+        down, up = ("", "") if GPU else (f"{copies[-1][0] / n:.2f}", f"{copies[-1][1] / n:.2f}")
+        lines.append(f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} | {host} |" + (f" {device} |" if GPU else ""))
+    text = "\n".join(lines)
+    print(text)
+    if given.out:
+        with open(given.out) as file:
+            page = file.read()
+        head, _, rest = page.partition("<!-- measured -->\n")
+        _, mark, tail = rest.partition("<!-- end -->")
+        with open(given.out, "w") as file:
+            file.write(head + "<!-- measured -->\n" + text + "\n" + mark + tail)
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
