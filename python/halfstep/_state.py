@@ -10,7 +10,7 @@ from ctypes import byref
 
 import torch
 
-from . import _abi, _convert, _layout, _sharding
+from . import _abi, _convert, _foreign, _layout, _sharding
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
@@ -110,7 +110,7 @@ def load(optimizer, state_dict, torch_load):
         return given
 
     # The dictionary may share this optimizer's own, edited; what the handle knows must not go over it.
-    state_dict = dict(state_dict)
+    state_dict = dict(_foreign.translate(optimizer.rule, state_dict))
     state_dict["state"] = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
     if "param_names" in state_dict:
         state_dict["param_groups"] = _with_names(state_dict)

@@ -78,3 +78,26 @@ def test_save_pretrained(tmp_path):
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for (name, p), (other, q) in zip(model.named_parameters(), again.named_parameters()):
         assert name == other and torch.equal(q, opt.read_weight(p)), name
+
+
+def test_save_pretrained(tmp_path):
+    """What transformers writes of it is the weights of the split format, in fp32."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                                      tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    opt = halfstep.AdamW(model.named_parameters(), lr=1e-3, weights="bf16-kahan")
+    for _ in range(2):
+        tokens = torch.randint(64, (2, 8))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    model.save_pretrained(tmp_path, state_dict=halfstep.full_precision_state_dict(model, opt))
+    found = load_file(tmp_path / "model.safetensors")
+    named = dict(model.named_parameters())
+    assert set(found) == set(named)
+    for name, p in named.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], opt.read_weight(p)), name
+    assert any(not torch.equal(found[name], p.float()) for name, p in named.items())

@@ -72,19 +72,6 @@ class _LowBit(Optimizer):
             weights = "bf16"  # the flag is about BF16
         return weights, states
 
-    def load_state_dict(self, state_dict):
-        """As halfstep's; takes what torchao saved as well, decoding its quantized states."""
-        states = {key: {name: _decoded(value) for name, value in state.items()}
-                  for key, state in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": states})
-
-
-def _decoded(value):
-    """A quantized state of torchao, a tensor of a class of its own, as plain numbers."""
-    if type(value) is not torch.Tensor and isinstance(value, torch.Tensor) and hasattr(value, "dequantize"):
-        return value.dequantize().to(torch.float32)
-    return value
-
 
 class Adam8bit(_LowBit):
     """Adam (weight decay as part of the gradient) with states of 8 bits."""
