@@ -948,6 +948,125 @@ class ScheduleFree(Optimizer):
                  Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
                  None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
+class ADOPT(Optimizer):
+    """ADOPT: gradients divided by the second moment before them (Taniguchi et al. 2024).
+
+    Rule "adopt" of the library; options are read from the group at each step.
+
+        params                   parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries,
+                                 one for each group
+        lr                       learning rate; a number, or a tensor of one element
+        betas                    decay rate of the average of normalized gradients; decay rate of the second moment
+        eps                      least root of the second moment that a gradient is divided by
+        weight_decay             coefficient of the decay mode
+        clip_power               normalized gradients are bounded by the number of updates before to this power
+        clipped                  0: normalized gradients have no bound
+        maximize                 1: ascend
+        centralize               fraction of the row mean taken from the gradient
+        weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
+                                 float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
+        states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                                 None: the rule's default, f32 for float32 parameters and bf16-sr for others
+        decay                    "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+        reference_lr             lr at which fully decoupled decay is weight_decay; 0: lr as first set
+        clip_norm                largest global gradient norm; 0: no clipping
+        clip                     in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's
+                                 own
+        scan                     "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its
+                                 tensor is left alone; "known-finite": nobody looks
+        generator                "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
+        seed                     of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs
+                                 it; where torch.distributed is initialized it is 0 on all ranks
+        threads                  0: torch.get_num_threads() at each step
+        gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
+        optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
+        norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
+                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
+                                 often. Not saved and not copied
+        flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
+                                 formats; "shards": and each rank holds another shard, so that each has random bits of its own.
+                                 Those of FSDP1 are recognized
+        foreach                  accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        fused                    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        capturable               accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        differentiable           False: no gradient goes through a step
+        compile                  True: step() can be traced by torch.compile(fullgraph=True)
+    """
+
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
+                 0.9999), eps: float = 1e-06, weight_decay: float = 0.0, clip_power: float = 0.25, clipped: bool =
+                 True, *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
+
+class AdEMAMix(Optimizer):
+    """AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024).
+
+    Rule "ademamix" of the library; options are read from the group at each step.
+
+        params                   parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries,
+                                 one for each group
+        lr                       learning rate; a number, or a tensor of one element
+        betas                    decay rate of the first moment; decay rate of the second moment; decay rate of the slow average
+        eps                      added to the root of the debiased second moment
+        weight_decay             coefficient of the decay mode
+        alpha                    times the slow average is added to the first moment
+        alpha_warmup             updates in which alpha rises from 0; 0: none
+        beta3_warmup             updates in which beta3 rises from beta1, by half-lives; 0: none
+        maximize                 1: ascend
+        centralize               fraction of the row mean taken from the gradient
+        weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
+                                 float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
+        states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                                 None: the rule's default, f32 for float32 parameters and bf16-sr for others
+        decay                    "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+        reference_lr             lr at which fully decoupled decay is weight_decay; 0: lr as first set
+        clip_norm                largest global gradient norm; 0: no clipping
+        clip                     in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's
+                                 own
+        scan                     "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its
+                                 tensor is left alone; "known-finite": nobody looks
+        generator                "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
+        seed                     of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs
+                                 it; where torch.distributed is initialized it is 0 on all ranks
+        threads                  0: torch.get_num_threads() at each step
+        gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
+        optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
+        norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
+                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
+                                 often. Not saved and not copied
+        flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
+                                 formats; "shards": and each rank holds another shard, so that each has random bits of its own.
+                                 Those of FSDP1 are recognized
+        foreach                  accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        fused                    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        capturable               accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        differentiable           False: no gradient goes through a step
+        compile                  True: step() can be traced by torch.compile(fullgraph=True)
+    """
+
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.9999), eps: float = 1e-08, weight_decay: float = 0.0, alpha: float = 5.0,
+                 alpha_warmup: float = 0.0, beta3_warmup: float = 0.0, *, maximize: bool = False, centralize: float
+                 = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
+                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
+                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
+                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
+                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+
 RMSprop = RMSProp
 
 __all__ = [
@@ -977,4 +1096,6 @@ __all__ = [
     "AdamWDelayed",
     "Muon",
     "ScheduleFree",
+    "ADOPT",
+    "AdEMAMix",
 ]

@@ -170,6 +170,8 @@ def other_value(rule, key, value):
         return tuple(c * 0.9 for c in value)
     if key == "adjust_lr_fn":
         return "match_rms_adamw"
+    if key in ("alpha_warmup", "beta3_warmup"):
+        return 20
     if key == "decay":
         return "l2" if value != "l2" else "decoupled"
     if key == "decoupled_weight_decay":
@@ -190,7 +192,7 @@ def other_value(rule, key, value):
 
 
 #: need gradients or learning rates of their own to act (test_judges.py has them)
-SILENT = {("muon", "eps"), ("muon", "exact"), ("schedulefree", "weight_lr_power")}
+SILENT = {("adopt", "eps"), ("muon", "eps"), ("muon", "exact"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
 

@@ -5,6 +5,8 @@
 
 #include "ref/adamw.h"
 #include "ref/adan.h"
+#include "ref/ademamix.h"
+#include "ref/adopt.h"
 #include "ref/compass.h"
 #include "ref/delayed.h"
 #include "ref/ema.h"

@@ -45,6 +45,10 @@ static const struct reference references[] = {
     {"ema", ref_ema, 1, "debias=1", 0},
     {"muon", ref_muon, 1e-2, "", 1},
     {"schedulefree", ref_schedulefree, 1e-3, "", 1},
+    {"adopt", ref_adopt, 1e-3, "", 1},
+    {"adopt", ref_adopt, 1e-3, "clipped=0 beta2=0.99", 0},
+    {"ademamix", ref_ademamix, 1e-3, "", 1},
+    {"ademamix", ref_ademamix, 1e-3, "alpha_warmup=300 beta3_warmup=600", 0},
 };
 enum { REFERENCES = sizeof references / sizeof references[0] };
 

@@ -1,0 +1,72 @@
+/* AdEMAMix (Pagliardini et al. 2024, algorithm 1): Adam with a second, slow average of the gradients:
+ *
+ *   m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2      a = B a + (1 - B) g
+ *   d = lr * (m / (1 - b1^t) + A a) / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ *
+ * a is not debiased: it starts at zero on purpose. A and B are alpha and b3, or come there within alpha_warmup and
+ * beta3_warmup updates: A in a straight line from 0, B with a half-life in a straight line from that of b1,
+ *
+ *   A = alpha t / alpha_warmup      B = exp(1 / ((1 - x) / ln b1 + x / ln b3)), at most b3      x = t / beta3_warmup
+ *
+ * Bounds for quantized moments are Adam's, for a with b3 and doubled: it meets its bound where gradients hardly change,
+ * and would have half of the noise of stochastic rounding cut off there, which lasts 1 / (1 - b3) updates. While B
+ * rises, a gradient may have entered a with up to 1 - b1, not 1 - b3; the bound is larger by that factor wherever there
+ * is a beta3_warmup. */
+#ifndef HSTEP_ADEMAMIX_H
+#define HSTEP_ADEMAMIX_H
+
+#include "rules/adamw.h"
+
+enum {
+    ADEMAMIX_FAST = adamw_constants, ADEMAMIX_SLOW, ADEMAMIX_BETA3, ADEMAMIX_NEW3, ADEMAMIX_BOUND,
+    ademamix_constants
+};
+
+/* B of above; ln 0 is minus infinity, and its reciprocal 0. */
+HSTEP_INLINE double ademamix_beta3(double beta1, double beta3, double part)
+{
+    if (!(part < 1.0) || beta3 == 0.0 || beta1 >= beta3) return beta3;
+    double half_life = part / hstep_log(beta3);
+    if (beta1 > 0.0) half_life = half_life + (1.0 - part) / hstep_log(beta1);
+    double beta = hstep_exp(1.0 / half_life);
+    return beta < beta3 ? beta : beta3;
+}
+
+HSTEP_INLINE void ademamix_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2], alpha = p->hyper[4], t = (double)p->t;
+    double alpha_warmup = p->hyper[5], beta3_warmup = p->hyper[6], now = beta3;
+    double bound = 2.0 * (double)adamw_bound(beta3, beta2, p->t);
+    adamw_prepare(k, p);
+    if (t < alpha_warmup) alpha = alpha * (t / alpha_warmup);
+    if (t < beta3_warmup) now = ademamix_beta3(beta1, beta3, t / beta3_warmup);
+    if (beta3_warmup > 0.0 && beta1 < beta3) bound = bound * ((1.0 - beta1) / (1.0 - beta3));
+    k[ADAMW_LR] = (float)p->lr;
+    k[ADAMW_EPS] = (float)p->hyper[3];
+    k[ADEMAMIX_FAST] = (float)(1.0 / (1.0 - hstep_powi(beta1, p->t)));
+    k[ADEMAMIX_SLOW] = (float)alpha;
+    k[ADEMAMIX_BETA3] = (float)now;
+    k[ADEMAMIX_NEW3] = (float)(1.0 - now);
+    k[ADEMAMIX_BOUND] = bound < 1e30 ? (float)bound : 1e30f;
+}
+
+#define ademamix_PARTS HSTEP_PARTS(ademamix)
+
+V_OP vf ademamix_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+{
+    vf slow = v_add(v_mul(k[ADEMAMIX_BETA3], s[2]), v_mul(k[ADEMAMIX_NEW3], g));
+    *root = adamw_moments(k, g, s, mode);
+    if (mode & RULE_CLAMP) slow = adamw_clamp(slow, v_mul(k[ADEMAMIX_BOUND], *root));
+    s[2] = slow;
+    return v_add(v_mul(k[ADEMAMIX_FAST], s[0]), v_mul(k[ADEMAMIX_SLOW], slow));
+}
+
+V_OP vf ademamix_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
+
+V_OP vf ademamix_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = ademamix_start(k, g, s, mode, &root);
+    return ademamix_end(k, w, numerator, root);
+}
+
+#endif

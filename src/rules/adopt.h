@@ -1,0 +1,51 @@
+/* ADOPT (Taniguchi et al. 2024, algorithm 2): each gradient is divided by the root of the second moment before it, and
+ * only then averaged, so that any b2 converges:
+ *
+ *   t = 1:  v = g^2, nothing else changes, not even by decay
+ *   t > 1:  n = g / max(sqrt(v), eps)                          v of the update before
+ *           n = max(min(n, c), -c), c = (t - 1)^clip_power     unless clipped is 0
+ *           m = b1 m + (1 - b1) n        v = b2 v + (1 - b2) g^2
+ *           d = lr * m + decay * w
+ *
+ * t - 1 is the number of averaged gradients, as in the authors' code, whose clip_lambda is `step ** 0.25`. Without the
+ * clip the bound is the largest float, so that a first gradient of almost zero makes no infinity. A zero denominator
+ * (eps = 0 and no gradient yet) gives n = 0. m is no average of g: no bound by the root of v holds for it, or is
+ * needed, for it is never divided. */
+#ifndef HSTEP_ADOPT_H
+#define HSTEP_ADOPT_H
+
+#include <float.h>
+
+#include "rules/rule.h"
+
+enum {
+    ADOPT_BETA1, ADOPT_NEW1, ADOPT_BETA2, ADOPT_NEW2, ADOPT_EPS, ADOPT_CLIP, ADOPT_LR, ADOPT_DECAY,
+    adopt_constants
+};
+
+HSTEP_INLINE void adopt_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], averaged = (double)(p->t - 1), most = FLT_MAX;
+    int first = p->t == 1;
+    if (p->hyper[4] != 0.0 && !first) most = hstep_pow(averaged, p->hyper[3]);
+    k[ADOPT_BETA1] = (float)beta1;
+    k[ADOPT_NEW1] = (float)(1.0 - beta1);
+    k[ADOPT_BETA2] = first ? 0.0f : (float)beta2;
+    k[ADOPT_NEW2] = first ? 1.0f : (float)(1.0 - beta2);
+    k[ADOPT_EPS] = (float)p->hyper[2];
+    k[ADOPT_CLIP] = first ? 0.0f : most < FLT_MAX ? (float)most : FLT_MAX;
+    k[ADOPT_LR] = first ? 0.0f : (float)p->lr;
+    k[ADOPT_DECAY] = first ? 0.0f : (float)p->decay;
+}
+
+V_OP vf adopt_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    vf n = v_div0(g, v_max(v_sqrt(s[1]), k[ADOPT_EPS]));
+    n = v_max(v_min(n, k[ADOPT_CLIP]), v_neg(k[ADOPT_CLIP]));
+    s[0] = v_add(v_mul(k[ADOPT_BETA1], s[0]), v_mul(k[ADOPT_NEW1], n));
+    s[1] = v_add(v_mul(k[ADOPT_BETA2], s[1]), v_mul(v_mul(k[ADOPT_NEW2], g), g));
+    return v_add(v_mul(k[ADOPT_LR], s[0]), v_mul(k[ADOPT_DECAY], w));
+}
+
+#endif

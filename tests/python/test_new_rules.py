@@ -1,0 +1,91 @@
+"""Rules against the code of their authors, or of pytorch-optimizer, which keeps it: fp32 over a few dozen steps."""
+import pytest
+import torch
+
+import halfstep
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+
+SHAPES = {"w": (24, 40), "b": (40,), "k": (4, 3, 5), "s": ()}
+
+
+def pair():
+    """The same parameters twice."""
+    torch.manual_seed(0)
+    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    return ours, {name: torch.nn.Parameter(p.detach().clone()) for name, p in ours.items()}
+
+
+def gradients(ours, theirs, step):
+    """Of a quadratic with noise: they change sign, and fall. Both get those of `ours`, so that differences do not grow."""
+    source = torch.Generator().manual_seed(step)
+    for name, p in ours.items():
+        g = 0.1 * p.detach() + 0.05 * torch.randn(p.shape, generator=source) / (1 + step / 20)
+        p.grad, theirs[name].grad = g, g.clone()
+
+
+def follow(ours, opt, theirs, peer, steps=40):
+    """Steps both; the largest difference of a weight, and how far the weights came."""
+    start = {name: p.detach().clone() for name, p in ours.items()}
+    for step in range(steps):
+        gradients(ours, theirs, step)
+        opt.step()
+        peer.step()
+    apart = max((p - theirs[name]).abs().max().item() for name, p in ours.items())
+    return apart, min((p - start[name]).abs().max().item() for name, p in ours.items())
+
+
+def check(opt, ours, peer, theirs, bound=6e-6, steps=40):
+    apart, moved = follow(ours, opt, theirs, peer, steps)
+    assert moved > 0.05 and apart < bound, f"{apart:.2e} apart after {moved:.2e}"
+
+
+def adopt_clip(step):
+    """pytorch-optimizer counts the first update, the authors' code does not."""
+    return (step - 1)**0.25
+
+
+@pytest.mark.parametrize("ours_has, theirs_has", [
+    ({}, {"clip_lambda": adopt_clip}),
+    ({"clipped": False, "betas": (0.8, 0.99)}, {"clip_lambda": None, "betas": (0.8, 0.99)}),
+    ({"weight_decay": 0.1, "eps": 1e-2}, {"weight_decay": 0.1, "eps": 1e-2, "clip_lambda": adopt_clip}),
+], ids=["default", "no clip", "l2"])
+def test_adopt(ours_has, theirs_has):
+    ours, theirs = pair()
+    check(halfstep.ADOPT(ours.items(), lr=1e-2, **ours_has), ours,
+          pytorch_optimizer.ADOPT(theirs.values(), lr=1e-2, foreach=False, **theirs_has), theirs)
+
+
+def test_adopt_s_first_update_moves_nothing():
+    ours, theirs = pair()
+    opt = halfstep.ADOPT(ours.items(), lr=1.0, weight_decay=0.5, decay="decoupled")
+    gradients(ours, theirs, 0)
+    opt.step()
+    assert all(torch.equal(p, theirs[name]) for name, p in ours.items())
+    assert all(torch.equal(opt.state[p]["exp_avg_sq"], p.grad * p.grad) for p in ours.values())
+    opt.step()
+    assert not any(torch.equal(p, theirs[name]) for name, p in ours.items())
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("warmup", [None, 25, 1000])
+def test_ademamix(warmup, decoupled):
+    ours, theirs = pair()
+    opt = halfstep.AdEMAMix(ours.items(), lr=1e-2, weight_decay=0.1, decay="decoupled" if decoupled else "l2",
+                            alpha_warmup=warmup or 0, beta3_warmup=warmup or 0)
+    peer = pytorch_optimizer.AdEMAMix(theirs.values(), lr=1e-2, weight_decay=0.1, weight_decouple=decoupled,
+                                      t_alpha_beta3=warmup, foreach=False)
+    check(opt, ours, peer, theirs)
+
+
+@pytest.mark.parametrize("states, bound", [("bf16-sr", 0.02), ("int8", 0.03)])
+def test_a_slow_average_does_not_wander(states, bound):
+    """At beta3 0.9999 what a gradient adds is far below the last place of 16 bits. Rounded to nearest, 2000 of them add
+    next to nothing."""
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    opt = halfstep.AdEMAMix([("p", p)], lr=0.0, states=states)
+    for step in range(2000):
+        p.grad = torch.full((64, 64), 0.5) + 0.1 * torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+        opt.step()
+    wanted = 0.5 * (1 - 0.9999**2000)
+    assert abs(opt.read_state(p, "exp_avg_slow").double().mean().item() / wanted - 1) < bound

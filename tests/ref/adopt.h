@@ -1,0 +1,27 @@
+/* Taniguchi et al. 2024, algorithm 2 with its clipping, in the authors' count: the first gradient makes v alone. */
+#ifndef HALFSTEP_REF_ADOPT_H
+#define HALFSTEP_REF_ADOPT_H
+
+#include "ref/ref.h"
+
+static inline void ref_adopt(const struct ref_hyper *h, struct ref_tensor *r)
+{
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        double g = ref_gradient(h, x);
+        if (r->t == 1) {
+            x->w_new = x->w;
+            x->s_new[0] = 0;
+            x->s_new[1] = g * g;
+            continue;
+        }
+        double n = ref_ratio(g, fmax(sqrt(x->s[1]), F(h->eps)));
+        if (h->clipped != 0) n = fmax(-pow(r->t - 1, h->clip_power), fmin(n, pow(r->t - 1, h->clip_power)));
+        double m = F(h->beta1) * x->s[0] + F(1 - h->beta1) * n;
+        x->s_new[0] = m;
+        x->s_new[1] = F(h->beta2) * x->s[1] + F(1 - h->beta2) * g * g;
+        ref_finish(h, x, h->lr, m);
+    }
+}
+
+#endif
