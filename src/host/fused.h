@@ -349,10 +349,13 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     /* What is all in the order of memory becomes pairs where it is summed. */
     const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
     const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
-    struct fused_slot s0 = state_start(r0, b1, b2, b1, a, room, 0, t, n);
-    struct fused_slot s1 = state_start(r1, b1, b2, b1, a, room, 1, t, n);
-    struct fused_slot s2 = state_start(r2, b1, b2, b1, a, room, 2, t, n);
-    struct fused_slot s3 = state_start(r3, b1, b2, b1, a, room, 3, t, n);
+    /* As in fused_rule(). */
+    fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
+    fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
     struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
                                        ? (char *)room->gradient
                                        : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
@@ -365,10 +368,10 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
             vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES], xe[HSTEP_MAX_NORMS], xo[HSTEP_MAX_NORMS];
             if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
             else lg(&g, 0, r, &ge, &go);
-            state_load(r0, plain, l1, l2, l1, &s0, r, &se[0], &so[0]);
-            state_load(r1, plain, l1, l2, l1, &s1, r, &se[1], &so[1]);
-            state_load(r2, plain, l1, l2, l1, &s2, r, &se[2], &so[2]);
-            state_load(r3, plain, l1, l2, l1, &s3, r, &se[3], &so[3]);
+            state_load(r0, plain, l1, l2, l3, &s0, r, &se[0], &so[0]);
+            state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
+            state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
+            state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
             vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
             vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
             if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
