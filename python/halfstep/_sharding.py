@@ -264,9 +264,12 @@ def part_of(p, name, flat=False, rule=None):
         global seen
         seen = True
         return (Gathered if rule is not None and is_gathered(rule, p) else Part)(p, name)
-    if p.dim() == 1 and p.numel() >= _FLAT_ELEMENTS and (flat or _is_flat_parameter(p)):
-        return Part(p, name)
-    return None
+    return Part(p, name) if is_flat(p, flat) else None
+
+
+def is_flat(p, flat):
+    """Whether a parameter is a flat buffer of many, by itself or by the option of its optimizer."""
+    return p.dim() == 1 and p.numel() >= _FLAT_ELEMENTS and bool(flat or _is_flat_parameter(p))
 
 
 def is_sharded_buffer(p):

@@ -134,10 +134,14 @@ def load(optimizer, state_dict, torch_load):
 def _warn_of_conversions(optimizer):
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            there = _layout.recipe_of(optimizer.state.get(p) or {}, "")
+            state, here = optimizer.state.get(p) or {}, optimizer._full_recipe(g, i)
+            there = _layout.recipe_of(state, "")
             if there is None:
+                if state and _sharding.is_flat(p, optimizer.flat) and any(_abi.formats[f].block for f in here.split("/")[2].split("+")):
+                    warnings.warn(f"halfstep: plain states of a flat buffer were loaded into {here}, whose blocks begin at this rank's shard: they "
+                                  "are quantized anew, and go on with other bits than before they were saved", UserWarning, stacklevel=4)
+                    return
                 continue
-            here = optimizer._full_recipe(g, i)
             if there != here:
                 warnings.warn(f"halfstep: the loaded states are {there}, this optimizer is {here}; they are converted at the "
                               "next step", UserWarning, stacklevel=4)

@@ -1,4 +1,7 @@
 """DDP, ZeroRedundancyOptimizer, FSDP1 and flat buffers: what ranks do that hold whole parameters, other ones, or parts that nobody told them of."""
+import contextlib
+import io
+import os
 import warnings
 
 import pytest
@@ -136,6 +139,89 @@ def test_fsdp1_keeps_its_formats(pool):
         assert 2.0 <= bytes_each < 2.2 and not fallen
     assert found[0][3] != found[1][3]  # ranks round by bits of their own
     assert all("norm_group=" in said for said in pool.run(2, fsdp1, None))
+
+
+def reshard_fsdp1(rank, size, path, states):
+    """Trains and saves where there is no file, else loads: what is held then, and what was said."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        opt = halfstep.AdamW(model.parameters(), lr=0.02, norm_group=True, states=states)
+
+        def gathered():
+            return FullyShardedDataParallel.optim_state_dict(model, opt, optim_state_dict=opt.torch_state_dict())
+
+        if not os.path.exists(path):
+            for _ in range(2):
+                model(torch.ones(4, 96).bfloat16()).float().pow(2).mean().backward()
+                opt.step()
+                opt.zero_grad()
+            found = gathered()
+            torch.distributed.barrier()  # or ranks that come late find the file
+            if rank == 0:
+                torch.save(found, path)
+            return None
+        there = torch.load(path)
+        mine = FullyShardedDataParallel.optim_state_dict_to_load(model, opt, there)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            opt.load_state_dict(mine)
+        found = gathered()
+    off = max(float((found["state"][name][key] - value).abs().max() / value.abs().max())
+              for name, state in there["state"].items() for key, value in state.items() if key != "step") if rank == 0 else 0.0
+    return off, [str(w.message) for w in said if "halfstep" in str(w.message)]
+
+
+@pytest.mark.parametrize("states", ["f32", "int8"])
+def test_fsdp1_reshards_by_plain_states(pool, states, tmp_path):
+    path = str(tmp_path / "saved")
+    pool.run(2, reshard_fsdp1, path, states)
+    for off, said in pool.run(4, reshard_fsdp1, path, states):
+        assert (off == 0.0 and not said) if states == "f32" else (off < 0.02 and len(said) == 1 and "quantized anew" in said[0])
+
+
+def deepspeed(rank, size, folder):
+    """ZeRO 1 over an optimizer of ours: whether a run that was saved and loaded goes on as the one that was not, and what it holds."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        import deepspeed
+
+        def made():
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+            opt = halfstep.AdamW(model.parameters(), lr=1e-2, states="int8", flat="shards", norm_group=True, clip_norm=1.0)
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+                      "bf16": {"enabled": True}}
+            return deepspeed.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)[0], opt
+
+        def train(engine, first, last):
+            for step in range(first, last):
+                x = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+                engine.backward(engine(x).float().pow(2).mean())
+                engine.step()
+
+        engine, opt = made()
+        before = [bits(p) for p in engine.module.parameters()]
+        train(engine, 0, 3)
+        engine.save_checkpoint(folder, tag="third")
+        train(engine, 3, 6)
+        again, other = made()
+        again.load_checkpoint(folder, tag="third")
+        train(again, 3, 6)
+    ends = [[bits(p) for p in one.module.parameters()] for one in (engine, again)]
+    p = opt.param_groups[0]["params"][0]
+    return ends[0] == ends[1] != before, opt.recipe(p), opt.memory()["states"] / p.numel(), opt.grad_norm == other.grad_norm, opt.grad_norm
+
+
+def test_deepspeed_resumes(pool, tmp_path):
+    found = pool.run(2, deepspeed, str(tmp_path))
+    for same, recipe, held, norms, _ in found:
+        assert same and norms and recipe == "adamw/f32/int8" and held < 2.2
+    assert found[0][-1] == found[1][-1]  # of all shards
 
 
 def flat_buffers(rank, size, flat):
