@@ -5,8 +5,6 @@ import gzip
 import io
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -16,6 +14,7 @@ import halfstep
 from conftest import (RECIPES, bits, class_of, ids, make, network, parameters, recipes, rules, run, same, saved, set_gradients,
                       states, streams, twins)
 from halfstep import _abi, _layout
+from ranks import Pool
 
 dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
@@ -421,62 +420,48 @@ def test_removing_a_group_leaves_the_rest_usable():
         assert removed["params"][0] in opt.state
 
 
-ZERO = """
-import copy
-import sys
-import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
-sys.path.insert(0, {tests!r})
-import halfstep
-from conftest import bits, network, set_gradients
+def zero(rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    def trained(model, opt, first, last):
+        for step in range(first, last):
+            set_gradients(dict(model.named_parameters()), step)
+            opt.step()
 
-def trained(model, opt, first, last):
-    for step in range(first, last):
-        set_gradients(dict(model.named_parameters()), step)
-        opt.step()
+    def made(model):
+        halfstep.name_parameters(model)
+        return ZeroRedundancyOptimizer(model.parameters(), halfstep.AdamW, lr=0.02, states="int8", weights="bf16-ecc8")
 
-def made(model):
-    halfstep.name_parameters(model)
-    return ZeroRedundancyOptimizer(model.parameters(), halfstep.AdamW, lr=0.02, states="int8", weights="bf16-ecc8")
-
-model = network(torch.bfloat16)
-opt = made(model)
-trained(model, opt, 0, 3)
-opt.consolidate_state_dict(0)
-files = [opt.state_dict() if rank == 0 else None]
-weights = {{k: v.clone() for k, v in model.state_dict().items()}}
-torch.distributed.broadcast_object_list(files, 0)
-again = network(torch.bfloat16)
-other = made(again)
-trained(again, other, 7, 9)
-again.load_state_dict(weights)
-other.load_state_dict(copy.deepcopy(files[0]))
-trained(model, opt, 3, 6)
-trained(again, other, 3, 6)
-plain = network(torch.bfloat16)
-alone = halfstep.AdamW(plain.named_parameters(), lr=0.02, states="int8", weights="bf16-ecc8", seed=0)
-trained(plain, alone, 0, 6)
-torch.save([[p.detach() for p in m.parameters()] for m in (model, again, plain)]
-           + [[o.param_groups[0]["group_steps"] for o in (opt, other, alone)]], out)
-torch.distributed.destroy_process_group()
-"""
+    model = network(torch.bfloat16)
+    opt = made(model)
+    trained(model, opt, 0, 3)
+    opt.consolidate_state_dict(0)
+    files = [opt.state_dict() if rank == 0 else None]
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.distributed.broadcast_object_list(files, 0)
+    again = network(torch.bfloat16)
+    other = made(again)
+    trained(again, other, 7, 9)
+    again.load_state_dict(weights)
+    other.load_state_dict(copy.deepcopy(files[0]))
+    trained(model, opt, 3, 6)
+    trained(again, other, 3, 6)
+    plain = network(torch.bfloat16)
+    alone = halfstep.AdamW(plain.named_parameters(), lr=0.02, states="int8", weights="bf16-ecc8", seed=0)
+    trained(plain, alone, 0, 6)
+    return [list(map(bits, m.parameters())) for m in (model, again, plain)], [o.param_groups[0]["group_steps"] for o in (opt, other, alone)]
 
 
 @pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
-def test_zero_redundancy_optimizer(tmp_path):
+def test_zero_redundancy_optimizer():
     """States divided over two ranks, consolidated, loaded again: the bits of one optimizer, which lists in groups prevented."""
-    script = ZERO.format(tests=os.path.dirname(os.path.abspath(__file__)))
-    ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "store"), str(tmp_path / f"{rank}.pt")],
-                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    for rank in range(2):
-        *models, steps = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert [list(map(bits, m)) for m in models] == [list(map(bits, models[2]))] * 3
+    pool = Pool(2)
+    try:
+        found = pool.run(2, zero)
+    finally:
+        pool.close()
+    for models, steps in found:
+        assert models == [found[0][0][2]] * 3
         assert steps == [6, 6, 6]
 
 

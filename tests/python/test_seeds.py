@@ -1,9 +1,6 @@
 """Where random bits come from: names, else positions, and a seed that torch.manual_seed() governs."""
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import halfstep
 from conftest import bits, class_of, everything, ids, parameters, rules, run, saved, set_gradients, twins
 from halfstep import EMA, GradientAccumulator
 from halfstep.compat import optimi
+from ranks import Pool
 
 #: what an optimizer that is given no seed uses under torch.distributed
 FIXED = 0
@@ -183,48 +181,30 @@ def test_functional_steps_follow_torchs_seed():
 
 # ---- Ranks --------------------------------------------------------------------------------------------------------------
 
-RANK = """
-import pickle
-import sys
-import torch
-import halfstep
-sys.path.insert(0, {tests!r})
-from conftest import bits, everything, parameters, run, twins
-
-rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-torch.manual_seed(100 + rank)  # ranks need not agree
-params = parameters(torch.bfloat16)
-for _ in range(3 * rank):
-    halfstep.AdamW(list(twins(params).values()))
-opt = halfstep.AdamW(list(params.values()), lr=0.02, states="int4")
-before = torch.get_rng_state()
-average = halfstep.EMA(torch.nn.ParameterList(params.values()), 0.9)
-accumulator = halfstep.GradientAccumulator(params.values())
-assert torch.equal(torch.get_rng_state(), before)
-seeds = [opt.seed, int(average.random[0]), accumulator.seed]
-run(opt, params, 0, 3)
-average.update_parameters(torch.nn.ParameterList(params.values()))
-everyone = [None, None]
-torch.distributed.all_gather_object(everyone, [everything(opt, params)[0], seeds])
-with open(out, "wb") as file:
-    pickle.dump(everyone, file)
-torch.distributed.destroy_process_group()
-"""
+def unseeded(rank, size):
+    torch.manual_seed(100 + rank)  # ranks need not agree
+    params = parameters(torch.bfloat16)
+    for _ in range(3 * rank):
+        halfstep.AdamW(list(twins(params).values()))
+    opt = halfstep.AdamW(list(params.values()), lr=0.02, states="int4")
+    before = torch.get_rng_state()
+    average = halfstep.EMA(torch.nn.ParameterList(params.values()), 0.9)
+    accumulator = halfstep.GradientAccumulator(params.values())
+    assert torch.equal(torch.get_rng_state(), before)
+    seeds = [opt.seed, int(average.random[0]), accumulator.seed]
+    run(opt, params, 0, 3)
+    average.update_parameters(torch.nn.ParameterList(params.values()))
+    return everything(opt, params)[0], seeds
 
 
 @pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
-def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(tmp_path):
+def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits():
     """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds different."""
-    script = RANK.format(tests=os.path.dirname(os.path.abspath(__file__)))
-    outs = [str(tmp_path / f"{rank}.pt") for rank in range(2)]
-    ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "store"), outs[rank]],
-                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    with open(outs[0], "rb") as file:
-        (first, seeds), (second, others) = pickle.load(file)
+    pool = Pool(2)
+    try:
+        (first, seeds), (second, others) = pool.run(2, unseeded)
+    finally:
+        pool.close()
     assert first == second
     assert seeds == others == [FIXED] * 3
     assert train(seed=FIXED)[0] == first
