@@ -19,13 +19,11 @@ import sys
 import time
 import types
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-import halfstep  # noqa: E402
-from halfstep import _devices, offload  # noqa: E402
+import halfstep
+from halfstep import _devices, offload
 
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"

@@ -197,6 +197,13 @@ static void test_plan(void)
     CHECK(strstr(printed, "; --release may help") && strstr(printed, "  no\n"), "%s", printed);
     accept("The smallest lacks ", "plan --params 1e6 --memory 1K --release");
     CHECK(!strstr(printed, "may help") && strstr(printed, "gradients released"), "%s", printed);
+    accept("adamw/f32/f32       █████▒▒▒▒▒░░░░░░░░░░░                           |\n",
+           "plan --params 7e9 --memory 240G --recipes adamw/f32,adamw/bf16-sr/int8");
+    CHECK(strstr(printed, "adamw/bf16-sr/int8  ███▒▒░░░                                        |\n") &&
+              strstr(printed, "  █ weights  ▒ gradients  ░ states  | 240.00 GiB\n"),
+          "%s", printed);
+    accept("adamw/bf16-ecc8/int8  ██████▓▓▓▒▒|▒▒▒▒░░░░░░\n",
+           "plan --params 7e9 --memory 24G --recipes adamw/f32,adamw/bf16-ecc8/int8");
     accept("adamw/f32/f32", "plan --params 1e15 --memory 8000T --all");
     CHECK(strstr(printed, "fit into 7.81 PiB") && strstr(printed, " PiB  yes") && strstr(printed, " PiB  no"), "%s",
           printed);

@@ -209,6 +209,48 @@ static void size_text(double bytes, char text[32])
     snprintf(text, 32, "%.2f %s", bytes, units[unit]);
 }
 
+/* A line for each recipe, as long as its memory, with | where the memory ends that was asked about. */
+static void print_bars(const struct plan *plan, const struct forecast *list, int n, int wide)
+{
+    enum { WIDTH = 48, PARTS = 4 };
+    static const struct {
+        const char *sign, *name;
+        size_t bytes;
+    } parts[PARTS] = {{"█", "weights", offsetof(struct forecast, weights)},
+                      {"▓", "extras", offsetof(struct forecast, extras)},
+                      {"▒", "gradients", offsetof(struct forecast, gradient_bytes)},
+                      {"░", "states", offsetof(struct forecast, states)}};
+    int used[PARTS] = {0};
+    char size[32];
+    double longest = plan->memory ? (double)plan->memory : 1;
+    for (int i = 0; i < n; i++)
+        if (list[i].total > longest) longest = list[i].total;
+    int limit = plan->memory ? (int)((double)plan->memory / longest * WIDTH + 0.5) : -1;
+    for (int i = 0; i < n; i++) {
+        const char *cells[WIDTH + 1] = {NULL};
+        double sum = 0;
+        int at = 0;
+        for (int part = 0; part < PARTS; part++) {
+            double bytes = *(const double *)((const char *)&list[i] + parts[part].bytes);
+            sum += bytes;
+            used[part] |= bytes > 0;
+            while (at < (int)(sum / longest * WIDTH + 0.5)) cells[at++] = parts[part].sign;
+        }
+        printf("%-*s  ", wide, list[i].recipe);
+        for (int cell = 0; cell < at || cell <= limit; cell++)
+            printf("%s%s", cell == limit ? "|" : "", cell < at ? cells[cell] : cell < limit ? " " : "");
+        printf("\n");
+    }
+    printf("%*s", wide, "");
+    for (int part = 0; part < PARTS; part++)
+        if (used[part]) printf("  %s %s", parts[part].sign, parts[part].name);
+    if (plan->memory) {
+        size_text((double)plan->memory, size);
+        printf("  | %s", size);
+    }
+    printf("\n\n");
+}
+
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
     int fitting = 0, wide = 6;
@@ -229,6 +271,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         fitting += fits(plan, f);
     }
     printf("\n");
+    if (n > 0) print_bars(plan, list, n, wide);
     if (plan->memory) {
         size_text((double)plan->memory, size);
         printf("%d of %d recipes fit into %s.", fitting, n, size);
