@@ -29,7 +29,7 @@ class Codec:
             self.close()
             raise
         self.gathered = part is not None and part.gathered
-        self.shape, self.rows = shape, None if part is None or self.gathered else part.rows
+        self.shape, self.rows = shape, None if part is None else part.rows
 
     def close(self):
         lib.halfstep_destroy(self.handle)

@@ -242,9 +242,9 @@ def streams_of(handle, index, rule, shape, rows=None):
 
 def lay_out(handle, group, index, rule, part, shape, name):
     """streams_of() a tensor that may be a part of one; `group` is its group in the handle."""
-    streams, fell_back = streams_of(handle, index, rule, shape, None if part is None or part.gathered else part.rows)
+    streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
     if part is not None and part.gathered:
-        part.place(streams, None, name)
+        part.place(streams)
     elif part is not None and part.mesh is not None:
         # All that is sharded has the shape of the whole, which only a handle that holds the whole can tell.
         recipe, whole = ctypes.create_string_buffer(256), create_handle(1, 0)
@@ -318,7 +318,7 @@ class Member:
     @property
     def rows(self):
         """As streams_of() takes it."""
-        return None if self.part is None or self.gathered else self.part.rows
+        return None if self.part is None else self.part.rows
 
     def wrap(self, stream, tensor):
         """What is kept of a tensor of this process."""

@@ -72,7 +72,7 @@ def _flat_identity(p, name):
 
 class Part:
     """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that is here. `shape` and `rows`
-    are those of the tensor here, `groups` the process groups that it is divided over."""
+    are those of the tensor here as streams_of() takes them, `groups` the process groups that it is divided over."""
 
     gathered = False
     __slots__ = ("ndim", "whole", "length", "first_row", "n_rows", "first_column", "n_columns", "shape", "rows", "mesh", "placements",
@@ -213,12 +213,13 @@ class Gathered(Part):
     def __init__(self, p, name):
         super().__init__(p, name)
         self.groups = ()  # all ranks see all of the gradient: there is nothing to add
+        self.rows = None  # which the shape of the whole says
 
     @property
     def fields(self):
         return self.whole_fields()
 
-    def place(self, streams, whole, name):
+    def place(self, streams, whole=None, name=None):
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
         for s in streams:

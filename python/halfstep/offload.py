@@ -302,9 +302,11 @@ class CPUOffload(Optimizer):
 
     @torch.no_grad()
     def _copy_gradient(self, p):
-        if p.grad.layout != torch.strided or not self.offload_gradients and self._placed(p) is not p.grad:
-            return  # step() refuses it by name, or brings it to its placements
-        self._carrier.take(p, self._placed(p), self.offload_gradients)
+        if p.grad.layout != torch.strided:
+            return  # which step() refuses by name
+        grad = self._placed(p)
+        if grad is p.grad or self.offload_gradients:
+            self._carrier.take(p, grad, self.offload_gradients)
         if self.offload_gradients:
             p.grad = None
 
