@@ -209,6 +209,9 @@ static const struct {
     {"adan",
      {"int4", {3, 0.7}, "its 1 - beta of 0.02 and 0.08 count as fast, so codes are written to nearest, and stick"}},
     {"adan", {"fp8-e5m2", {1.4, 0.25}, "the same"}},
+    {"ademamix",
+     {"bf16", {0.12, 0.012}, "what enters its slow average, 1e-4 of a gradient, is soon less than half a unit of it"}},
+    {"ademamix", {"f16", {0.022, 6e-3}, "the same at 2^-11"}},
 };
 
 enum { WEIGHTS = sizeof weights / sizeof weights[0], STATES = sizeof states / sizeof states[0] };
