@@ -212,6 +212,8 @@ static const struct {
     {"ademamix",
      {"bf16", {0.12, 0.012}, "what enters its slow average, 1e-4 of a gradient, is soon less than half a unit of it"}},
     {"ademamix", {"f16", {0.022, 6e-3}, "the same at 2^-11"}},
+    {"ademamix",
+     {"f16-sr", {4.5e-3, 7e-3}, "2^-10, unbiased, but each rounding of its slow average lasts 10,000 updates"}},
 };
 
 enum { WEIGHTS = sizeof weights / sizeof weights[0], STATES = sizeof states / sizeof states[0] };
