@@ -7,6 +7,7 @@ how parameters that get their first gradient late, loaded states, copies and cha
 This file is longer than 500 lines because building a handle, what has to be checked before, and what is kept current after belong
 together.
 """
+import contextlib
 import ctypes
 import math
 import os
@@ -36,6 +37,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch
 
 _disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_NOTHING = contextlib.nullcontext()
 #: of torch, as (major, minor)
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -425,20 +427,30 @@ class Group:
 
 
 class DevicePart:
-    """The handle of one device: of `n` members from number `first` on, whose pointers are parts of the engine's."""
+    """A handle: of `n` members from number `first` on, all of one device, whose pointers are parts of the engine's."""
 
-    __slots__ = ("handle", "device", "first", "n", "weights", "gradients", "stream", "scale", "counted")
+    __slots__ = ("handle", "device", "first", "n", "stage", "stream", "scale", "counted")
 
     def __init__(self, handle, device):
         self.handle, self.device, self.first, self.n = handle, device, 0, 0
-        self.weights = self.gradients = self.scale = None
+        self.scale = None
         self.stream = _devices.stream(device) if _devices.is_late(device) else None
         #: its own skipped steps that tell() has seen
         self.counted = 0
+        #: where states are during a step that are kept elsewhere (streaming.py), or None
+        self.stage = None
 
     @property
     def late(self):
         return _devices.is_late(self.device)
+
+    def slice(self, pointers):
+        """Of an array for all members."""
+        return None if pointers is None else (c_void_p * self.n).from_buffer(pointers, self.first * ctypes.sizeof(c_void_p))
+
+    def states(self, needed=True, written=True):
+        """While this is entered, states are where the handle thinks they are; and are kept after it where it has written them."""
+        return self.stage.states(written=written) if self.stage is not None and needed else _NOTHING
 
 
 class Engine:
@@ -498,10 +510,6 @@ class Engine:
         n = len(self.members)
         self.weights = (c_void_p * n)()
         self.gradients = (c_void_p * n)()
-        for part in self.parts:
-            at = part.first * ctypes.sizeof(c_void_p)
-            part.weights = (c_void_p * part.n).from_buffer(self.weights, at) if part.n else self.weights
-            part.gradients = (c_void_p * part.n).from_buffer(self.gradients, at) if part.n else self.gradients
         self.weights_are_plain = False  # whether `weights` holds what `plain` says
         self.params = [m.p for m in self.members]
         #: those with a residual or error code, as keys
@@ -773,55 +781,20 @@ class Engine:
 
     def step(self, micro=False):
         """One step of everything, or a micro-batch, by the pointers there: its code and, where it is NONFINITE, the handle that
-        knows why."""
-        if self.ranks.needed:
-            if len(self.parts) > 1:
-                raise ValueError("halfstep: parameters that are divided over ranks, or that a norm_group judges, lie on several "
-                                 "devices; give those of each device to an optimizer of its own")
-            return (self.ranks.step(None, self.gradients, True) if micro else
-                    self.ranks.step(self.weights, self.gradients)), self.handle
-        if len(self.parts) > 1:
-            return self._step_together(micro)
-        if micro:
-            return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
-        return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
-
-    def _step_together(self, micro):
-        """A step on several devices: one verdict and one norm for all of them, which takes a wait for each."""
-        found = [_sharding.begin(part.handle, part.gradients, micro) for part in self.parts]
-        total = sum(statistics[:_sharding.HEAD] for statistics in found)
-        refusing = [part for part, s in zip(self.parts, found) if bool(s[_sharding.HEAD:_sharding.HEAD + part.n].any())]
-        # A step that is refused as a whole counts once, however many devices saw why.
-        whole = refusing and self.choices.get("scan", "scan") == "scan"
-        code = (_abi.OK, self.handle)
-        for part, statistics in zip(self.parts, found):
-            if whole and part is not refusing[0]:
-                continue
-            statistics[:_sharding.HEAD] = total
-            given = _sharding.finish(part.handle, part.weights, part.gradients, statistics, micro)
-            if given == _abi.OK and part.late and part in refusing:
-                given = lib.halfstep_synchronize(part.handle)
-            if given == _abi.NONFINITE:
-                code = (given, part.handle)
-            else:
-                check(given, part.handle)
-        return code
+        knows why. Several handles take a wait for each, so that there is one verdict and one norm for all of them."""
+        if self.ranks.needed or len(self.parts) > 1:
+            return self.ranks.step(None if micro else self.weights, self.gradients, micro, self.choices.get("scan", "scan") == "scan")
+        with self.parts[0].states():
+            if micro:
+                return lib.halfstep_accumulate_states(self.handle, self.gradients), self.handle
+            return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 
     def end_round(self, clipped):
-        """The end of a round of gradient release."""
-        if self.ranks.needed and clipped:
-            return self.ranks.end_round(True)
-        if len(self.parts) == 1 or not clipped:
-            for part in self.parts:
-                check(lib.halfstep_end_round(part.handle), part.handle)
-            return _abi.OK
-        total = torch.zeros(_sharding.HEAD, dtype=torch.int64)
+        """The end of a round of gradient release: its code."""
+        if clipped and (self.ranks.needed or len(self.parts) > 1):
+            return self.ranks.end_round()
         for part in self.parts:
-            statistics = torch.zeros_like(total)
-            check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)
-            total += statistics
-        for part in self.parts:
-            check(lib.halfstep_end_round_finish(part.handle, total.data_ptr()), part.handle)
+            check(lib.halfstep_end_round(part.handle), part.handle)
         return _abi.OK
 
     def recheck_weight(self, m):

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import hashlib
 import sys
+import weakref
 
 import torch
 
@@ -390,44 +391,29 @@ def add_up(numbers, groups, op=None):
             numbers.copy_(there)
 
 
-def begin(handle, gradients, micro, count=None):
-    """The statistics of the gradients of a step, or of a micro-batch; count: how many numbers they are, if known."""
-    statistics = torch.zeros(int(lib.halfstep_statistics_count(handle)) if count is None else count, dtype=torch.int64)
-    call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
-    check(call(handle, gradients, statistics.data_ptr()), handle)
-    return statistics
-
-
-def finish(handle, weights, gradients, statistics, micro, share=None):
-    """What follows begin(), by the statistics of all: its code. share(statistics) adds up the sums of rules that take some."""
-    if micro:
-        return lib.halfstep_accumulate_states_finish(handle, gradients, statistics.data_ptr())
-    if len(statistics) > int(lib.halfstep_norms_offset(handle)):
-        check(lib.halfstep_step_norms(handle, weights, gradients, statistics.data_ptr()), handle)
-        if share is not None:
-            share(statistics)
-    return lib.halfstep_step_finish(handle, weights, gradients, statistics.data_ptr())
-
-
 class Ranks:
-    """What an optimizer needs to agree with other ranks. Made anew with the handle."""
+    """What the handles of an optimizer, and other ranks, have to agree on in a step: one norm and one verdict. Made anew with the handles.
+
+    Statistics of all handles are one vector here: sums of squares, a flag for each member, and the sums of the members' rules."""
 
     def __init__(self, optimizer, engine):
         self.classes = classes_of(optimizer, gathered=False)
         self.divided = [c for c in self.classes if c.groups]
         self.norm_group = group_of(optimizer.norm_group)
-        self.index_of = engine.index_of
-        self.names = {m.p: m.name for m in engine.members}
-        handle, self.handle = engine.handle, engine.handle
-        n = len(engine.members)
-        self.count = int(lib.halfstep_statistics_count(handle))
-        self.sums = int(lib.halfstep_norms_offset(handle))
-        self.places, at = [], self.sums
-        for i in range(n):
-            many = int(lib.halfstep_tensor_statistics_count(handle, i) - lib.halfstep_tensor_norms_offset()) if self.count > self.sums else 0
-            self.places.append((at, many))
-            at += many
-        self.n = n
+        self.engine = weakref.proxy(engine)
+        self.index_of, self.members = engine.index_of, engine.members
+        self.n = len(self.members)
+        self.sums = HEAD + self.n
+        #: of each handle: where its flags and its sums are; of each member: where its sums are, and how many
+        self.slices, self.places, at = [], [], self.sums
+        for part in engine.parts:
+            first, summed = at, int(lib.halfstep_statistics_count(part.handle)) > int(lib.halfstep_norms_offset(part.handle))
+            for i in range(part.n):
+                many = int(lib.halfstep_tensor_statistics_count(part.handle, i) - lib.halfstep_tensor_norms_offset()) if summed else 0
+                self.places.append((at, many))
+                at += many
+            self.slices.append((slice(HEAD + part.first, HEAD + part.first + part.n), slice(first, at)))
+        self.count = at
         judged = optimizer.clip_norm or optimizer.scan in (None, "scan")
         shards = next((m for m in engine.members if is_sharded_buffer(m.p)), None)
         if shards is not None and self.norm_group is None and judged:
@@ -437,12 +423,13 @@ class Ranks:
 
     @property
     def needed(self):
+        """Whether other ranks have a say."""
         return bool(self.divided) or self.norm_group is not None
 
     def _members(self, cls):
         return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
 
-    def _share_flags(self, cls, statistics, given):
+    def _share_flags(self, cls, statistics, gradients):
         """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same gradients."""
         members = self._members(cls)
         size = len(cls.params)
@@ -450,42 +437,55 @@ class Ranks:
         packed[:HEAD] = statistics[:HEAD]
         for row, i in members:
             packed[HEAD + row] = statistics[HEAD + i]
-            packed[HEAD + size + row] = int(given[i])
+            packed[HEAD + size + row] = int(bool(gradients[i]))
         add_up(packed, cls.groups)
         ranks = 1
         for group in cls.groups:
             ranks *= torch.distributed.get_world_size(group)
+        names = {m.p: m.name for m in self.members}
         for row, p in enumerate(cls.params):
             if int(packed[HEAD + size + row]) not in (0, ranks):
-                raise RuntimeError(f"halfstep: parameter {self.names.get(p, row)!r} has a gradient on "
+                raise RuntimeError(f"halfstep: parameter {names.get(p, row)!r} has a gradient on "
                                    f"{int(packed[HEAD + size + row])} of the {ranks} ranks that it is divided over")
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
             statistics[HEAD + i] = packed[HEAD + row]
 
-    def _share_sums(self, cls, statistics):
-        found = [self.places[i] for _, i in self._members(cls) if self.places[i][1]]
-        if found:
-            packed = torch.cat([statistics[at:at + many] for at, many in found])
-            add_up(packed, cls.groups)
-            for (at, many), piece in zip(found, packed.split([many for _, many in found])):
-                statistics[at:at + many] = piece
+    def _share_sums(self, statistics):
+        for cls in self.divided:
+            found = [self.places[i] for _, i in self._members(cls) if self.places[i][1]]
+            if found:
+                packed = torch.cat([statistics[at:at + many] for at, many in found])
+                add_up(packed, cls.groups)
+                for (at, many), piece in zip(found, packed.split([many for _, many in found])):
+                    statistics[at:at + many] = piece
 
-    def step(self, weights, gradients, micro=False):
-        """The call of a whole step: its code, and whether ranks of the norm group refuse it where this one would not."""
-        handle, total = self.handle, torch.zeros(self.count, dtype=torch.int64)
-        given = [bool(gradients[i]) for i in range(self.n)]
-        some = (ctypes.c_void_p * self.n)()
+    def _begin(self, gradients, micro):
+        """The statistics of some gradients, as they are here."""
+        call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
+        found = torch.zeros(self.count, dtype=torch.int64)
+        for part, (flags, sums) in zip(self.engine.parts, self.slices):
+            own = torch.zeros(HEAD + part.n + sums.stop - sums.start, dtype=torch.int64)
+            check(call(part.handle, part.slice(gradients), own.data_ptr()), part.handle)
+            found[:HEAD] += own[:HEAD]
+            found[flags] = own[HEAD:HEAD + part.n]
+        return found
+
+    def step(self, weights, gradients, micro=False, whole=True):
+        """The call of a whole step, or of a micro-batch: its code and the handle that knows why; None in place of the code where ranks
+        of the norm group refuse it and this one would not. whole: a gradient that is not finite refuses all of it."""
+        parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64)
         for cls in self.classes:
             if not cls.params:
                 continue
-            for i in range(self.n):
-                some[i] = None
-            for _, i in self._members(cls):
-                some[i] = gradients[i]
-            statistics = begin(handle, some, micro, self.count)
+            some = gradients
+            if self.divided:
+                some = (ctypes.c_void_p * self.n)()
+                for _, i in self._members(cls):
+                    some[i] = gradients[i]
+            statistics = self._begin(some, micro)
             if cls.groups:
-                self._share_flags(cls, statistics, given)
+                self._share_flags(cls, statistics, gradients)
             total += statistics
         if self.norm_group is not None:
             packed = torch.cat([total[:HEAD], (total[HEAD:self.sums] != 0).sum().view(1)])
@@ -493,16 +493,42 @@ class Ranks:
             add_up(packed, (self.norm_group,))
             total[:HEAD] = packed[:HEAD]
             if int(packed[HEAD]) and not own:
-                return None
-        return finish(handle, weights, gradients, total, micro, self._share_all_sums)
+                return None, parts[0].handle
+        refusing = [bool(total[flags].any()) for flags, _ in self.slices]
+        if whole and any(refusing):  # which counts once, however many handles see why
+            first = refusing.index(True)
+            chosen = [(parts[first], *self.slices[first])]
+        else:
+            whole, chosen = False, [(part, *where) for part, where in zip(parts, self.slices)]
 
-    def _share_all_sums(self, statistics):
-        for cls in self.divided:
-            self._share_sums(cls, statistics)
+        def statistics_of(flags, sums):
+            return torch.cat([total[:HEAD], total[flags], total[sums]])
+
+        if self.divided and self.count > self.sums and not micro:
+            for part, flags, sums in chosen:
+                own = statistics_of(flags, sums)
+                with part.states(not whole, False):
+                    check(lib.halfstep_step_norms(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()), part.handle)
+                total[sums] = own[HEAD + part.n:]
+            self._share_sums(total)
+        code = _abi.OK, parts[0].handle
+        for part, flags, sums in chosen:
+            own = statistics_of(flags, sums)
+            with part.states(not whole):
+                given = (lib.halfstep_accumulate_states_finish(part.handle, part.slice(gradients), own.data_ptr()) if micro else
+                         lib.halfstep_step_finish(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()))
+            if given == _abi.OK and part.late and own[HEAD:HEAD + part.n].any():
+                given = lib.halfstep_synchronize(part.handle)
+            if given == _abi.NONFINITE:
+                code = given, part.handle
+            else:
+                check(given, part.handle)
+        return code
 
     def step_one(self, p, weight, gradient, micro=False):
         """The same of one tensor, in release."""
-        handle, i = self.handle, self.index_of[p]
+        m = self.members[self.index_of[p]]
+        handle, i = m.handle, m.index
         groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
         statistics = torch.zeros(int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64)
         kind = "halfstep_accumulate_states_tensor" if micro else "halfstep_step_tensor"
@@ -518,18 +544,25 @@ class Ranks:
             statistics[offset:] = sums
         return lib.halfstep_step_tensor_finish(handle, i, weight, gradient, statistics.data_ptr())
 
-    def end_round(self, clipped):
-        if clipped and len([c for c in self.classes if c.params]) > 1:
+    def end_round(self):
+        if len([c for c in self.classes if c.params]) > 1:
             raise RuntimeError("halfstep: in release the norm of a round cannot be taken over parameters of several meshes; use "
                                "clip=\"per-tensor\", or one mesh for all")
-        statistics = torch.zeros(HEAD, dtype=torch.int64)
-        check(lib.halfstep_end_round_begin(self.handle, statistics.data_ptr()), self.handle)
+        total = torch.zeros(HEAD, dtype=torch.int64)
+        for part in self.engine.parts:
+            statistics = torch.zeros_like(total)
+            check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)
+            total += statistics
         for cls in self.classes:
             if cls.params:
-                add_up(statistics, cls.groups)
+                add_up(total, cls.groups)
         if self.norm_group is not None:
-            add_up(statistics, (self.norm_group,))
-        return lib.halfstep_end_round_finish(self.handle, statistics.data_ptr())
+            add_up(total, (self.norm_group,))
+        code = _abi.OK
+        for part in self.engine.parts:
+            given = lib.halfstep_end_round_finish(part.handle, total.data_ptr())
+            code = code or given
+        return code
 
 
 def group_of(norm_group):
