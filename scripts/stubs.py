@@ -28,6 +28,7 @@ from .offload import CPUOffload as CPUOffload
 from .optimizer import Optimizer as Optimizer, Params as Params, name_parameters as name_parameters
 from .plan import plan as plan
 from .rules import optimizer as optimizer
+from .streaming import StateStreaming as StateStreaming
 
 __version__: str
 '''

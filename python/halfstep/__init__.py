@@ -14,6 +14,7 @@ from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
 from .plan import plan
 from .rules import classes as _classes, optimizer
+from .streaming import StateStreaming
 
 __version__ = _abi.version()
 HalfstepError = _abi.HalfstepError
@@ -22,4 +23,4 @@ globals().update(_classes)
 #: torch spells it so
 RMSprop = _classes["RMSProp"]
 
-__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]
+__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "StateStreaming", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]

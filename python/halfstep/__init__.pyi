@@ -13,6 +13,7 @@ from .offload import CPUOffload as CPUOffload
 from .optimizer import Optimizer as Optimizer, Params as Params, name_parameters as name_parameters
 from .plan import plan as plan
 from .rules import optimizer as optimizer
+from .streaming import StateStreaming as StateStreaming
 
 __version__: str
 
@@ -1077,6 +1078,7 @@ __all__ = [
     "EMA",
     "GradientAccumulator",
     "CPUOffload",
+    "StateStreaming",
     "full_precision_state_dict",
     "HalfstepError",
     "RMSprop",

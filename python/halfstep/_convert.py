@@ -146,7 +146,7 @@ def convert(optimizer, m, state, old):
     finally:
         target.close()
     for s in m.streams:
-        made[s.key] = _devices.place(made[s.key], m.device)
+        made[s.key] = _devices.place(made[s.key], m.kept)
     return made, _layout.keys_of(rule) - set(made), held
 
 

@@ -93,6 +93,11 @@ def pinned(shape, dtype):
         return torch.empty(shape, dtype=dtype)
 
 
+def is_pinned(tensor):
+    """Whether a GPU reads and writes it by itself."""
+    return tensor.is_pinned()
+
+
 def check_copies(p, name):
     """Raises ValueError where a parameter lies whose copies cannot be put on streams."""
     device = of(p)
@@ -111,9 +116,17 @@ class Side:
         """What comes from now on waits for what is on the current stream now."""
         self.stream.wait_stream(self.torch.current_stream(self.device))
 
-    def lead(self):
-        """What comes on the current stream from now on waits for what is here now."""
-        self.torch.current_stream(self.device).wait_stream(self.stream)
+    def lead(self, event=None):
+        """What comes on the current stream from now on waits for what is here now, or for what came before an event()."""
+        current = self.torch.current_stream(self.device)
+        if event is None:
+            current.wait_stream(self.stream)
+        else:
+            current.wait_event(event)
+
+    def after(self, event):
+        """What comes from now on waits for an event() of another Side of the device."""
+        self.stream.wait_event(event)
 
     def copy(self, to, tensor):
         """Copies a tensor into another, one of them in memory that is pinned. What lies on the device stays until that is done."""

@@ -37,6 +37,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch
 
 _disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_HOST = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
 #: of torch, as (major, minor)
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
@@ -293,7 +294,7 @@ class Member:
     library's own counts until somebody asks, and `versions` theirs and the step's as this package left them."""
 
     __slots__ = ("p", "group", "position", "name", "id", "handle", "index", "gradient", "recipe", "streams", "bound", "step",
-                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "lies", "full")
+                 "numbers", "written", "versions", "shape", "dtype", "strides", "dense", "address", "part", "device", "lies", "full", "stage")
 
     def __init__(self, p, group, position, name, device, part=None):
         self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
@@ -301,6 +302,8 @@ class Member:
         self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), here.is_contiguous()
         self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
         self.bound, self.full = (), None
+        #: what brings its states here from the process's memory and back (streaming.py), or None
+        self.stage = None
 
     @property
     def gathered(self):
@@ -311,6 +314,15 @@ class Member:
     def offloaded(self):
         """Whether it is stepped elsewhere than its weight lies."""
         return self.lies != self.device
+
+    @property
+    def kept(self):
+        """The device that its states are kept on between steps."""
+        return self.device if self.stage is None else _HOST
+
+    def states(self, written=True):
+        """As DevicePart.states(), of this one."""
+        return _NOTHING if self.stage is None else self.stage.states(self, written)
 
     @property
     def whole(self):
@@ -467,18 +479,20 @@ class Engine:
         self.threads = optimizer._threads_now()
         groups = optimizer.param_groups
         self.formats = formats_of(groups)
-        devices = list(dict.fromkeys(optimizer._home(p) for p, _, _, _ in wanted)) or [torch.device("cpu")]
         self.parts = []
         try:
             self.choices = {}
             self.clip_norm = self.gradient_scale = None
             self.members, self.groups = [], []
-            for device in devices:
+            for device, stage, some in optimizer._divide(wanted) or [(_HOST, None, [])]:
                 part = DevicePart(create_handle(self.threads, optimizer.seed, device), device)
                 self.parts.append(part)
-                here = wanted if len(devices) == 1 else [w for w in wanted if optimizer._home(w[0]) == device]
-                members, c_groups, _ = declare(part.handle, optimizer, here)
-                part.first, part.n = len(self.members), len(members)
+                members, c_groups, _ = declare(part.handle, optimizer, some)
+                part.first, part.n, part.stage = len(self.members), len(members), stage
+                if stage is not None:
+                    stage.take(members, optimizer.state)
+                for m in members:
+                    m.stage = stage
                 self.members += members
                 self.groups += [Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()]
             self.handle = self.parts[0].handle
@@ -525,6 +539,11 @@ class Engine:
         made, obsolete, weight = self._created(optimizer, m)
         streams = {s.key: s for s in m.streams}
         with torch.no_grad():
+            if m.stage is not None:
+                for key in streams:
+                    held = made[key] if key in made else local(optimizer.state[m.p][key])
+                    if not _devices.is_pinned(held):
+                        made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
             return {key: m.wrap(streams.get(key), value) for key, value in made.items()}, obsolete, weight
 
     def _created(self, optimizer, m):
@@ -546,7 +565,7 @@ class Engine:
                 value = _layout.take_number(state, key, m.name)
                 made[key] = _layout.number(initial.get(key, _layout.initial(key)) if value is None else value, key)
         begins = has and not steps and old is not None  # what starts as a copy of the weight follows it until the first step
-        if has and old in (m.recipe, None) and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams)) and all(s.key in state and s.fits(state[s.key], m.device)
+        if has and old in (m.recipe, None) and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams)) and all(s.key in state and s.fits(state[s.key], m.kept)
                                                                            for s in m.streams):
             return made, obsolete, weight
         if has and old != m.recipe:
@@ -555,16 +574,17 @@ class Engine:
             return made, obsolete, weight
         for s in m.streams:
             if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
-                if has and not s.fits(state[s.key], m.device):
-                    moved = _devices.place(_convert.adopt(state[s.key], s, m.name), m.device)
+                if has and not s.fits(state[s.key], m.kept):
+                    moved = _devices.place(_convert.adopt(state[s.key], s, m.name), m.kept)
                     if moved is not state[s.key]:
                         made[s.key] = moved
             else:
-                made[s.key] = s.initial(m.p, m.device)
+                made[s.key] = s.initial(m.p, m.kept)
         return made, obsolete, weight
 
     def _bind(self, m, state):
-        bind_streams(m.handle, m.index, m.streams, m.part.gather(m.streams, state) if m.gathered else state)
+        where = m.part.gather(m.streams, state) if m.gathered else state if m.stage is None else m.stage.addresses(m)
+        bind_streams(m.handle, m.index, m.streams, where)
         m.step = state["step"]
         grids = (s.name + _layout.GRID for s in m.streams if s.grid)
         m.bound = tuple((key, state[key], local(state[key]).data_ptr()) for key in (*(s.key for s in m.streams), *grids))

@@ -475,6 +475,8 @@ class Ranks:
         """The call of a whole step, or of a micro-batch: its code and the handle that knows why; None in place of the code where ranks
         of the norm group refuse it and this one would not. whole: a gradient that is not finite refuses all of it."""
         parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64)
+        for stage in [part.stage for part in parts if part.stage is not None][:2]:  # while gradients are looked at
+            stage.begin()
         for cls in self.classes:
             if not cls.params:
                 continue

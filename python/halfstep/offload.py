@@ -6,9 +6,10 @@ from typing import Any, Type, Union
 
 import torch
 
-from . import _devices, _sharding, rules
+from . import _devices, _sharding
 from ._abi import HalfstepError, lib
 from ._engine import PLAIN, check_gradient, create_handle, no_dynamo
+from ._hosted import Hosted
 from ._sharding import local
 from ._watch import version
 from .optimizer import Optimizer, Params
@@ -222,7 +223,7 @@ def _run(carrier, work):
         item = None
 
 
-class CPUOffload(Optimizer):
+class CPUOffload(Hosted):
     """An optimizer whose states and steps are in the process's memory while its weights are on a GPU.
 
         opt = halfstep.CPUOffload(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0)
@@ -250,18 +251,12 @@ class CPUOffload(Optimizer):
     In gradient_release step() has to be called after each backward pass: what the GPU does after it comes after the weights.
     """
 
-    def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
-        return object.__new__(_with(cls, _split(recipe)[0]) if not cls.rule else cls)
+    _own = ("_carrier", "_copy_handles")
 
     def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, offload_gradients: bool = False,
                  minimal_size: int = 4096, **options: Any) -> None:
-        if isinstance(minimal_size, bool) or not isinstance(minimal_size, int) or minimal_size < 0:
-            raise ValueError(f"halfstep: minimal_size={minimal_size!r} is no number of elements")
-        if options.get("compile"):
-            raise ValueError("halfstep: a step that leaves the GPU cannot be traced: compile=True")
-        self.offload_gradients, self.minimal_size = bool(offload_gradients), minimal_size
-        self._begin()
-        super().__init__(params, **{**_split(recipe)[1], **options})
+        self.offload_gradients = bool(offload_gradients)
+        super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
     def _begin(self):
         self._carrier = Carrier()
@@ -383,23 +378,12 @@ class CPUOffload(Optimizer):
         self._carrier.drop()
         super().zero_grad(set_to_none)
 
-    def __getstate__(self):
-        state = super().__getstate__()
-        for key in ("_carrier", "_copy_handles"):
-            state.pop(key, None)
-        return state
-
     def __setstate__(self, state):
-        if "_carrier" not in self.__dict__:
-            self._begin()
         super().__setstate__(state)
         self._hook()
 
-    def __reduce_ex__(self, protocol):
-        return _empty, (next(base for base in type(self).__mro__ if base.rule and not issubclass(base, CPUOffload)),), self.__getstate__()
 
-
-_made, _steps_on = {}, {}
+_steps_on = {}
 
 
 def _can_step_on(device):
@@ -412,23 +396,3 @@ def _can_step_on(device):
             _steps_on[device] = False
     return _steps_on[device]
 
-
-def _split(recipe):
-    """The class of a recipe, and the options that it stands for."""
-    if isinstance(recipe, str):
-        return rules.class_and_options(recipe)
-    if not isinstance(recipe, type) or not issubclass(recipe, Optimizer) or not recipe.rule:
-        raise TypeError(f"halfstep.CPUOffload(params, recipe): {recipe!r} is neither a recipe such as \"adamw/bf16-sr/int8\" nor a class of "
-                        "halfstep")
-    return recipe, {}
-
-
-def _with(cls, base):
-    """The class of optimizers of `base` that are offloaded."""
-    if (cls, base) not in _made:
-        _made[cls, base] = type(f"{cls.__name__}[{base.__name__}]", (cls, base), {"__module__": __name__, "__doc__": cls.__doc__})
-    return _made[cls, base]
-
-
-def _empty(base):
-    return object.__new__(_with(CPUOffload, base))

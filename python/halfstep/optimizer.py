@@ -404,11 +404,19 @@ class Optimizer(torch.optim.Optimizer):
                 taken.add(found[p])
         return found
 
-    # ---- What an optimizer that steps weights elsewhere than they lie has of its own (offload.py) ----
+    # ---- What an optimizer that steps weights or keeps states elsewhere than they lie has of its own
+    # (offload.py, streaming.py) ----
 
     def _home(self, p):
         """The device that a parameter is stepped on."""
         return _devices.of(local(p))
+
+    def _divide(self, wanted):
+        """What each handle has (see Engine): a device, what brings states there (streaming.py) or None, and some of `wanted`."""
+        found = {}
+        for one in wanted:
+            found.setdefault(self._home(one[0]), []).append(one)
+        return [(device, None, some) for device, some in found.items()]
 
     def _check_device(self, p, name):
         """Raises ValueError where a parameter cannot be stepped for where it lies."""
@@ -739,10 +747,10 @@ class Optimizer(torch.optim.Optimizer):
             self._notice(token=engine.plain if engine.weights_are_plain else None)
         if not scaler_is_late:
             engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
-        elif all(part.late for part in engine.parts):
+        elif engine.late and len(engine.parts) == 1:
             engine.bind_gradient_scale(scale, found_inf)
             self._scaled = True
-        else:  # the processor has to know, too
+        else:  # the verdict on several handles is this process's
             if found_inf is not None and float(found_inf):
                 self._count_skipped()
                 return
@@ -911,14 +919,19 @@ class Optimizer(torch.optim.Optimizer):
         engine.set_gradient_scale(1.0)
         if m.offloaded:
             self._arrive([m])
-        if micro:
-            code = engine.ranks.step_one(p, None, found[1], True) if engine.ranks.divided else \
-                lib.halfstep_accumulate_states_tensor(m.handle, m.index, found[1])
-            back = [(m, None)] if m.gathered else []
-        else:
-            code = engine.ranks.step_one(p, found[0], found[1]) if engine.ranks.divided else \
-                lib.halfstep_step_tensor(m.handle, m.index, found[0], found[1])
+        with m.states():
+            if engine.ranks.divided:
+                code = engine.ranks.step_one(p, None if micro else found[0], found[1], micro)
+            elif micro:
+                code = lib.halfstep_accumulate_states_tensor(m.handle, m.index, found[1])
+            else:
+                code = lib.halfstep_step_tensor(m.handle, m.index, found[0], found[1])
+        if not micro:
             self._released.add(p)
+        elif m.gathered:
+            back = [(m, None)]
+        else:
+            back = []
         if engine.late and not m.offloaded:
             engine.keep_until_read([local(grad), *keep])
         if code == _abi.NONFINITE and not micro:
@@ -1108,7 +1121,8 @@ class Optimizer(torch.optim.Optimizer):
             if arguments[-1] is not None:  # of a weight
                 whole = m.p.detach().full_tensor().contiguous()
                 arguments = (*arguments[:-1], whole.data_ptr())
-        found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+        with m.states(written=False):
+            found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
         if m.gathered:
             m.full, found = None, m.part.take(found).contiguous()
         found = _devices.place(found, m.lies)
@@ -1151,7 +1165,8 @@ class Optimizer(torch.optim.Optimizer):
         if tuple(values.shape) != m.whole:
             raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}")
         if not m.gathered:
-            write_rows(m.handle, m.index, slot, data, values, m.rows)
+            with m.states():
+                write_rows(m.handle, m.index, slot, data, values, m.rows)
             return
         weight = m.p.detach().full_tensor().contiguous() if slot == WEIGHT else None
         self._engine.gather(m, self.state[m.p])

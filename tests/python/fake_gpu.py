@@ -107,9 +107,9 @@ class Fake:
         with self.context():
             assert not self.driver.cuEventSynchronize(event)
 
-    def wait_for(self, ours, other):
-        """Work on the stream `ours` from now on comes after what is on `other` now."""
-        event = self.event(other)
+    def wait_for(self, ours, other, event=None):
+        """Work on the stream `ours` from now on comes after what is on `other` now, or after an event."""
+        event = event or self.event(other)
         with self.context():
             self.driver.cuStreamWaitEvent(ctypes.c_void_p(ours), event, 0)
 
@@ -117,6 +117,9 @@ class Fake:
         made = torch.full(shape, 77, dtype=dtype)
         self.pins.append((made.data_ptr(), made.numel() * made.element_size(), made))
         return made
+
+    def is_pinned(self, tensor):
+        return any(at == tensor.data_ptr() for at, _, _ in self.pins)
 
     @contextlib.contextmanager
     def on(self, stream, device=0):
@@ -193,7 +196,8 @@ class Fake:
                 ("zeros", lambda shape, dtype, device: self.place(torch.zeros(shape, dtype=dtype), device)),
                 ("clone", lambda tensor: self.like(tensor, self.read(tensor).clone())),
                 ("contiguous", lambda tensor: self.like(tensor, self.read(tensor))),
-                ("to_cpu", self.read), ("place", self.place), ("pinned", self.pinned), ("wait", self.wait),
+                ("to_cpu", self.read), ("place", self.place), ("pinned", self.pinned),
+                ("is_pinned", self.is_pinned), ("wait", self.wait),
                 ("Side", lambda device: Side(self, device))):
             assert hasattr(_devices, name)
             patch.setattr(_devices, name, function)
@@ -234,8 +238,11 @@ class Side:
     def follow(self):
         self.fake.wait_for(self.stream, self.fake.streams[self.device.index])
 
-    def lead(self):
-        self.fake.wait_for(self.fake.streams[self.device.index], self.stream)
+    def lead(self, event=None):
+        self.fake.wait_for(self.fake.streams[self.device.index], self.stream, event)
+
+    def after(self, event):
+        self.fake.wait_for(self.stream, None, event)
 
     def copy(self, to, tensor):
         up = self.fake.of(to) == self.device

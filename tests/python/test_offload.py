@@ -12,7 +12,7 @@ import torch
 from conftest import FIRST_MOVEMENT, RECIPES, bits, class_of, rules
 from fake_gpu import Fake
 from ranks import Pool
-from test_cuda import fake, gpu, gradients, held, start  # noqa: F401
+from test_cuda import SHAPES, fake, gpu, gradients, held, start  # noqa: F401
 
 import halfstep
 from halfstep import _devices, offload
@@ -485,8 +485,8 @@ def test_the_thread_ends_with_its_optimizer(gpu):
     assert not thread.is_alive()
 
 
-def offloaded_shards(rank, size):
-    """Rows of DTensors that lie on the (fake) GPU of each rank."""
+def hosted_shards(rank, size, cls, rule, shapes, options):
+    """Rows of DTensors that lie on the (fake) GPU of each rank: weights, norm, and where states of one lie."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     made, patch = Fake(), pytest.MonkeyPatch()
@@ -497,33 +497,38 @@ def offloaded_shards(rank, size):
         cut = distribute_tensor(value, mesh, [Shard(0)])
         return DTensor.from_local(made.tensor(cut.to_local()), mesh, [Shard(0)], run_check=False, shape=cut.shape, stride=cut.stride())
 
-    values = {name: v for name, v in start(torch.bfloat16).items() if v.dim()}
+    values = {name: v for name, v in start(torch.bfloat16, shapes).items() if v.dim()}
     params = {name: torch.nn.Parameter(put(v)) for name, v in values.items()}
-    opt = halfstep.CPUOffload(params.items(), "adamw/bf16-sr/int8", seed=5, clip_norm=0.5, offload_gradients=True)
+    opt = getattr(halfstep, cls)(params.items(), rule + "/bf16-sr/int8", seed=5, clip_norm=0.5, **options)
     for step in range(1, 4):
         for name, g in gradients(values, step).items():
             params[name].grad = put(g)
-            for hook in params[name]._post_accumulate_grad_hooks.values():
+            for hook in (params[name]._post_accumulate_grad_hooks or {}).values():
                 hook(params[name])
-            assert params[name].grad is None or not params[name].to_local().numel()
+            assert params[name].grad is None or cls != "CPUOffload" or not params[name].to_local().numel()
         opt.step()
+    norm = opt.grad_norm
     made.synchronize()
     whole = {n: DTensor.from_local(p.to_local().clone(), mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
              for n, p in params.items()}
-    return {n: bits(v) for n, v in whole.items()}, opt.grad_norm, {str(_devices.of(v.to_local())) for v in opt.state[params["body.weight"]].values()
+    return {n: bits(v) for n, v in whole.items()}, norm, {str(_devices.of(v.to_local())) for v in opt.state[params["body.weight"]].values()
                                                                   if isinstance(v, DTensor)}
 
 
-def test_shards():
+@pytest.mark.parametrize("cls, rule, options", [
+    ("CPUOffload", "adamw", {"offload_gradients": True}), ("StateStreaming", "adamw", {"buffer": 900, "minimal_size": 500}),
+    ("StateStreaming", "lamb", {"buffer": 900, "minimal_size": 500})])  # of which each is larger than a buffer
+def test_shards(cls, rule, options):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("no gloo")
+    shapes = {**SHAPES, "a": (40, 64), "b": (64, 40), "c": (64, 64)}
     pool = Pool(2)
     try:
-        found = pool.run(2, offloaded_shards)
+        found = pool.run(2, hosted_shards, cls, rule, shapes, options)
     finally:
         pool.close()
-    params = {n: torch.nn.Parameter(v) for n, v in start(torch.bfloat16).items() if v.dim()}
-    opt = halfstep.AdamW(params.items(), seed=5, clip_norm=0.5, states="int8")
+    params = {n: torch.nn.Parameter(v) for n, v in start(torch.bfloat16, shapes).items() if v.dim()}
+    opt = class_of(rule)(params.items(), seed=5, clip_norm=0.5, states="int8")
     for step in range(1, 4):
         for name, g in gradients(params, step).items():
             params[name].grad = g

@@ -1,0 +1,218 @@
+"""`StateStreaming`: weights and steps on a GPU, states in the process's memory, which pass through the GPU in each step."""
+import contextlib
+from typing import Any, Type, Union
+
+import torch
+
+from . import _abi, _devices, _sharding
+from ._engine import no_dynamo, rows_of
+from ._hosted import Hosted
+from ._sharding import local
+from .optimizer import Optimizer, Params
+
+#: buffers of a device: states come into one and go from another while a third is stepped, so that the bus carries both ways at once
+BUFFERS = 3
+#: bytes of one, unless a single parameter has more
+BUFFER_BYTES = 256 << 20
+#: tensors in a buffer begin at multiples of this, as those of torch's allocators do
+_ALIGNED = 256
+
+
+class _Buffer:
+    """Memory of a GPU for the states of one stage after the other: `owner` is the last, `left` the event after which its states have left
+    it."""
+
+    __slots__ = ("memory", "owner", "left")
+
+    def __init__(self, size, device):
+        self.memory, self.owner, self.left = _devices.zeros((size,), torch.uint8, device), None, None
+
+
+class Bus:
+    """The streams and buffers of one device, and the stages that take turns in them."""
+
+    def __init__(self, device):
+        self.device, self.stages, self.buffers = device, [], None
+        self.up, self.down = _devices.Side(device), _devices.Side(device)
+
+    def buffer(self, stage):
+        if self.buffers is None:
+            sizes = [max(s.size for s in self.stages[i::BUFFERS]) for i in range(min(BUFFERS, len(self.stages)))]
+            self.buffers = [_Buffer(size, self.device) for size in sizes]
+        return self.buffers[stage.number % BUFFERS]
+
+    def forget(self):
+        """States that have set out and were not asked for may be others by now."""
+        for stage in self.stages:
+            stage.ready = None
+
+    def wait(self):
+        """Until all states are in the process's memory."""
+        _devices.wait(self.down.event())
+
+
+class Stage:
+    """Members whose states are on the GPU together, in one buffer."""
+
+    def __init__(self, bus):
+        self.bus, self.number, self.size = bus, len(bus.stages), 0
+        bus.stages.append(self)
+        #: by member: where each of its streams begins in the buffer, by key
+        self.places = {}
+        #: by member: the event after which its states are in the process's memory
+        self.kept = {}
+        #: the event after which all of them are in the buffer
+        self.ready = None
+        self.state = None
+
+    def take(self, members, state):
+        """The members, and where their states are kept."""
+        self.state = state
+        for m in members:
+            places = self.places[m] = {}
+            for s in m.streams:
+                places[s.key] = self.size
+                self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
+
+    def addresses(self, m):
+        """Of the streams of a member while it is stepped, by key."""
+        memory = self.bus.buffer(self).memory
+        return {key: memory[at:] for key, at in self.places[m].items()}
+
+    def _copies(self, members):
+        """(in the buffer, in the process's memory), of each stream."""
+        memory = self.bus.buffer(self).memory
+        for m in members:
+            held = self.state[m.p]
+            for s in m.streams:
+                at = self.places[m][s.key]
+                yield memory[at:at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
+
+    def _fetch(self, members):
+        """Has states set out for the buffer; the event after which they are there."""
+        bus, buffer = self.bus, self.bus.buffer(self)
+        for event in {id(e): e for e in (self.kept.get(m) for m in members) if e is not None}.values():
+            bus.up.after(event)
+        if buffer.owner is not self and buffer.left is not None:
+            bus.up.after(buffer.left)
+        for there, here in self._copies(members):
+            bus.up.copy(there, here)
+        return bus.up.event()
+
+    def begin(self):
+        """Has the states of all members set out, if the step that they are for has not had them do so."""
+        if self.ready is None:
+            self.ready = self._fetch(self.places)
+            self.bus.buffer(self).owner = self
+
+    @contextlib.contextmanager
+    def states(self, only=None, written=True):
+        """While this is entered, states are in the buffer, those of all members or of `only`; and if they are written they are on their way
+        back after it."""
+        bus, buffer = self.bus, self.bus.buffer(self)
+        members = self.places if only is None else [only]
+        if only is None:
+            self.begin()
+            ready, self.ready = self.ready, None
+            if self.number + 1 < len(bus.stages):
+                bus.stages[self.number + 1].begin()
+        else:
+            ready = self._fetch(members)
+        buffer.owner = self
+        bus.up.lead(ready)
+        try:
+            yield
+        finally:
+            bus.down.follow()
+            if written:
+                for there, here in self._copies(members):
+                    bus.down.copy(here, there)
+            buffer.left = bus.down.event()
+            if written:
+                self.kept.update(dict.fromkeys(members, buffer.left))
+
+
+def _bytes(stream):
+    size = stream.dtype.itemsize
+    for n in stream.shape:
+        size *= n
+    return size
+
+
+class StateStreaming(Hosted):
+    """An optimizer whose states are in the process's memory, and are stepped on the GPU where its weights and gradients are.
+
+        opt = halfstep.StateStreaming(model.named_parameters(), "adamw/bf16-sr/int8", lr=1e-4, clip_norm=1.0)
+
+    It is an optimizer of the class of its recipe, with all options, the same bits, and state dictionaries that go either way. In step()
+    states pass through three buffers on the GPU: while some are stepped, the next come and the last go, so that a step takes as long as the
+    bus takes for all states one way (docs/choosing.md says when that is less than CPUOffload takes).
+
+    recipe              a recipe, or a class of this package
+    buffer              bytes of a buffer. States of one parameter are in it together, so it is larger where one of them needs that
+    minimal_size        parameters of fewer elements have their states on the GPU
+    gradient_release    states of each parameter come and go as soon as its gradient is there, in the backward pass
+    options             of the class: lr, betas, clip_norm ...
+
+    States are in pinned memory, of which torch takes powers of two. Where they need more than one buffer, step() waits once for all
+    gradients, unless it looks for nothing in them (scan="known-finite" without clip_norm); it returns before the states are back. Everything
+    here that reads them waits for that; who reads `optimizer.state` by hand calls torch.cuda.synchronize() first. Such a step cannot be
+    captured into a CUDA graph. Parameters in the process's memory are stepped there.
+    """
+
+    _own = ("_buses",)
+
+    def __init__(self, params: Params, recipe: Union[str, Type[Optimizer]] = "adamw", *, buffer: int = BUFFER_BYTES, minimal_size: int = 4096,
+                 **options: Any) -> None:
+        if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+            raise ValueError(f"halfstep: buffer={buffer!r} is no number of bytes")
+        self.buffer = buffer
+        super().__init__(params, recipe, minimal_size=minimal_size, **options)
+
+    def _begin(self):
+        self._buses = []
+
+    def _is_streamed(self, p):
+        here = local(p)
+        return _devices.is_late(_devices.of(here)) and here.numel() >= max(self.minimal_size, 1) and not _sharding.is_gathered(self.rule, p)
+
+    def _check_device(self, p, name):
+        super()._check_device(p, name)
+        if self._is_streamed(p):
+            _devices.check_copies(local(p), name)
+
+    def _divide(self, wanted):
+        """Parameters whose states stay where they are stepped; and then stages of about the size of a buffer."""
+        stay, buses, found = [], {}, []
+        for one in wanted:
+            if not self._is_streamed(one[0]):
+                stay.append(one)
+                continue
+            device = self._home(one[0])
+            size = sum(_abi.recipe_bytes(self._full_recipe(one[1], one[2]), one[0].dim(), *rows_of(local(one[0]).shape))[1:])
+            if device not in buses:
+                buses[device] = Bus(device), []
+            bus, stages = buses[device]
+            if not stages or stages[-1][0] + size > self.buffer:
+                stages.append([0, Stage(bus), []])
+            stages[-1][0] += size
+            stages[-1][2].append(one)
+        found = super()._divide(stay) if stay else []
+        self._buses = [bus for bus, _ in buses.values()]
+        return found + [(device, stage, some) for device, (_, stages) in buses.items() for _, stage, some in stages]
+
+    @no_dynamo
+    @torch.no_grad()
+    def _step(self, given=None):
+        if any(_devices.capturing(bus.device) for bus in self._buses):
+            raise RuntimeError("halfstep: a step of StateStreaming cannot be captured into a CUDA graph: its states come from the process's memory")
+        try:
+            super()._step(given)
+        finally:
+            for bus in self._buses:
+                bus.forget()
+
+    def _hear(self):
+        super()._hear()
+        for bus in self._buses:
+            bus.wait()
