@@ -27,6 +27,8 @@ from halfstep import _devices, offload
 
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
+#: of StateStreaming: of a few layers, so that there are more of them than of buffers
+BUFFER = 8 << 20
 #: copied to the process and back by the way that is stepping
 COPIED = [0, 0]
 
@@ -58,19 +60,19 @@ class Side:
     def __init__(self, device):
         pass
 
-    def follow(self):
-        pass
+    def follow(self, event=None):
+        return self
 
-    lead = event = follow
+    lead = after = event = follow
 
     def copy(self, to, tensor):
         to.copy_(tensor)
-        COPIED[to.data_ptr() not in HOST] += to.nbytes
+        COPIED[tensor.data_ptr() in HOST] += to.nbytes
 
 
 #: addresses of what lies in the process, where the CPU stands for both
 HOST = set()
-#: whether what is not there is on the "GPU" now: for CPUOffload, and not for the plain optimizer
+#: whether what is not there is on the "GPU" now: not for the plain optimizer
 ACTIVE = [False]
 
 
@@ -87,7 +89,19 @@ def stand_in():
 
     _devices.of, _devices.Side, _devices.wait = of, Side, lambda event: None
     _devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    _devices.zeros = kept(lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    zeros = kept(lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+
+    def zeros_on(shape, dtype, device):
+        if not _devices.is_late(device):
+            return zeros(shape, dtype)
+        made = torch.zeros(shape, dtype=dtype)
+        HOST.difference_update([at for at in HOST if made.data_ptr() <= at < made.data_ptr() + made.nbytes])  # of what was freed
+        return made
+
+    _devices.zeros = zeros_on
+    # Steps on the "GPU" are the processor's.
+    _devices.c_name = _devices.stream = lambda device: None
+    _devices.record, _devices.capturing, _devices.is_pinned = lambda tensors, device: None, lambda device: False, lambda tensor: tensor.data_ptr() in HOST
     offload._steps_on[torch.device("cuda:0")] = False
 
     import torchao.optim.cpu_offload as theirs
@@ -114,17 +128,19 @@ def ways(bus):
             return CPUOffloadOptimizer(model.parameters(), cls, lr=1e-4, **options)
         return make
 
-    def ours(**options):
+    def ours(cls, **options):
         def make(model):
             ACTIVE[0] = not GPU
-            return halfstep.CPUOffload(model.named_parameters(), RECIPE, lr=1e-4, **options)
+            return cls(model.named_parameters(), RECIPE, lr=1e-4, **options)
         return make
 
     found = {
         "plain halfstep": lambda model: plain[0](model.named_parameters(), lr=1e-4, **plain[1]),
-        "CPUOffload": ours(),
-        "CPUOffload, offload_gradients": ours(offload_gradients=True),
-        "CPUOffload, gradient_release": ours(gradient_release=True),
+        "CPUOffload": ours(halfstep.CPUOffload),
+        "CPUOffload, offload_gradients": ours(halfstep.CPUOffload, offload_gradients=True),
+        "CPUOffload, gradient_release": ours(halfstep.CPUOffload, gradient_release=True),
+        "StateStreaming": ours(halfstep.StateStreaming, buffer=BUFFER),
+        "StateStreaming, gradient_release": ours(halfstep.StateStreaming, buffer=BUFFER, gradient_release=True),
         "torchao, torch.optim.AdamW": theirs(torch.optim.AdamW, fused=True),
         "torchao, torch.optim.AdamW, offload_gradients": theirs(torch.optim.AdamW, fused=True, offload_gradients=True),
     }
@@ -142,7 +158,7 @@ def network(given):
 
 
 def step(model, opt, x):
-    ACTIVE[0] = isinstance(opt, halfstep.CPUOffload)
+    ACTIVE[0] = isinstance(opt, (halfstep.CPUOffload, halfstep.StateStreaming))
     model(x).float().square().mean().backward()
     opt.step()
     opt.zero_grad()

@@ -13,6 +13,8 @@ from ._abi import lib
 from .plan import plan
 from .rules import classes
 
+#: of the matrices that a number of parameters stands for: no larger than an embedding
+_ROWS, _COLUMNS = 32768, 4096
 #: of run(), on every machine
 EXPECTED = "d6d1540947f0d842"
 
@@ -46,13 +48,16 @@ def _shapes(text):
         n = 0
     if n < 1:
         raise ValueError(f"{text!r} is neither a file nor a number of parameters such as 7e9 or 7B")
-    rows, rest = divmod(n, 4096)
-    return {**({"matrices": (rows, 4096)} if rows else {}), **({"vector": (rest,)} if rest else {})}
+    rows, rest = divmod(n, _COLUMNS)
+    shapes = {f"matrix {i}": (min(_ROWS, rows - i * _ROWS), _COLUMNS) for i in range(-(-rows // _ROWS))}
+    return {**shapes, "vector": (rest,)} if rest else shapes
 
 
 def show_plan(given):
     recipes = given.recipes.split(",") if given.recipes else None
-    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory, offload=given.offload))
+    if recipes is not None and len(recipes) == 1:
+        recipes = recipes[0]
+    print(plan(_shapes(given.model), recipes, release=given.release, memory=given.memory, offload=given.offload, device_memory=given.device_memory))
     return 0
 
 
@@ -109,6 +114,8 @@ def main(arguments=None):
     one.add_argument("--memory", help="memory to fit into: 24G is 24 * 2^30 bytes")
     one.add_argument("--recipes", help="only these, with commas between")
     one.add_argument("--release", action="store_true", help="gradients are released one by one")
+    one.add_argument("--device-memory", help="that of a GPU: where states should be for each recipe, and the time that it takes; all ways with one "
+                     "recipe in --recipes")
     one.add_argument("--offload", action="store_true", help="states are in the process's memory, weights and gradients on a GPU")
     one.set_defaults(call=show_plan)
     one = commands.add_parser("verify", help="whether every instruction set of this machine has the bits that all machines have")

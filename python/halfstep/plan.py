@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import torch
 
 from . import _abi
 from ._engine import rows_of
+from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -18,8 +19,9 @@ RECIPES = ("adamw/bf16-sr/int4", "adamw/bf16-sr/int8", "adamw/bf16-ecc8/int8", "
 _PARTS = (("weights", "█", "#1f4e79"), ("extras", "▓", "#4a90c2"), ("gradients", "▒", "#c98a2b"), ("states", "░", "#7a9a5b"),
           ("frozen", "·", "#999999"))
 _BAR = 48
-#: bytes a second, one way, of a bus that copies to and from pinned memory: PCI Express 5 with 16 lanes
-_BUS = 55e9
+#: bytes a second: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes); of memory in a step of 16 cores; of memory on
+#: a GPU (H100)
+_BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -44,13 +46,19 @@ class PlanRow:
     host: int = 0
     #: what an offloaded step copies to the process and back
     copied: int = 0
+    #: with device_memory=: what the recipe is trained with, and what a step takes beside the backward pass, or under it (`hidden`)
+    way: str = ""
+    seconds: float | None = None
+    hidden: bool = False
 
 
 class Plan:
     """What `halfstep.plan` answers: `rows`, smallest first; `str()` is a table of them."""
 
-    def __init__(self, rows, parameters, release, memory, offload=False):
+    def __init__(self, rows, parameters, release, memory, offload=False, placed=False):
         self.rows = rows
+        #: whether rows say where states are (device_memory=)
+        self.placed = placed
         self.offload = offload
         #: how many numbers train
         self.parameters = parameters
@@ -59,6 +67,10 @@ class Plan:
 
     def _cells(self):
         frozen = any(row.frozen for row in self.rows)
+        if self.placed:
+            return (["recipe", "way", "on the GPU", "in the process", "a step", "fits"],
+                    [[row.recipe, row.way, _size(row.total), _size(row.host), f"{'<= ' if row.hidden else ''}{row.seconds:.2g} s", "yes" if row.fits else "no"]
+                     for row in self.rows])
         head = ["recipe", "weights", "extra", "gradients", "states", *(["frozen"] if frozen else []), "total", "in all",
                 *(["host in all"] if self.offload else []), *(["fits"] if self.memory is not None else [])]
         body = []
@@ -72,6 +84,11 @@ class Plan:
         return head, body
 
     def _lines(self):
+        if self.placed:
+            fitting = sum(bool(row.fits) for row in self.rows)
+            return (f"{self.parameters} parameters, {_size(self.memory)} on the GPU.",
+                    f"{fitting} of {len(self.rows)} fit. Activations come on top. A step is what comes after the backward pass, or under it (<=); docs/choosing.md has\n"
+                    "the formulas. Ways with gradient_release judge and clip tensors singly; the others lose nothing.")
         title = f"{self.parameters} parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}. Bytes per parameter:"
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
         if self.offload and self.rows:
@@ -90,7 +107,8 @@ class Plan:
     def __str__(self):
         (title, foot), (head, body) = self._lines(), self._cells()
         wide = [max(len(cell) for cell in column) for column in zip(head, *body)]
-        table = ["  ".join(cell.rjust(n) if i else cell.ljust(n) for i, (cell, n) in enumerate(zip(line, wide))).rstrip()
+        left = 2 if self.placed else 1
+        table = ["  ".join(cell.ljust(n) if i < left else cell.rjust(n) for i, (cell, n) in enumerate(zip(line, wide))).rstrip()
                  for line in (head, *body)]
         return "\n".join([title, "", *table, "", *self._bars(), "", foot])
 
@@ -98,12 +116,15 @@ class Plan:
         """What the longest bar stands for, in bytes."""
         return max([row.total for row in self.rows] + [self.memory or 0, 1])
 
+    def _label(self, row):
+        return row.way if self.placed and all(other.recipe == row.recipe for other in self.rows) else row.recipe
+
     def _present(self):
         return [part for part in _PARTS if any(getattr(row, part[0]) for row in self.rows)]
 
     def _bars(self):
         """A line for each recipe, as long as its memory, with | where the memory ends that was asked about."""
-        scale, wide = self._scale(), max((len(row.recipe) for row in self.rows), default=0)
+        scale, wide = self._scale(), max((len(self._label(row)) for row in self.rows), default=0)
         limit = None if self.memory is None else round(self.memory / scale * _BAR)
         lines = []
         for row in self.rows:
@@ -114,7 +135,7 @@ class Plan:
             if limit is not None:
                 bar = bar.ljust(limit)
                 bar = bar[:limit] + "|" + bar[limit:]
-            lines.append(f"{row.recipe.ljust(wide)}  {bar}".rstrip())
+            lines.append(f"{self._label(row).ljust(wide)}  {bar}".rstrip())
         signs = "   ".join(f"{sign} {field}" for field, sign, _ in self._present())
         return [*lines, " " * wide + "  " + signs + ("" if limit is None else f"   | {_size(self.memory)}")] if lines else []
 
@@ -134,7 +155,7 @@ class Plan:
         scale, left, right, high = self._scale(), 210, 420, 22
         out, y = [], 4
         for row in self.rows:
-            out.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(row.recipe)}</text>')
+            out.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(self._label(row))}</text>')
             x = 0.0
             for field, _, colour in _PARTS:
                 size = getattr(row, field) / scale * right
@@ -197,7 +218,8 @@ def _tensors(model_or_shapes):
     return [_shape(name, given) for name, given in model_or_shapes], 0
 
 
-def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=False) -> Plan:
+def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=False, *, device_memory=None, bus=_BUS, host=_HOST,
+         device=_DEVICE) -> Plan:
     """A table of the memory that weights, gradients and optimizer states take under each of some recipes.
 
     It answers for this model with all parameters that train stored as the recipe's weight format says (`model.to(
@@ -211,7 +233,15 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
     memory: bytes (or "24G") that each recipe's total is compared with.
     offload: states are in the process's memory (CPUOffload with minimal_size=0), and what is counted, and compared with `memory`, is that
         of the GPU; "gradients": gradients leave it as they come, too (offload_gradients=True).
+    device_memory: bytes (or "24G") of a GPU: for each recipe the quickest way that fits, of states on the GPU, `StateStreaming` and
+        `CPUOffload`, with gradients kept (or, where that does not fit, released), and the time that it takes; of a single recipe all ways.
+    bus, host, device: bytes a second, for these times: one way over the bus, of the process's memory, and of the GPU's.
     """
+    if device_memory is not None and (offload or release or memory is not None):
+        raise ValueError("device_memory= compares all ways by itself: give it without offload=, release= and memory=")
+    for name, speed in (("bus", bus), ("host", host), ("device", device)):
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
+            raise ValueError(f"{name}={speed!r} is no number of bytes a second")
     if offload not in (False, True, "gradients"):
         raise ValueError(f"offload={offload!r} is none of False, True, 'gradients'")
     if isinstance(model_or_shapes, str):
@@ -219,7 +249,7 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
     if isinstance(recipes, torch.nn.Module) or isinstance(recipes, dict):
         raise TypeError("halfstep.plan(model_or_shapes, recipes): the recipes are a model or shapes, which come first")
     shapes, frozen = _tensors(model_or_shapes)
-    limit = None if memory is None else _bytes(memory)
+    limit = _bytes(memory) if memory is not None else None if device_memory is None else _bytes(device_memory)
     rows = []
     for recipe in [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes:
         recipe = _abi.recipe_full(recipe)
@@ -234,7 +264,13 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
                 none = rows_ * length == 0
                 sizes[shape] = (0, 0, 0) if none else _abi.recipe_bytes(recipe, len(shape), rows_, length)
         weights, extras, states = (sum(sizes[shape][i] for shape in shapes) for i in range(3))
+        largest = max((extra + state for _, extra, state in sizes.values()), default=0)
         each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
+        if device_memory is not None:
+            one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
+            found = _ways(one, max(each, default=0), largest, limit, bus, host, device)
+            rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
+            continue
         gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
         host = copied = 0
         if offload:
@@ -244,8 +280,39 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
         total = weights + extras + gradients + states + frozen
         rows.append(PlanRow(recipe, gradient, weights, extras, gradients, states, frozen, total,
                             None if limit is None else total <= limit, host, copied))
-    rows.sort(key=lambda row: (row.total, row.host, row.recipe))
-    return Plan(rows, sum(map(_count, shapes)), bool(release), limit, bool(offload))
+    if device_memory is None or not isinstance(recipes, str):
+        rows.sort(key=lambda row: (row.total, row.host, row.recipe))
+    return Plan(rows, sum(map(_count, shapes)), bool(release), limit, bool(offload), device_memory is not None)
+
+
+def _preference(row):
+    """Of ways that fit the quickest, rather one that loses nothing; else the smallest."""
+    return (False, row.hidden, row.seconds) if row.fits else (True, row.total, row.seconds)
+
+
+def _ways(row, largest_gradient, largest_states, limit, bus, host, device):
+    """What docs/choosing.md says of places for states: the ways to train one recipe."""
+    kept = row.extras + row.states
+    buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
+    touched = 2 * row.weights + row.gradients + 2 * kept
+    there, streamed = touched / device, max(kept / bus, touched / device)
+    found = []
+    for released in (False, True):
+        gradients = largest_gradient if released else row.gradients
+        option = ", gradient_release" if released else ""
+        copies = row.weights + row.gradients
+        found += [("GPU" + option, gradients, row.extras, row.states, 0, there),
+                  ("StateStreaming" + option, gradients, 0, buffers, kept, streamed),
+                  ("CPUOffload" + option, gradients, 0, 0, kept + copies,
+                   max(touched / host, copies / bus) if released else touched / host + row.weights / bus)]
+        if not released:
+            found.append(("CPUOffload, offload_gradients", largest_gradient, 0, 0, kept + copies, touched / host + row.weights / bus))
+    out = []
+    for way, gradients, extras, states, there, seconds in found:
+        total = row.weights + extras + gradients + states + row.frozen
+        out.append(replace(row, way=way, gradients=gradients, extras=extras, states=states, host=there, total=total, fits=total <= limit, seconds=seconds,
+                           hidden="release" in way))
+    return out
 
 
 def _count(shape):

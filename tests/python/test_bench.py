@@ -285,6 +285,8 @@ def test_offload_copies_as_much_as_it_says():
     rows = [line.strip("| ").split(" | ") for line in run("offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory").splitlines()
             if line.startswith("| ") and "ms a step" not in line]
     copied = {row[0]: (row[3], row[4]) for row in rows}
-    assert len(copied) == 6 and copied.pop("plain halfstep") == ("0.00", "0.00")
+    assert len(copied) == 8 and copied.pop("plain halfstep") == ("0.00", "0.00")
     assert all(pair == ("2.00", "2.00") for way, pair in copied.items() if way.startswith("CPUOffload"))  # torchao leaves small tensors out
+    for way in ("StateStreaming", "StateStreaming, gradient_release"):
+        assert len(set(copied[way])) == 1 and 2.0 < float(copied[way][0]) < 2.2  # states in int8
     assert all("0.00" not in pair for pair in copied.values())

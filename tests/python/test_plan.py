@@ -158,3 +158,32 @@ def test_bars_are_as_long_as_what_they_stand_for():
 
 def test_nothing_to_draw():
     assert "█" not in str(plan({}))
+
+
+def test_where_states_are():
+    """The formulas of docs/choosing.md, by hand."""
+    shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}
+    n = 8 << 27
+    every = {row.way: row for row in plan(shapes, "adamw/bf16-sr/int8", device_memory="5G", bus=50e9, host=100e9, device=1e12).rows}
+    one, = plan(shapes, "adamw/bf16-sr/int8").rows
+    states, largest = one.states, one.states // 8
+    touched = 2 * 2 * n + 2 * n + 2 * states
+    assert {way: (row.total, row.host) for way, row in every.items()} == {
+        "GPU": (4 * n + states, 0), "StateStreaming": (4 * n + 3 * largest, states), "CPUOffload": (4 * n, 4 * n + states),
+        "CPUOffload, offload_gradients": (2 * n + n // 4, 4 * n + states), "GPU, gradient_release": (2 * n + n // 4 + states, 0),
+        "StateStreaming, gradient_release": (2 * n + n // 4 + 3 * largest, states), "CPUOffload, gradient_release": (2 * n + n // 4, 4 * n + states)}
+    assert every["StateStreaming"].seconds == states / 50e9 and every["GPU"].seconds == touched / 1e12
+    assert every["CPUOffload"].seconds == touched / 100e9 + 2 * n / 50e9 and not every["CPUOffload"].hidden
+    assert every["CPUOffload, gradient_release"].seconds == max(touched / 100e9, 4 * n / 50e9) and every["CPUOffload, gradient_release"].hidden
+    # The quickest that fits and loses nothing, then that which judges singly, then the smallest.
+    for memory, way, fits in (("9G", "GPU", True), ("5G", "StateStreaming", True), ("4G", "CPUOffload", True), ("3G", "CPUOffload, offload_gradients", True),
+                              ("2G", "CPUOffload, gradient_release", False)):
+        found, = plan(shapes, ["adamw/bf16-sr/int8"], device_memory=memory).rows
+        assert (found.way, found.fits) == (way, fits), memory
+    text = str(plan(shapes, device_memory="5G"))
+    assert "StateStreaming" in text and "5.00 GiB on the GPU" in text and "<=" in text
+    assert "StateStreaming" in plan(shapes, "lion", device_memory="5G")._repr_html_()
+    for options, said in (({"release": True}, "device_memory="), ({"offload": True}, "device_memory="), ({"memory": "1G"}, "device_memory="), ({"bus": 0}, "bus="),
+                          ({"host": "fast"}, "host="), ({"device": True}, "device=")):
+        with pytest.raises(ValueError, match=said):
+            plan(shapes, device_memory="5G", **options)

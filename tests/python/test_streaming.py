@@ -297,6 +297,15 @@ def test_a_capture_is_refused(fake):
         fake.captured = False
 
 
+def test_the_plan_is_what_is_held(fake):
+    both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "buffer": streaming.BUFFER_BYTES}, shapes={"a": (64, 64), "b": (128, 32)})
+    run(fake, both, 1, 3)
+    params, opt = both[1]
+    row = next(row for row in halfstep.plan(params, "adamw/bf16-ecc8/int8", device_memory="1G").rows if row.way == "StateStreaming")
+    assert row.host == sum(size for _, size, _ in fake.pins)
+    assert row.states == sum(b.memory.numel() for b in opt._buses[0].buffers) and row.extras == 0
+
+
 def test_wrong_arguments(gpu):
     p = torch.nn.Parameter(gpu.tensor(torch.ones(64, 64)))
     with pytest.raises(TypeError, match=r"halfstep.StateStreaming\(params, recipe\).*class of halfstep"):
