@@ -12,9 +12,13 @@ from . import _abi
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
 #: elements of its blocks
 _BNB_BLOCK = 256
-#: rules of which bitsandbytes keeps the same states in the same order
-_BNB_RULES = ("adam", "adamw", "lion", "lamb")
-_BNB_GROUP = ("alpha", "t_alpha", "t_beta3")
+#: of the rules that bitsandbytes has: the states in its first tensor, or its two halves, and in its second
+_BNB_RULES = {rule: (("exp_avg",), ("exp_avg_sq",)) for rule in ("adam", "adamw", "lamb")}
+_BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow"), ("exp_avg_sq",))}
+#: what it has in every group, and what AdEMAMix calls it here
+_BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
+#: elements that share a scale in FlashOptim
+_FLASH_BLOCK = 32
 
 
 def _is_bitsandbytes(state):
@@ -27,19 +31,21 @@ def _bitsandbytes(rule, state):
     if rule.name not in _BNB_RULES:
         raise ValueError(f"halfstep: states of bitsandbytes can be loaded by {', '.join(_BNB_RULES)}, not by {rule.name}")
     out, lost = {"step": held.get("step", 0)}, set()
-    for i, name in enumerate([s.name for s in rule.states][:2], 1):
+    for i, names in enumerate(_BNB_RULES[rule.name], 1):
         codes = held.get(f"state{i}")
         if codes is None:
             continue
         if codes.dtype != torch.uint8:
-            out[name] = codes.to(torch.float32)
-            continue
-        values = held[f"qmap{i}"].to(torch.float32)[codes.reshape(-1).int()]
-        if f"absmax{i}" in held:
-            values *= held[f"absmax{i}"].to(torch.float32).repeat_interleave(_BNB_BLOCK)[:values.numel()]
+            values = codes.to(torch.float32)
         else:
-            values *= held[f"max{i}"].to(torch.float32)
-        out[name] = values.reshape(codes.shape)
+            values = held[f"qmap{i}"].to(torch.float32)[codes.int()].reshape(len(names), -1)
+            if f"absmax{i}" in held:  # of the blocks of each half
+                scales = held[f"absmax{i}"].to(torch.float32).reshape(len(names), -1)
+                values *= scales.repeat_interleave(_BNB_BLOCK, 1)[:, :values.shape[1]]
+            else:
+                values *= held[f"max{i}"].to(torch.float32)
+            values = values.reshape(codes.shape)
+        out.update(zip(names, values if len(names) > 1 else (values,)))
     for key, what in (("gnorm_vec", "percentile clipping"), ("unorm_vec", "max_unorm")):
         if isinstance(held.get(key), torch.Tensor) and held[key].any():
             lost.add(f"{key} ({what})")
@@ -57,8 +63,33 @@ def _torchao(rule, state):
             for key, value in state.items()}, set()
 
 
+def _is_flashoptim(state):
+    return "error_bits" in state or any(isinstance(key, str) and key.endswith("::quantized") for key in state)
+
+
+def _flashoptim(rule, state):
+    """Of each state int8 codes of a soft sign, or uint8 codes of a root, with an fp16 scale for 32 elements, which is seen as BF16 beside
+    BF16 weights."""
+    out = {key: value for key, value in state.items() if key != "error_bits" and "::" not in str(key)}
+    for key in state:
+        name, colons, kind = str(key).partition("::")
+        if not colons or kind != "quantized":
+            continue
+        codes, scales = state[key], state[name + "::scales"]
+        scales = scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales
+        signed = codes.dtype == torch.int8
+        values = codes.reshape(-1).to(torch.float32) / (127.0 if signed else 255.0)
+        if signed:
+            values /= 2.0 - values.abs()
+        values *= scales.to(torch.float32).repeat_interleave(_FLASH_BLOCK)[:values.numel()]
+        out[name] = (values if signed else values * values).reshape(codes.shape)
+    lost = {"error_bits (bring its weights over by its get_fp32_model_state_dict())"} if "error_bits" in state else set()
+    return out, lost
+
+
 #: name, whether a state is one of its, and (plain state, names of what is left behind)
-PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes), ("torchao", _is_torchao, _torchao))
+PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes), ("torchao", _is_torchao, _torchao),
+            ("flashoptim", _is_flashoptim, _flashoptim))
 
 
 def translate(rule_name, state_dict):
@@ -73,8 +104,11 @@ def translate(rule_name, state_dict):
         states[key] = state
     if not packages:
         return state_dict
-    groups = [{key: value for key, value in group.items() if key not in _BNB_GROUP} for group in state_dict["param_groups"]] \
-        if "bitsandbytes" in packages else state_dict["param_groups"]
+    groups = state_dict["param_groups"]
+    if "bitsandbytes" in packages:
+        known = _abi.rules[rule_name].hypers
+        groups = [{**{key: value for key, value in group.items() if key not in _BNB_GROUP},
+                   **{new: group[old] or 0.0 for old, new in _BNB_GROUP.items() if old in group and new in known}} for group in groups]
     if lost:
         warnings.warn(f"halfstep: of the states of {' and '.join(sorted(packages))}, {', '.join(sorted(lost))} cannot be carried over",
                       UserWarning, stacklevel=5)

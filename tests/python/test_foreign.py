@@ -1,11 +1,15 @@
 """State dictionaries that other packages saved: decoded as the package decodes them, and training goes on."""
 import copy
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
 import halfstep
+import halfstep.compat.flashoptim
 from conftest import bits, set_gradients
 
 SHAPES = {"body": (96, 128), "ragged": (67, 71), "bias": (33,)}
@@ -67,10 +71,83 @@ def test_bitsandbytes(name, rule):
     assert moved < {"AdamW32bit": 0.01, "Lion8bit": 6.1}.get(name, 3.0)
 
 
+@pytest.mark.parametrize("bits_of", [8, 32])
+def test_ademamix_of_bitsandbytes(bits_of):
+    """Whose first tensor holds both averages."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    params, opt = trained(optim.AdEMAMix, optim_bits=bits_of, alpha=3.0, t_alpha=50, t_beta3=60)
+    mine = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    new = halfstep.AdEMAMix(list(mine.items()), states="f32")
+    new.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for n, p in params.items():
+        state = opt.state[p]
+        halves = [dict(state, state1=state["state1"][i], **({"absmax1": state["absmax1"][i]} if "absmax1" in state else {})) for i in (0, 1)]
+        assert state["state1"].dtype == (torch.uint8 if bits_of == 8 and p.numel() >= 4096 else torch.float32)
+        for key, found in (("exp_avg", bnb_values(halves[0], 1)), ("exp_avg_slow", bnb_values(halves[1], 1)), ("exp_avg_sq", bnb_values(state, 2))):
+            assert bits(new.read_state(mine[n], key)) == bits(found), (n, key)
+    group = new.param_groups[0]
+    assert (group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (3.0, 50, 60) and "t_alpha" not in group
+    assert tuple(group["betas"]) == (0.9, 0.999, 0.9999)
+    moved = go_on(params, opt, lambda named: halfstep.AdEMAMix(named, states="f32"))
+    assert moved < (0.02 if bits_of == 32 else 4.0)
+
+
+#: what FlashOptim makes of some numbers, by its own kernels, which need a GPU but for Triton's interpreter
+FLASH = """
+import sys
+import torch
+import flashoptim.optimizers as flash
+
+class Direct:
+    def __init__(self, kernel):
+        self.kernel = kernel.fn  # under the autotuner, which asks for a GPU
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel[(4,)](*arguments, BLOCK_SIZE_N=1024)
+
+for name in ("_triton_quantize_kernel", "_triton_dequantize_kernel"):
+    setattr(flash, name, Direct(getattr(flash, name)))
+made = {}
+for i, shape in enumerate(((96, 128), (67, 71), (33,))):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(i)) * 10.0 ** -i
+    for name, kind in (("exp_avg", dict(signed=True)), ("exp_avg_sq", dict(signed=False, sqrt=True, softsign=False))):
+        codes, scales = flash.quantize(values if kind["signed"] else values.square(), **kind)
+        made[i, name] = codes, scales, flash.dequantize(codes, scales, **kind)
+torch.save(made, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flashoptim(tmp_path, dtype):
+    """8-bit states, in a state dictionary as FlashAdamW saves it; the package's own kernels say what they stand for."""
+    pytest.importorskip("flashoptim")
+    file = tmp_path / "states.pt"
+    subprocess.run([sys.executable, "-c", FLASH, str(file)], check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300)
+    made = torch.load(file)
+    params = params_of(dtype=dtype)
+    opt = halfstep.AdamW(list(params.items()), states="f32")
+    drop_in = halfstep.compat.flashoptim.FlashAdamW(list(params_of(dtype=dtype).items()), master_weight_bits=24 if dtype == torch.bfloat16 else None)
+    saved = {"state": {}, "param_groups": [{**{k: v for k, v in drop_in.param_groups[0].items() if k != "params"}, "params": [0, 1, 2]}]}
+    for (i, name), (codes, scales, _) in made.items():
+        held = saved["state"].setdefault(i, {"step": torch.tensor(7.0)})
+        held[name + "::quantized"], held[name + "::scales"] = codes, scales if dtype == torch.float32 else scales.view(torch.bfloat16)
+        if dtype == torch.bfloat16:
+            held["error_bits"] = torch.zeros_like(params[list(SHAPES)[i]])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.load_state_dict(saved)
+        drop_in.load_state_dict(copy.deepcopy(saved))
+    assert any("error_bits" in str(w.message) for w in told) == (dtype == torch.bfloat16)
+    for (i, name), (_, _, values) in made.items():
+        p = params[list(SHAPES)[i]]
+        assert bits(opt.read_state(p, name)) == bits(values) and values.any(), (i, name)
+        assert opt.state[p]["step"] == 7
+
+
 def test_what_bitsandbytes_has_alone():
     optim = pytest.importorskip("bitsandbytes").optim
     params, opt = trained(optim.AdEMAMix8bit)
-    with pytest.raises(ValueError, match="states of bitsandbytes can be loaded by adam, adamw, lion, lamb, not by sgd"):
+    with pytest.raises(ValueError, match="states of bitsandbytes can be loaded by adam, adamw, lamb, lion, ademamix, not by sgd"):
         halfstep.SGD(list(params.values())).load_state_dict(opt.state_dict())
     params, opt = trained(optim.AdamW32bit)
     saved = copy.deepcopy(opt.state_dict())

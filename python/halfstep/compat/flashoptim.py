@@ -15,8 +15,8 @@ check_numerics        NumericsError where lr is too small, by the threshold that
 fused                 without effect; every step is one call
 
 `initial_lr`, which decouple_lr divides by, is each group's own first lr. The momentum of SGD begins with (1 - dampening)
-times the gradient, as there. FlashOptim's 8-bit states and error bits are encoded otherwise: its checkpoints are read from
-compress_state_dict=False, and weights through get/set_fp32_model_state_dict().
+times the gradient, as there. FlashOptim's checkpoints are read, compressed or not, but for its error bits, which are encoded otherwise:
+its weights come over through get/set_fp32_model_state_dict().
 """
 import math
 import os
@@ -216,16 +216,7 @@ class FlashOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Loads what state_dict() gave, compressed or not, and plain states of torch's optimizers and FlashOptim's."""
-        keys = {key for held in state_dict["state"].values() if isinstance(held, dict) for key in held}
-        if any(isinstance(key, str) and key.endswith("::quantized") for key in keys):
-            raise ValueError("halfstep: this state dict holds FlashOptim's 8-bit states, which are encoded otherwise; save "
-                             "it there with compress_state_dict=False")
-        if "error_bits" in keys:
-            warnings.warn("halfstep: FlashOptim's error bits are not read; bring its weights over by its "
-                          "get_fp32_model_state_dict() and our set_fp32_model_state_dict()", UserWarning, stacklevel=2)
-            state_dict = {**state_dict, "state": {i: {k: v for k, v in held.items() if k != "error_bits"}
-                                                  for i, held in state_dict["state"].items()}}
+        """Loads what state_dict() gave, compressed or not, and states of torch's optimizers and FlashOptim's, compressed or not."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
