@@ -93,7 +93,7 @@ static void prepare(struct one *t, uint64_t seed, int decayed)
         if (p->format < 0) continue;
         fill(&s, values, t->n, 1, p->nonneg);
         one_write(t, slot, values);
-        if (!hstep_formats[p->format].block) spoil(&s, p, t->n);
+        if (!blocks) spoil(&s, p, t->n); /* a rule may take one state into another */
     }
 }
 

@@ -53,6 +53,8 @@ static const struct {
     {"clip_power", 3, {0.25, 0, 1}},
     {"alpha_warmup", 3, {0, 7, 2000}},
     {"beta3_warmup", 3, {0, 7, 2000}},
+    {"gamma", 3, {0.025, 0, 1}},
+    {"max_norm", 3, {1, 0, 1e-3}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},
     {"ns_c", 0, {0}},
@@ -95,17 +97,19 @@ struct drawn {
 static void draw(struct source *s, const halfstep_rule_info *info, int kind, struct drawn *d)
 {
     int first = d->r.full == 1;
+    /* What is squared may be multiplied by max_norm over the largest first. */
+    int bound_norm = d->h.max_norm > 0, least = bound_norm ? -25 : -50, most = bound_norm ? 12 : 40;
     double beta = d->h.beta1 > 0 ? d->h.beta1 : 1;
     for (int i = 0; i < d->r.n; i++) {
-        float w = kind ? wide(s, -60, 60) : (float)next_normal(s),
-              g = kind ? wide(s, -50, 40) : (float)(1e-3 * next_normal(s));
+        float w = kind ? (bound_norm ? wide(s, least, most) : wide(s, -60, 60)) : (float)next_normal(s),
+              g = kind ? wide(s, least, most) : (float)(1e-3 * next_normal(s));
         if (info->raw_gradient) g = kind == CANCELLING ? (float)((double)w * (1 + 1e-6 * next_normal(s))) : w + g;
         /* What is squared, in fp32, is the sum under l2. */
         if (d->h.decay == REF_L2 && fabs((double)g + d->h.weight_decay * (double)w) < 0x1p-55) w = 0;
         double signs = 0;
         for (int j = 0; j < info->states; j++) {
             int role = info->state_role[j];
-            float x = kind ? wide(s, -50, 40) : (float)(1e-3 * next_normal(s));
+            float x = kind ? wide(s, least, most) : (float)(1e-3 * next_normal(s));
             if (role == HALFSTEP_ROLE_NONNEG)
                 x = kind ? fabsf(wide(s, -100, 80)) : (float)(1e-6 * (0.1 + next_unit(s)));
             if (role == HALFSTEP_ROLE_WEIGHT)

@@ -89,3 +89,18 @@ def test_a_slow_average_does_not_wander(states, bound):
         opt.step()
     wanted = 0.5 * (1 - 0.9999**2000)
     assert abs(opt.read_state(p, "exp_avg_slow").double().mean().item() / wanted - 1) < bound
+
+
+@pytest.mark.parametrize("options", [{}, {"gamma": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1}], ids=["default", "gamma"])
+def test_mars(options):
+    ours, theirs = pair()
+    # eps is added to the raw root there
+    check(halfstep.MARS(ours.items(), lr=1e-2, eps=0.0, **options), ours,
+          pytorch_optimizer.MARS(theirs.values(), lr=1e-2, eps=0.0, optimize_1d=True, weight_decouple=True, foreach=False,
+                                 **{"weight_decay": 0.0, **options}), theirs)
+
+
+def test_a_group_of_mars_without_correction_is_adamw():
+    ours, theirs = pair()
+    check(halfstep.MARS(ours.items(), lr=1e-2, gamma=0.0, max_norm=0.0, betas=(0.9, 0.95)), ours,
+          torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95)), theirs)

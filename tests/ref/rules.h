@@ -14,6 +14,7 @@
 #include "ref/lamb16.h"
 #include "ref/lion.h"
 #include "ref/lpfadamw.h"
+#include "ref/mars.h"
 #include "ref/muon.h"
 #include "ref/radam.h"
 #include "ref/ranger.h"

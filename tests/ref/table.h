@@ -49,6 +49,8 @@ static const struct reference references[] = {
     {"adopt", ref_adopt, 1e-3, "clipped=0 beta2=0.99", 0},
     {"ademamix", ref_ademamix, 1e-3, "", 1},
     {"ademamix", ref_ademamix, 1e-3, "alpha_warmup=300 beta3_warmup=600", 0},
+    {"mars", ref_mars, 1e-3, "", 1},
+    {"mars", ref_mars, 1e-3, "max_norm=0", 0},
 };
 enum { REFERENCES = sizeof references / sizeof references[0] };
 

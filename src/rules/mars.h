@@ -1,0 +1,55 @@
+/* MARS-AdamW (Yuan et al. 2024, algorithm 2): AdamW on gradients that are corrected by how they changed,
+ *
+ *   c = g + gamma b1 / (1 - b1) (g - last)        last = g; 0 before the first update
+ *   c = c max_norm / |c| where |c| > max_norm     |c| over the tensor; no bound where max_norm is 0
+ *   m = b1 m + (1 - b1) c                         v = b2 v + (1 - b2) c^2
+ *   d = lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + decay * w
+ *
+ * This is the form whose last gradient is of the last batch (MARS-approx). The first c is larger than g, as in the
+ * authors' code. That code steps vectors by AdamW with betas of .9 and .95; here a group with gamma 0 and max_norm 0
+ * does. */
+#ifndef HSTEP_MARS_H
+#define HSTEP_MARS_H
+
+#include "rules/adamw.h"
+
+enum { MARS_AHEAD = adamw_constants, MARS_SCALE, mars_constants };
+
+HSTEP_INLINE void mars_prepare(float *k, struct hstep_prepare *p)
+{
+    double beta1 = p->hyper[0], max_norm = p->hyper[4], scale = 1.0;
+    adamw_prepare(k, p);
+    if (p->norm) {
+        hstep_own(p)->scalar[0] = p->norm[0];
+        if (max_norm > 0.0 && p->norm[0] > max_norm) scale = max_norm / p->norm[0];
+    }
+    k[MARS_AHEAD] = (float)(p->hyper[3] * beta1 / (1.0 - beta1));
+    k[MARS_SCALE] = (float)scale;
+}
+
+V_OP vf mars_correct(const vf *k, vf g, vf last) { return v_add(g, v_mul(k[MARS_AHEAD], v_sub(g, last))); }
+
+#define mars_PARTS HSTEP_PARTS(mars)
+
+V_OP vf mars_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+{
+    *root = adamw_moments(k, v_mul(mars_correct(k, g, s[2]), k[MARS_SCALE]), s, mode);
+    s[2] = g;
+    return s[0];
+}
+
+V_OP vf mars_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
+
+V_OP vf mars_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    vf root, numerator = mars_start(k, g, s, mode, &root);
+    return mars_end(k, w, numerator, root);
+}
+
+V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    (void)w, (void)mode;
+    x[0] = mars_correct(k, g, s[2]);
+}
+
+#endif
