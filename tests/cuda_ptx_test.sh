@@ -50,6 +50,8 @@ diff "$scratch/rows" "$scratch/entries" || fail "other entries than rows of kern
 ! grep -qE '\b(mul|add|sub)\.f(32|64)' "$ptx" || fail "$(grep -cE '\b(mul|add|sub)\.f(32|64)' "$ptx") operations without a rounding"
 ! grep -qE '(div|sqrt)\.approx|\.ftz' "$ptx" || fail "approximate or flushing instructions"
 echo "ok   $entries kernels are device code, without a fused multiply-add"
+python3 lab/gpu_arithmetic.py --compile >"$scratch/log" 2>&1 || fail "$(tail -1 "$scratch/log")"
+echo "ok   what compares a GPU's roots and quotients takes those of the kernels"
 # The test can fail: with contraction there are some.
 mkdir -p "$scratch/cuda"
 echo 'extern "C" __attribute__((global)) void contracted(float *x) { x[0] = x[1] * x[2] + x[3]; }' >"$scratch/cuda/kernels.cu"

@@ -280,6 +280,19 @@ def test_nan_is_counted():
     assert traps.nan(common.ours("adamw/bf16-kahan/bf16-sr"), False) == {"poisoned": 0, "moved": 0}
 
 
+def test_gpu_runs_everything_on_the_processor():
+    """Its columns, and bytes that follow from the formats; figures of time mean nothing here."""
+    lines = run("gpu.py", "--device", "cpu", "--elements", "2^16", "--scale", "0.001", "--rounds", "1", "--only", "adamw/bf16-sr/int8,sgd,^torch$").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and "contestant" not in line]
+    assert [row[:2] for row in rows] == [[key, kind] for kind in ("one", "model") for key in
+                                         ("adamw/bf16-sr/int8:finite", "adamw/bf16-sr/int8", "sgd/bf16-sr:finite", "sgd/bf16-sr", "torch")]
+    assert [row[5] for row in rows[:5]] == ["10.25", "12.25", "6.00", "8.00", "28.00"]
+    small = run("gpu.py", "--device", "cpu", "--small", "3", "--rounds", "1", "--only", "^torch$")
+    assert "us a step of the process" in small and "| torch |" in small
+    if not torch.cuda.is_available():
+        assert "finds no GPU here" in run("gpu.py", status=1)
+
+
 def test_offload_copies_as_much_as_it_says():
     pytest.importorskip("torchao")
     rows = [line.strip("| ").split(" | ") for line in run("offload.py", "--rounds", "1", "--layers", "2", "--width", "96", "--no-memory").splitlines()

@@ -100,6 +100,30 @@ def test_the_bits_of_the_processor(gpu, rule, recipe):
             assert _devices.of(tensor).type == ("cuda" if key not in ("step", *_abi_numbers(both[1][1], p)) else "cpu"), key
 
 
+@pytest.mark.parametrize("options", [{"states": "int8"}, {"weights": "bf16-kahan", "clip_norm": 1.0}], ids=["int8", "kahan"])
+def test_a_model_for_long(gpu, options):
+    """Gradients of a model in training, the same for both: 1000 steps where there is a GPU, some on the fake."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(61, 96), torch.nn.Linear(96, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Linear(128, 61)).bfloat16()
+    here = dict(model.named_parameters())
+    there = {name: torch.nn.Parameter(gpu.tensor(p)) for name, p in here.items()}
+    both = [(params, halfstep.AdamW(params.items(), lr=3e-3, seed=5, weight_decay=0.1, **options)) for params in (here, there)]
+    text = torch.arange(4096) * 7 % 61
+    losses = []
+    for step in range(1000 if gpu.real else 25):
+        at = step * 37 % 4000
+        both[0][1].zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(text[at:at + 64]).float(), text[at + 1:at + 65])
+        loss.backward()
+        losses.append(float(loss))
+        for (name, p), q in zip(here.items(), there.values()):
+            q.grad = gpu.tensor(p.grad)
+        for _, opt in both:
+            opt.step()
+    same(gpu, both)
+    assert sum(losses[-8:]) < sum(losses[:8])
+
+
 def _abi_numbers(opt, p):
     return [key for key, tensor in opt.state[p].items() if tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)]
 
