@@ -133,7 +133,7 @@ typedef struct halfstep_rule_info {
     int32_t average;        /* 1: the weights to evaluate are not those being trained: halfstep_read_average() */
     const char *label;      /* the name as an identifier, e.g. "AdamW", for the classes of a binding */
     int32_t state_extent[HALFSTEP_MAX_STATES]; /* HALFSTEP_EXTENT_* */
-    int32_t totals;         /* 1: sums over all tensors come before any update: no tensor can be stepped alone */
+    int32_t totals;         /* sums over all tensors that come before any update: no tensor is stepped alone */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -452,7 +452,10 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
  * process. */
 /* Rules that are two_pass need a third call, norms, between them, with the statistics as begin's were agreed on: it
  * fills those from halfstep_norms_offset() on, which are then added over the ranks in the same way. It does nothing for
- * other rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). */
+ * other rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). Where
+ * several handles have tensors of one rule with totals, each tensor's first totals * halfstep_round_statistics_count()
+ * integers (halfstep_tensor_statistics_count() says where the next tensor's are) are added up; one tensor with a
+ * gradient of each handle is given what that comes to, and the others 0. */
 HALFSTEP_API int64_t halfstep_statistics_count(const halfstep_optimizer *optimizer);
 HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_step_begin(halfstep_optimizer *optimizer, const void *const *gradients, int64_t *statistics);
@@ -463,8 +466,8 @@ HALFSTEP_API int halfstep_step_finish(halfstep_optimizer *optimizer, void *const
 
 /* Gradient release: one update of one tensor, as soon as its gradient exists. Not finite: that tensor is left alone
  * and HALFSTEP_NONFINITE returned. When all tensors of a round have had theirs, halfstep_end_round() advances the
- * schedules and the delayed clipping norm. UNSUPPORTED for parts, as in halfstep_step(), and where a round with
- * clipping had any. */
+ * schedules and the delayed clipping norm. UNSUPPORTED for parts, as in halfstep_step(), for rules with totals, and
+ * where a round with clipping had any. */
 HALFSTEP_API int halfstep_step_tensor(halfstep_optimizer *optimizer, int32_t tensor, void *weight,
                                       const void *gradient);
 HALFSTEP_API int halfstep_end_round(halfstep_optimizer *optimizer);

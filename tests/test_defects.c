@@ -326,6 +326,7 @@ static void test_empty_calls(void)
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
             char recipe[64];
             struct model plain, stray;
+            if (rule_row(rule).totals) continue; /* it is not released */
             rule_recipe(rule, recipe);
             model_open(&plain, recipe, 0);
             model_open(&stray, recipe, 0);
@@ -526,8 +527,11 @@ static void test_first_steps(void)
          "it") {
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
             halfstep_rule_info info = rule_row(rule);
-            /* By design: lumps, and shares of the weights' norm. ema's gradient is a weight. */
-            if (!strcmp(info.name, "adamw-delayed") || !strncmp(info.name, "lamb", 4) || info.raw_gradient) continue;
+            /* By design: lumps, shares of the weights' norm, and a rate that needs gradients. ema's gradient is a
+             * weight. */
+            if (!strcmp(info.name, "adamw-delayed") || !strcmp(info.name, "prodigy") ||
+                !strncmp(info.name, "lamb", 4) || info.raw_gradient)
+                continue;
             char recipe[64];
             struct one t;
             snprintf(recipe, sizeof recipe, "%s/f32", info.name);

@@ -55,6 +55,10 @@ static const struct {
     {"beta3_warmup", 3, {0, 7, 2000}},
     {"gamma", 3, {0.025, 0, 1}},
     {"max_norm", 3, {1, 0, 1e-3}},
+    {"d0", 2, {1e-6, 1e-3}},
+    {"d_coef", 2, {1, 0.5}},
+    {"growth_rate", 2, {1e300, 1.02}},
+    {"safeguard_warmup", 2, {0, 1}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},
     {"ns_c", 0, {0}},
@@ -97,15 +101,15 @@ struct drawn {
 static void draw(struct source *s, const halfstep_rule_info *info, int kind, struct drawn *d)
 {
     int first = d->r.full == 1;
-    /* What is squared may be multiplied by max_norm over the largest first. */
-    int bound_norm = d->h.max_norm > 0, least = bound_norm ? -25 : -50, most = bound_norm ? 12 : 40;
+    /* What is squared may be multiplied by max_norm over the largest first, or by an estimate. */
+    int bound_norm = d->h.max_norm > 0, least = bound_norm || d->h.d0 > 0 ? -25 : -50, most = bound_norm ? 12 : 40;
     double beta = d->h.beta1 > 0 ? d->h.beta1 : 1;
     for (int i = 0; i < d->r.n; i++) {
         float w = kind ? (bound_norm ? wide(s, least, most) : wide(s, -60, 60)) : (float)next_normal(s),
               g = kind ? wide(s, least, most) : (float)(1e-3 * next_normal(s));
         if (info->raw_gradient) g = kind == CANCELLING ? (float)((double)w * (1 + 1e-6 * next_normal(s))) : w + g;
         /* What is squared, in fp32, is the sum under l2. */
-        if (d->h.decay == REF_L2 && fabs((double)g + d->h.weight_decay * (double)w) < 0x1p-55) w = 0;
+        if (d->h.decay == REF_L2 && fabs((double)g + d->h.weight_decay * (double)w) < ldexp(1, least - 5)) w = 0;
         double signs = 0;
         for (int j = 0; j < info->states; j++) {
             int role = info->state_role[j];

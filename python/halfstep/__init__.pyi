@@ -49,9 +49,9 @@ class SGD(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -107,9 +107,9 @@ class Adam(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -165,9 +165,9 @@ class AdamW(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -220,9 +220,9 @@ class Lion(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -276,9 +276,9 @@ class Adan(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -333,9 +333,9 @@ class RAdam(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -392,9 +392,9 @@ class Ranger(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -448,9 +448,9 @@ class StableAdamW(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -512,9 +512,9 @@ class RMSProp(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -566,9 +566,9 @@ class Compass(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -625,9 +625,9 @@ class LPFAdamW(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -686,9 +686,9 @@ class Lamb(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -744,9 +744,9 @@ class Lamb16(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -801,9 +801,9 @@ class AdamWDelayed(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -865,9 +865,9 @@ class Muon(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -924,9 +924,9 @@ class ScheduleFree(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -982,9 +982,9 @@ class ADOPT(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -1042,9 +1042,9 @@ class AdEMAMix(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -1101,9 +1101,9 @@ class MARS(Optimizer):
         gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
         optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
         norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
-                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict
-                                 on gradients that are not finite are theirs together. Every one of them has to call step() as
-                                 often. Not saved and not copied
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
         flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
                                  formats; "shards": and each rank holds another shard, so that each has random bits of its own.
                                  Those of FSDP1 are recognized
@@ -1120,6 +1120,70 @@ class MARS(Optimizer):
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.003, betas: Tuple[float, float] = (0.95,
                  0.99), eps: float = 1e-08, weight_decay: float = 0.0, gamma: float = 0.025, max_norm: float = 1.0,
                  *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
+
+class Prodigy(Optimizer):
+    """Prodigy: Adam that estimates its learning rate (Mishchenko & Defazio 2023).
+
+    Rule "prodigy" of the library; options are read from the group at each step.
+
+        params                   parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries,
+                                 one for each group
+        lr                       learning rate; a number, or a tensor of one element
+        betas                    decay rate of the first moment; decay rate of the second moment; decay rate of the estimate's sums;
+                                 the root of beta2 if 0
+        eps                      added to the root of the second moment, times the estimate
+        weight_decay             coefficient of the decay mode
+        d0                       first estimate of the learning rate
+        d_coef                   scale of the estimate
+        growth_rate              the estimate grows by at most this factor in a step
+        safeguard_warmup         1: lr is left out of the estimate's divisor, for a warm-up
+        debias                   1: debias the moments
+        maximize                 1: ascend
+        centralize               fraction of the row mean taken from the gradient
+        weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
+                                 float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
+        states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                                 None: the rule's default, f32 for float32 parameters and bf16-sr for others
+        decay                    "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+        reference_lr             lr at which fully decoupled decay is weight_decay; 0: lr as first set
+        clip_norm                largest global gradient norm; 0: no clipping
+        clip                     in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's
+                                 own
+        scan                     "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its
+                                 tensor is left alone; "known-finite": nobody looks
+        generator                "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
+        seed                     of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs
+                                 it; where torch.distributed is initialized it is 0 on all ranks
+        threads                  0: torch.get_num_threads() at each step
+        gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
+        optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
+        norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
+        flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
+                                 formats; "shards": and each rank holds another shard, so that each has random bits of its own.
+                                 Those of FSDP1 are recognized
+        foreach                  accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        fused                    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        capturable               accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        differentiable           False: no gradient goes through a step
+        compile                  True: step() can be traced by torch.compile(fullgraph=True)
+    """
+
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 1.0, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.0), eps: float = 1e-08, weight_decay: float = 0.0, d0: float = 1e-06, d_coef: float
+                 = 1.0, growth_rate: float = 1e+300, safeguard_warmup: bool = False, debias: bool = False, *,
+                 maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
                  Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
                  0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
                  Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
@@ -1160,4 +1224,5 @@ __all__ = [
     "ADOPT",
     "AdEMAMix",
     "MARS",
+    "Prodigy",
 ]

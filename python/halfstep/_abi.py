@@ -341,6 +341,7 @@ class Rule:
     raw_gradient: bool
     accumulates: bool
     average: bool
+    totals: int
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ def _read_rule(row: int) -> Rule:
                 hypers={h.name: h for h in hypers}, decay=_text(info.decay),
                 scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)], two_pass=bool(info.two_pass),
                 matrix=bool(info.matrix), raw_gradient=bool(info.raw_gradient), accumulates=bool(info.accumulates),
-                average=bool(info.average))
+                average=bool(info.average), totals=info.totals)
 
 
 def _read_format(row: int) -> Format:

@@ -1,6 +1,6 @@
 """States that other packages saved, as plain states under torch's names: decoded exactly as the package decodes them, in fp32.
 
-A package is a row of `PACKAGES`: how one parameter's state is recognized, and what it is.
+A package is a row of `PACKAGES`: how one parameter's state is recognized, what it is, and what its groups are called here.
 """
 import warnings
 
@@ -17,6 +17,9 @@ _BNB_RULES = {rule: (("exp_avg",), ("exp_avg_sq",)) for rule in ("adam", "adamw"
 _BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow"), ("exp_avg_sq",))}
 #: what it has in every group, and what AdEMAMix calls it here
 _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
+#: what prodigyopt's groups have that is a number of each tensor here, and what they have besides that is no option here
+_PRODIGY_SCALARS = _abi.rules["prodigy"].scalars
+_PRODIGY_TOLD = {*_PRODIGY_SCALARS, "beta3", "use_bias_correction", "decouple", "fsdp_in_use", "slice_p", "k", "d_hat", "d_denom"}
 #: elements that share a scale in FlashOptim
 _FLASH_BLOCK = 32
 
@@ -25,7 +28,7 @@ def _is_bitsandbytes(state):
     return _BNB_WRAPPED in state or "state1" in state
 
 
-def _bitsandbytes(rule, state):
+def _bitsandbytes(rule, state, group):
     """`state1`, `state2`: fp32, or codes of a map of 256 values with a scale for 256 elements (or one for all, before 0.39)."""
     held = {**state, **state.get(_BNB_WRAPPED, {})}
     if rule.name not in _BNB_RULES:
@@ -57,7 +60,7 @@ def _is_torchao(state):
                for v in state.values())
 
 
-def _torchao(rule, state):
+def _torchao(rule, state, group):
     """Tensors of classes of its own, which decode themselves."""
     return {key: value.dequantize().to(torch.float32) if type(value) is not torch.Tensor and hasattr(value, "dequantize") else value
             for key, value in state.items()}, set()
@@ -67,7 +70,7 @@ def _is_flashoptim(state):
     return "error_bits" in state or any(isinstance(key, str) and key.endswith("::quantized") for key in state)
 
 
-def _flashoptim(rule, state):
+def _flashoptim(rule, state, group):
     """Of each state int8 codes of a soft sign, or uint8 codes of a root, with an fp16 scale for 32 elements, which is seen as BF16 beside
     BF16 weights."""
     out = {key: value for key, value in state.items() if key != "error_bits" and "::" not in str(key)}
@@ -87,28 +90,64 @@ def _flashoptim(rule, state):
     return out, lost
 
 
-#: name, whether a state is one of its, and (plain state, names of what is left behind)
-PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes), ("torchao", _is_torchao, _torchao),
-            ("flashoptim", _is_flashoptim, _flashoptim))
+def _is_prodigyopt(state):
+    return "p0" in state and "d" not in state
+
+
+def _prodigyopt(rule, state, group):
+    """States as here, but flat, the start weights one 0 where all were, no first moment where beta1 is 0, and the estimate in the groups."""
+    like = state["exp_avg_sq"]
+    out = {"exp_avg": torch.zeros_like(like), **state, **{key: group[key] for key in _PRODIGY_SCALARS}}
+    out["s"] = state["s"].reshape(like.shape)
+    out["p0"] = state["p0"].reshape(like.shape) if state["p0"].numel() == like.numel() else torch.zeros_like(like)
+    return out, set()
+
+
+def prodigyopt_group(group, defaults=None):
+    """Options of a group under the names of halfstep.Prodigy; those that already are stay. defaults: what a rate stands beside."""
+    if group.get("slice_p", 1) != 1:
+        raise ValueError(f"halfstep: slice_p={group['slice_p']!r}: Prodigy's sums are of all elements here; leave slice_p at 1")
+    out = {key: value for key, value in group.items() if key not in _PRODIGY_TOLD}
+    betas = tuple(group.get("betas") or (defaults or {}).get("betas", ()))
+    if len(betas) in (2, 3) and ("betas" in group or "beta3" in group):
+        beta3 = group.get("beta3", betas[2] if len(betas) == 3 else None)
+        out["betas"] = (*betas[:2], beta3 or 0.0)
+    if "growth_rate" in group:
+        out["growth_rate"] = min(group["growth_rate"], _abi.rules["prodigy"].hypers["growth_rate"].maximum)
+    if "use_bias_correction" in group:
+        out["debias"] = group["use_bias_correction"]
+    if "decouple" in group:
+        out["decay"] = "decoupled" if group["decouple"] else "l2"
+    return out
+
+
+def _bitsandbytes_group(rule, group):
+    return {**{key: value for key, value in group.items() if key not in _BNB_GROUP},
+            **{new: group[old] or 0.0 for old, new in _BNB_GROUP.items() if old in group and new in rule.hypers}}
+
+
+#: name, whether a state is one of its, (plain state, names of what is left behind), and a group under the names here
+PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes, _bitsandbytes_group), ("torchao", _is_torchao, _torchao, None),
+            ("flashoptim", _is_flashoptim, _flashoptim, None),
+            ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)))
 
 
 def translate(rule_name, state_dict):
     """A state dictionary whose parameters have plain states where another package's were. Says once what is left behind."""
-    states, lost, packages = {}, set(), set()
+    states, lost, packages, rule = {}, set(), {}, _abi.rules[rule_name]
+    groups = state_dict["param_groups"]
+    group_of = {key: group for group in groups for key in group["params"]}
     for key, state in state_dict["state"].items():
         row = next((row for row in PACKAGES if row[1](state)), None) if isinstance(state, dict) else None
         if row is not None:
-            state, left = row[2](_abi.rules[rule_name], state)
-            packages.add(row[0])
+            state, left = row[2](rule, state, group_of.get(key, {}))
+            packages[row[0]] = row[3]
             lost |= left
         states[key] = state
     if not packages:
         return state_dict
-    groups = state_dict["param_groups"]
-    if "bitsandbytes" in packages:
-        known = _abi.rules[rule_name].hypers
-        groups = [{**{key: value for key, value in group.items() if key not in _BNB_GROUP},
-                   **{new: group[old] or 0.0 for old, new in _BNB_GROUP.items() if old in group and new in known}} for group in groups]
+    for rename in filter(None, packages.values()):
+        groups = [rename(rule, group) for group in groups]
     if lost:
         warnings.warn(f"halfstep: of the states of {' and '.join(sorted(packages))}, {', '.join(sorted(lost))} cannot be carried over",
                       UserWarning, stacklevel=5)

@@ -403,6 +403,8 @@ class Ranks:
         self.engine = weakref.proxy(engine)
         self.index_of, self.members = engine.index_of, engine.members
         self.n = len(self.members)
+        #: how many sums of the rule are over all tensors, of every handle and of the norm group
+        self.totals = engine.rule.totals
         self.sums = HEAD + self.n
         #: of each handle: where its flags and its sums are; of each member: where its sums are, and how many
         self.slices, self.places, at = [], [], self.sums
@@ -414,7 +416,7 @@ class Ranks:
                 at += many
             self.slices.append((slice(HEAD + part.first, HEAD + part.first + part.n), slice(first, at)))
         self.count = at
-        judged = optimizer.clip_norm or optimizer.scan in (None, "scan")
+        judged = optimizer.clip_norm or optimizer.scan in (None, "scan") or engine.rule.totals
         shards = next((m for m in engine.members if is_sharded_buffer(m.p)), None)
         if shards is not None and self.norm_group is None and judged:
             raise ValueError(f"halfstep: parameter {shards.name!r} is a shard of an FSDP1 buffer, and this rank cannot know the norm "
@@ -459,6 +461,22 @@ class Ranks:
                 add_up(packed, cls.groups)
                 for (at, many), piece in zip(found, packed.split([many for _, many in found])):
                     statistics[at:at + many] = piece
+
+    def _add_totals(self, statistics, gradients):
+        """The sums over all tensors, of every handle and rank: one member of each handle has them, as halfstep_step_norms() says."""
+        sums, heirs = torch.zeros(self.totals * HEAD, dtype=torch.int64), []
+        for part in self.engine.parts:
+            moving = [i for i in range(part.first, part.first + part.n) if gradients[i] and not statistics[HEAD + i]]
+            for k, i in enumerate(moving):
+                own = statistics[self.places[i][0]:][:len(sums)]
+                sums += own
+                own.zero_()
+                if not k:
+                    heirs.append(own)
+        if self.norm_group is not None:
+            add_up(sums, (self.norm_group,))
+        for own in heirs:
+            own.copy_(sums)
 
     def _begin(self, gradients, micro):
         """The statistics of some gradients, as they are here."""
@@ -506,13 +524,16 @@ class Ranks:
         def statistics_of(flags, sums):
             return torch.cat([total[:HEAD], total[flags], total[sums]])
 
-        if self.divided and self.count > self.sums and not micro:
+        totals = self.totals and not whole and not micro
+        if totals or (self.divided and self.count > self.sums and not micro):
             for part, flags, sums in chosen:
                 own = statistics_of(flags, sums)
                 with part.states(not whole, False):
                     check(lib.halfstep_step_norms(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()), part.handle)
                 total[sums] = own[HEAD + part.n:]
             self._share_sums(total)
+            if totals:
+                self._add_totals(total, gradients)
         code = _abi.OK, parts[0].handle
         for part, flags, sums in chosen:
             own = statistics_of(flags, sums)

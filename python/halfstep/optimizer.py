@@ -112,8 +112,8 @@ class Optimizer(torch.optim.Optimizer):
     threads         0: torch.get_num_threads() at each step
     gradient_release, optimizer_accumulation    see prepare_gradient_release() and `optimizer_accumulation`
     norm_group      a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those of a
-                    ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by and the verdict on gradients that are
-                    not finite are theirs together. Every one of them has to call step() as often. Not saved and not copied
+                    ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on gradients that are
+                    not finite, and a rule's sums over all tensors are theirs together. Every one of them has to call step() as often. Not saved and not copied
     flat            True: vectors of 4096 elements or more are flat buffers of many parameters, which take block formats; "shards":
                     and each rank holds another shard, so that each has random bits of its own. Those of FSDP1 are recognized
     compile         True: step() can be traced by torch.compile(fullgraph=True)
@@ -968,8 +968,12 @@ class Optimizer(torch.optim.Optimizer):
         be 1, or set `optimizer_accumulation` during all micro-batches but the last; a second backward() before the step() of a
         loop that calls it raises RuntimeError), DistributedDataParallel, which owns gradients until its own all-reduce has
         written them (RuntimeError; fully_shard() works, whose gradients come here reduced), and torch.nn.utils.clip_grad_norm_(),
-        which finds no gradients any more and cannot be seen from here: use `clip_norm` with `clip`.
+        which finds no gradients any more and cannot be seen from here: use `clip_norm` with `clip`. A rule whose sums are over all
+        tensors, Prodigy, has nothing to release (ValueError): no tensor can move before all gradients are there.
         """
+        if _abi.rules[self.rule].totals:
+            raise ValueError(f"halfstep: {type(self).__name__} has no gradient release: its update needs sums over the gradients of all "
+                             "tensors first")
         self._remove_hooks()
         self.gradient_release = True
         self._rounds = _Rounds()

@@ -156,7 +156,7 @@ class StateStreaming(Hosted):
 
     States are in pinned memory, of which torch takes powers of two. Where they need more than one buffer, step() waits once for all
     gradients, unless it looks for nothing in them (scan="known-finite" without clip_norm); it returns before the states are back. Everything
-    here that reads them waits for that; who reads `optimizer.state` by hand calls torch.cuda.synchronize() first. Such a step cannot be
+    here that reads them waits for that; who reads `optimizer.state` by hand synchronizes the device first. Such a step cannot be
     captured into a CUDA graph. Parameters in the process's memory are stepped there.
     """
 

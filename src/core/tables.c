@@ -306,7 +306,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     info->scalars = hstep_rule_scalars(row);
     for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
     info->two_pass = rule->norms > 0;
-    info->totals = rule->totals;
+    info->totals = rule->totals ? rule->norms : 0;
     info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
     info->accumulates = rule->keeps != NULL;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;

@@ -186,13 +186,16 @@ def other_value(rule, key, value):
         return 0.01
     if key == "threshold":
         return 0.02
+    if key == "growth_rate":
+        return 1.5
     if key == "max_weight_norm":
         return 0.5
     return value * 0.5 if value else 0.3
 
 
-#: need gradients or learning rates of their own to act (test_judges.py has them)
-SILENT = {("adopt", "eps"), ("muon", "eps"), ("muon", "exact"), ("schedulefree", "weight_lr_power")}
+#: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have them)
+SILENT = {("adopt", "eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
+          ("prodigy", "safeguard_warmup"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
 
@@ -251,8 +254,8 @@ def test_options_are_read_at_each_step(rule):
     for key in own_options(rule, make(rule, shapes=shapes, **base)[1].param_groups[0]):
         params, opt = make(rule, shapes=shapes, **base)
         others, other = make(rule, shapes=shapes, **base)
-        if key in ("k", "decay", "amsgrad", "centered") or (rule, key) in SILENT:
-            continue  # change which states there are, or what was counted
+        if key in ("k", "decay", "amsgrad", "centered", "d0") or (rule, key) in SILENT:
+            continue  # change which states there are, what was counted, or only the first step
         run(opt, params, 0, 2)
         run(other, others, 0, 2)
         opt.param_groups[0][key] = other_value(rule, key, opt.param_groups[0][key])

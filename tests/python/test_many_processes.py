@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import halfstep
-from conftest import bits, network, set_gradients
+from conftest import bits, class_of, network, set_gradients
 from ranks import Pool
 
 pytestmark = pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -70,11 +70,11 @@ def test_ddp_ranks_hold_the_same_bits(pool, named):
 # ---- ZeroRedundancyOptimizer ----
 
 
-def zero(rank, size, clip_norm, nan):
+def zero(rank, size, base, options, nan):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = network(torch.bfloat16)
     halfstep.name_parameters(model)
-    opt = ZeroRedundancyOptimizer(model.parameters(), halfstep.AdamW, lr=0.02, clip_norm=clip_norm, norm_group=True, **RECIPE)
+    opt = ZeroRedundancyOptimizer(model.parameters(), class_of(base), lr=0.02, norm_group=True, **RECIPE, **options)
     named = dict(model.named_parameters())
     moved = []
     for step in range(4):
@@ -90,16 +90,16 @@ def zero(rank, size, clip_norm, nan):
 
 
 @pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("clip_norm", [0.0, 0.25])
-def test_zero_redundancy_optimizer_with_a_norm_group(pool, clip_norm, nan):
-    """The norm of all ranks, and one verdict: the bits of one process."""
+@pytest.mark.parametrize("base, options", [("adamw", {}), ("adamw", {"clip_norm": 0.25}), ("prodigy", {"d0": 1.0})])
+def test_zero_redundancy_optimizer_with_a_norm_group(pool, base, options, nan):
+    """The norm of all ranks, one verdict, and sums over all tensors: the bits of one process."""
     model = network(torch.bfloat16)
-    alone = halfstep.AdamW(model.named_parameters(), lr=0.02, clip_norm=clip_norm, seed=0, **RECIPE)
+    alone = class_of(base)(model.named_parameters(), lr=0.02, seed=0, **RECIPE, **options)
     for step in range(4):
         set_gradients(dict(model.named_parameters()), step)
         if not (nan and step == 2):
             alone.step()
-    for weights, moved, skipped, norm in pool.run(3, zero, clip_norm, nan):
+    for weights, moved, skipped, norm in pool.run(3, zero, base, options, nan):
         assert weights == [bits(p) for p in model.parameters()]
         assert norm == alone.grad_norm and skipped == int(nan)
         assert moved == [6, 6, 0 if nan else 6, 6]

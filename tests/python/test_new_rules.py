@@ -104,3 +104,24 @@ def test_a_group_of_mars_without_correction_is_adamw():
     ours, theirs = pair()
     check(halfstep.MARS(ours.items(), lr=1e-2, gamma=0.0, max_norm=0.0, betas=(0.9, 0.95)), ours,
           torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95)), theirs)
+
+
+@pytest.mark.parametrize("ours_has, theirs_has", [
+    ({}, {}),
+    ({"debias": True}, {"use_bias_correction": True}),
+    # from 1e-6 a decay of 1e-7 of a weight would be lost to the roundings of the package, which takes it by itself
+    ({"d0": 1e-2, "weight_decay": 0.1}, {"d0": 1e-2, "weight_decay": 0.1}),
+    ({"safeguard_warmup": True, "betas": (0.9, 0.99, 0.95)}, {"safeguard_warmup": True, "betas": (0.9, 0.99), "beta3": 0.95}),
+    ({"growth_rate": 1.5, "d0": 1e-3}, {"growth_rate": 1.5, "d0": 1e-3}),
+    ({"d_coef": 0.5, "weight_decay": 0.1, "decay": "l2"}, {"d_coef": 0.5, "weight_decay": 0.1, "decouple": False}),
+], ids=["default", "debias", "decay", "warmup", "growth", "l2"])
+def test_prodigy(ours_has, theirs_has):
+    """One estimate of all tensors, which grows from 1e-6 by five orders of magnitude."""
+    prodigyopt = pytest.importorskip("prodigyopt")
+    ours, theirs = pair()
+    opt, peer = halfstep.Prodigy(ours.items(), **ours_has), prodigyopt.Prodigy(theirs.values(), **theirs_has)
+    apart, moved = follow(ours, opt, theirs, peer, 60)
+    wanted = peer.param_groups[0]["d"]
+    assert wanted > 5 * ours_has.get("d0", 1e-6) and moved > 1e-3
+    assert all(opt.scalar(p, "d") == pytest.approx(wanted, rel=1e-3) for p in ours.values())
+    assert apart < 1e-3 * moved

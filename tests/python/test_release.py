@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import halfstep
 from conftest import RECIPES, bits, class_of, loss_of, network, recipes, rules, same, saved, set_gradients, states
+from halfstep import _abi
 
 
 @rules
@@ -16,6 +17,14 @@ from conftest import RECIPES, bits, class_of, loss_of, network, recipes, rules, 
 def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
     dtype, formats = RECIPES[recipe]
     model, other = network(dtype), network(dtype)
+    if _abi.rules[rule].totals:
+        with pytest.raises(ValueError, match="sums over the gradients of all tensors"):
+            class_of(rule)(model.named_parameters(), gradient_release=True, **formats)
+        opt = class_of(rule)(model.named_parameters(), **formats)
+        with pytest.raises(ValueError, match="sums over the gradients of all tensors"):
+            opt.prepare_gradient_release()
+        assert not opt.gradient_release
+        return
     opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, **formats, seed=0)
     reference = class_of(rule)(other.named_parameters(), lr=0.01, **formats, seed=0)
     for step in range(4):

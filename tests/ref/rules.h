@@ -16,6 +16,7 @@
 #include "ref/lpfadamw.h"
 #include "ref/mars.h"
 #include "ref/muon.h"
+#include "ref/prodigy.h"
 #include "ref/radam.h"
 #include "ref/ranger.h"
 #include "ref/rmsprop.h"

@@ -51,6 +51,9 @@ static const struct reference references[] = {
     {"ademamix", ref_ademamix, 1e-3, "alpha_warmup=300 beta3_warmup=600", 0},
     {"mars", ref_mars, 1e-3, "", 1},
     {"mars", ref_mars, 1e-3, "max_norm=0", 0},
+    {"prodigy", ref_prodigy, 1e-3, "d0=1", 1},
+    /* Gradients that no weight answers to would let the estimate grow without end. */
+    {"prodigy", ref_prodigy, 1e-1, "d0=1e-2 growth_rate=1.001", 0},
 };
 enum { REFERENCES = sizeof references / sizeof references[0] };
 

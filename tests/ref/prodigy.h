@@ -1,0 +1,42 @@
+/* Mishchenko and Defazio 2023, algorithm 4, as the authors' package has it: the step and its decay are by the d before
+ * it, eps is by the one after it. Of one tensor. */
+#ifndef HALFSTEP_REF_PRODIGY_H
+#define HALFSTEP_REF_PRODIGY_H
+
+#include "ref/ref.h"
+
+static inline void ref_prodigy(const struct ref_hyper *h, struct ref_tensor *r)
+{
+    double d = r->scalar[0] > 0 ? r->scalar[0] : h->d0, d_max = r->scalar[0] > 0 ? r->scalar[1] : h->d0;
+    double beta3 = h->beta3 == 0 ? sqrt(h->beta2) : h->beta3, next = d, product = 0, length = 0;
+    double bias = h->debias != 0 ? sqrt(1 - pow(h->beta2, r->t)) / (1 - pow(h->beta1, r->t)) : 1;
+    double dlr = d * h->lr * bias, decay = d * bias * ref_decay_factor(h);
+    double fresh = d / h->d0 * (h->safeguard_warmup != 0 ? d : dlr);
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        double g = ref_gradient(h, x);
+        product += g * (x->s[3] - x->w);
+        x->s_new[0] = F(h->beta1) * x->s[0] + (1 - h->beta1) * d * g;
+        x->s_new[1] = F(h->beta2) * x->s[1] + (1 - h->beta2) * d * d * g * g;
+        x->s_new[2] = F(beta3) * x->s[2] + fresh * g;
+        x->s_new[3] = x->s[3];
+        length += fabs(x->s_new[2]);
+    }
+    if (length > 0) {
+        r->scalar[2] = beta3 * r->scalar[2] + d / h->d0 * dlr * product;
+        double d_hat = h->d_coef * r->scalar[2] / length;
+        if (d == h->d0) next = fmax(d, d_hat);
+        d_max = fmax(d_max, d_hat);
+        next = fmin(d_max, next * h->growth_rate);
+        r->scalar[0] = next;
+        r->scalar[1] = d_max;
+    } else {
+        dlr = decay = 0;
+    }
+    for (int i = 0; i < r->n; i++) {
+        struct ref_element *x = &r->x[i];
+        x->w_new = x->w - dlr * ref_ratio(x->s_new[0], sqrt(x->s_new[1]) + next * h->eps) - decay * x->w;
+    }
+}
+
+#endif
