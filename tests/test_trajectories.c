@@ -214,6 +214,7 @@ static const struct {
     {"ademamix", {"f16", {0.022, 6e-3}, "the same at 2^-11"}},
     {"ademamix",
      {"f16-sr", {4.5e-3, 7e-3}, "2^-10, unbiased, but each rounding of its slow average lasts 10,000 updates"}},
+    {"prodigy", {"fp8-lamb16", {5, 1.7}, "the sums that the estimate is divided by are cut off too"}},
 };
 
 enum { WEIGHTS = sizeof weights / sizeof weights[0], STATES = sizeof states / sizeof states[0] };
