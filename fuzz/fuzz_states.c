@@ -55,7 +55,7 @@ struct subject {
     uint64_t bytes[MAX_STREAMS];
     int streams;
     uint8_t *weight, *gradient;
-    int64_t rows, elements;
+    int64_t elements;
 };
 
 static uint8_t *add_stream(struct subject *s, uint64_t bytes)
@@ -125,8 +125,8 @@ static void tame(struct subject *s)
                                                    : NULL;
         float *plain = malloc((size_t)s->elements * sizeof *plain);
         demand(plain != NULL, "no memory");
-        must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, s->rows, plain), "read");
-        for (int64_t e = 0; e < s->elements; e++)
+        must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, slot.rows, plain), "read");
+        for (int64_t e = 0; e < slot.rows * slot.columns; e++)
             if (!isfinite(plain[e])) {
                 memset(data ? data : slot.code, 0, slot.code_bytes);
                 if (slot.extra) memset(slot.extra, 0, slot.extra_bytes);
@@ -195,7 +195,6 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     int code = halfstep_add_tensor(s->optimizer, &tensor, &index);
     if (code == HALFSTEP_ERROR_SHAPE || code == HALFSTEP_ERROR_UNSUPPORTED) return 0;
     must(s, code, "tensor");
-    s->rows = tensor.rows;
     s->elements = tensor.rows * tensor.row_length;
     for (int i = 0; i < HALFSTEP_SLOT_STATE + MAX_STATES; i++) {
         if (halfstep_get_slot_info(s->optimizer, 0, i, &slot) || slot.format < 0) continue;
@@ -265,15 +264,15 @@ static void read_all(struct subject *s, int which, int write)
         void *data = i == HALFSTEP_SLOT_WEIGHT     ? (void *)s->weight
                      : i == HALFSTEP_SLOT_GRADIENT ? (void *)s->gradient
                                                    : NULL;
-        must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, s->rows, plain), "read");
-        for (int64_t e = 0; e < s->elements; e++) {
+        must(s, halfstep_read_slot(s->optimizer, 0, i, data, 0, slot.rows, plain), "read");
+        for (int64_t e = 0; e < slot.rows * slot.columns; e++) {
             /* A NaN is one whatever its bits. */
             uint32_t bits = 0x7fc00000;
             if (plain[e] == plain[e]) memcpy(&bits, plain + e, 4);
             note(which, slot.name, e, bits, 0);
         }
         if (write && i != HALFSTEP_SLOT_GRADIENT)
-            note(which, "write", i, (uint32_t)halfstep_write_slot(s->optimizer, 0, i, data, 0, s->rows, plain), 1);
+            note(which, "write", i, (uint32_t)halfstep_write_slot(s->optimizer, 0, i, data, 0, slot.rows, plain), 1);
     }
     free(plain);
 }

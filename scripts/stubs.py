@@ -48,7 +48,7 @@ def type_of(name, default, common):
     if isinstance(default, float):
         return "float"
     if isinstance(default, tuple):
-        return f"Tuple[{', '.join(['float'] * len(default))}]"
+        return f"Tuple[{', '.join('Optional[float]' if x is None else 'float' for x in default)}]"
     return "Optional[str]"
 
 

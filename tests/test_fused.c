@@ -225,7 +225,7 @@ int main(int argc, char **argv)
                         CHECK(found || !hstep_rule_states(rule), "%s: no recipe is stepped by row %d, variant %d",
                               info.name, row, variant);
                     }
-                CHECK(cases > 0, "%s has no fused row", info.name);
+                CHECK(cases > 0 || info.matrix, "%s has no fused row", info.name);
             }
             test_close_group();
         }

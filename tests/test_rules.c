@@ -59,6 +59,14 @@ static const struct {
     {"d_coef", 2, {1, 0.5}},
     {"growth_rate", 2, {1e300, 1.02}},
     {"safeguard_warmup", 2, {0, 1}},
+    {"instability_eps", 3, {1e-16, 0, 1e-3}},
+    {"clip_threshold", 3, {1, 0, 1e-3}},
+    {"beta2_decay", 3, {-0.8, -0.5, 0}},
+    {"scale_eps", 2, {1e-3, 1}},
+    {"d", 3, {1, 0, 2}},
+    {"relative_step", 2, {1, 0}},
+    {"warmup_init", 2, {0, 1}},
+    {"scale_parameter", 2, {1, 0}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},
     {"ns_c", 0, {0}},
@@ -98,6 +106,34 @@ struct drawn {
     int stored[REF_STATES];
 };
 
+/* The first element that has the same number of state j as element i: vectors are over rows or columns. */
+static int first_with(const halfstep_rule_info *info, int j, const struct ref_tensor *r, int i)
+{
+    return info->state_extent[j] == HALFSTEP_EXTENT_ROWS      ? i - i % r->columns
+           : info->state_extent[j] == HALFSTEP_EXTENT_COLUMNS ? i % r->columns
+                                                              : i;
+}
+
+/* Numbers of a state, as a slot has them, from those of all elements; and back. */
+static void write_state(struct one *t, const halfstep_rule_info *info, int j, const struct drawn *d)
+{
+    static float numbers[MOST];
+    int n = 0;
+    for (int i = 0; i < d->r.n; i++)
+        if (first_with(info, j, &d->r, i) == i) numbers[n++] = d->state[j][i];
+    one_write(t, HALFSTEP_SLOT_STATE + j, numbers);
+}
+
+static void read_state(struct one *t, const halfstep_rule_info *info, int j, const struct ref_tensor *r, float *out)
+{
+    static float numbers[MOST];
+    one_read(t, HALFSTEP_SLOT_STATE + j, numbers);
+    for (int i = 0, n = 0; i < r->n; i++) {
+        int first = first_with(info, j, r, i);
+        out[i] = first == i ? numbers[n++] : out[first];
+    }
+}
+
 static void draw(struct source *s, const halfstep_rule_info *info, int kind, struct drawn *d)
 {
     int first = d->r.full == 1;
@@ -134,12 +170,15 @@ static void draw(struct source *s, const halfstep_rule_info *info, int kind, str
          * gradients make would only overflow. */
         double bound = d->h.centered != 0 ? 0.98 : 4;
         for (int j = 0; j < info->states; j++)
-            if (info->state_role[j] == HALFSTEP_ROLE_NONNEG && d->stored[j] &&
+            if (info->state_role[j] == HALFSTEP_ROLE_NONNEG && d->stored[j] && !info->state_extent[j] &&
                 signs > bound * sqrt((double)d->state[j][i]))
                 d->state[j][i] = (float)(1.1 * signs * signs);
         d->w[i] = w;
         d->g[i] = g;
     }
+    for (int j = 0; j < info->states; j++)
+        for (int i = 0; info->state_extent[j] && i < d->r.n; i++)
+            d->state[j][i] = d->state[j][first_with(info, j, &d->r, i)];
 }
 
 /* The reference with input `which` of every element (0 weight, 1 gradient, then states) larger by a 2^22th, either
@@ -192,7 +231,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     one_write(&t, HALFSTEP_SLOT_WEIGHT, d.w);
     one_write(&t, HALFSTEP_SLOT_GRADIENT, d.g);
     for (int j = 0; j < info.states; j++)
-        if (d.stored[j]) one_write(&t, HALFSTEP_SLOT_STATE + j, d.state[j]);
+        if (d.stored[j]) write_state(&t, &info, j, &d);
     halfstep_counters c = {.struct_size = sizeof c};
     MUST(halfstep_get_counters(t.o, 0, &c));
     d.r.id = c.id;
@@ -230,7 +269,8 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
         }
     for (int slot = 0; slot <= info.states; slot++) {
         if (slot && !d.stored[slot - 1]) continue;
-        one_read(&t, slot ? HALFSTEP_SLOT_STATE + slot - 1 : HALFSTEP_SLOT_WEIGHT, out);
+        if (slot) read_state(&t, &info, slot - 1, &d.r, out);
+        else one_read(&t, HALFSTEP_SLOT_WEIGHT, out);
         double *most = slot ? worst_state : worst, largest = 0;
         /* Every element of an orthogonalized matrix takes part in all of them. */
         for (int i = 0; i < MOST; i++) largest = fmax(largest, size[slot][i]);

@@ -144,7 +144,7 @@ static int recipe_with(char *recipe, size_t size, const halfstep_rule_info *rule
     MUST(halfstep_get_format_info(row, &format));
     for (int j = 0; j < rule->states; j++) {
         int role = rule->state_role[j];
-        if (role == HALFSTEP_ROLE_WEIGHT) continue;
+        if (role == HALFSTEP_ROLE_WEIGHT || rule->state_extent[j]) continue;
         int serves = role == HALFSTEP_ROLE_GRADIENT ? (format.roles & HALFSTEP_ROLE_SIGNED) && !format.block
                                                     : (format.roles & role) != 0;
         served |= serves;

@@ -83,7 +83,7 @@ class Adam(Optimizer):
                                  one for each group
         lr                       learning rate; a number, or a tensor of one element
         betas                    decay rate of the first moment; decay rate of the second moment
-        eps                      added to the root of the debiased second moment
+        eps                      added to the root of the second moment of parameters that are no matrices
         weight_decay             coefficient of the decay mode
         amsgrad                  1: divide by the largest second moment so far (Reddi et al. 2018)
         maximize                 1: ascend
@@ -1191,6 +1191,131 @@ class Prodigy(Optimizer):
                  None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
                  compile: bool = False) -> None: ...
 
+class CAME(Optimizer):
+    """CAME: confidence-guided updates, factored second moments (Luo et al. 2023).
+
+    Rule "came" of the library; options are read from the group at each step.
+
+        params                   parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries,
+                                 one for each group
+        lr                       learning rate; a number, or a tensor of one element
+        betas                    decay rate of the first moment, of clipped quotients; decay rate of the second moments; decay rate
+                                 of the instability
+        eps                      added to squares of gradients
+        weight_decay             coefficient of the decay mode
+        instability_eps          added to squares of the instability
+        clip_threshold           largest root mean square of a tensor's quotients; no bound if 0
+        maximize                 1: ascend
+        centralize               fraction of the row mean taken from the gradient
+        weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
+                                 float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
+        states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                                 None: the rule's default, f32 for float32 parameters and bf16-sr for others
+        decay                    "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+        reference_lr             lr at which fully decoupled decay is weight_decay; 0: lr as first set
+        clip_norm                largest global gradient norm; 0: no clipping
+        clip                     in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's
+                                 own
+        scan                     "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its
+                                 tensor is left alone; "known-finite": nobody looks
+        generator                "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
+        seed                     of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs
+                                 it; where torch.distributed is initialized it is 0 on all ranks
+        threads                  0: torch.get_num_threads() at each step
+        gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
+        optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
+        norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
+        flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
+                                 formats; "shards": and each rank holds another shard, so that each has random bits of its own.
+                                 Those of FSDP1 are recognized
+        foreach                  accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        fused                    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        capturable               accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        differentiable           False: no gradient goes through a step
+        compile                  True: step() can be traced by torch.compile(fullgraph=True)
+    """
+
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.0002, betas: Tuple[float, float, float] =
+                 (0.9, 0.999, 0.9999), eps: float = 1e-30, weight_decay: float = 0.0, instability_eps: float =
+                 1e-16, clip_threshold: float = 1.0, *, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
+
+class Adafactor(Optimizer):
+    """Adafactor: factored second moments, relative steps (Shazeer & Stern 2018).
+
+    Rule "adafactor" of the library; options are read from the group at each step.
+
+        params                   parameters to step, or (name, parameter) pairs such as model.named_parameters(), or dictionaries,
+                                 one for each group
+        lr                       learning rate; a number, or a tensor of one element
+        beta2_decay              beta2 is 1 less the number of updates to this power
+        eps                      smallest root of a second moment, 2^-23 if None, or with published=True what is added to squares of
+                                 gradients; smallest root mean square of a weight that scales its step
+        d                        largest root mean square of a tensor's quotients; no bound if 0
+        weight_decay             coefficient of the decay mode
+        relative_step            1: lr falls with the root of the number of updates, and is its largest
+        warmup_init              1: relative steps begin at a millionth, and grow by that
+        scale_parameter          1: steps are times the weight's root mean square
+        published                1: eps and decay as the paper and transformers have them
+        beta1                    decay rate of the first moment, of whole steps; 0 needs no state
+        maximize                 1: ascend
+        centralize               fraction of the row mean taken from the gradient
+        weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
+                                 float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
+        states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
+                                 None: the rule's default, f32 for float32 parameters and bf16-sr for others
+        decay                    "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
+        reference_lr             lr at which fully decoupled decay is weight_decay; 0: lr as first set
+        clip_norm                largest global gradient norm; 0: no clipping
+        clip                     in gradient release: "delayed" clips by the norm of the round before, "per-tensor" by each tensor's
+                                 own
+        scan                     "scan": a gradient that is not finite makes the step change nothing at all; "per-tensor": only its
+                                 tensor is left alone; "known-finite": nobody looks
+        generator                "lattice", "mixer" or "philox7", the source of random bits; None: the library's default
+        seed                     of the random bits; None: drawn once from torch's generator, so that torch.manual_seed() governs
+                                 it; where torch.distributed is initialized it is 0 on all ranks
+        threads                  0: torch.get_num_threads() at each step
+        gradient_release         see prepare_gradient_release() and `optimizer_accumulation`
+        optimizer_accumulation   see prepare_gradient_release() and `optimizer_accumulation`
+        norm_group               a torch.distributed group (True: of all ranks) whose ranks hold different parameters, such as those
+                                 of a ZeroRedundancyOptimizer, of a pipeline or of flat shards: the norm to clip by, the verdict on
+                                 gradients that are not finite, and a rule's sums over all tensors are theirs together. Every one of
+                                 them has to call step() as often. Not saved and not copied
+        flat                     True: vectors of 4096 elements or more are flat buffers of many parameters, which take block
+                                 formats; "shards": and each rank holds another shard, so that each has random bits of its own.
+                                 Those of FSDP1 are recognized
+        foreach                  accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        fused                    accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        capturable               accepted; all parameters are always stepped in one call. fused=True also lets a GradScaler leave
+                                 unscaling to the step
+        differentiable           False: no gradient goes through a step
+        compile                  True: step() can be traced by torch.compile(fullgraph=True)
+    """
+
+    def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.01, beta2_decay: float = -0.8, eps:
+                 Tuple[Optional[float], float] = (None, 0.001), d: float = 1.0, weight_decay: float = 0.0, *,
+                 relative_step: bool = True, warmup_init: bool = False, scale_parameter: bool = True, published:
+                 bool = False, beta1: float = 0.0, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
+
 RMSprop = RMSProp
 
 __all__ = [
@@ -1225,4 +1350,6 @@ __all__ = [
     "AdEMAMix",
     "MARS",
     "Prodigy",
+    "CAME",
+    "Adafactor",
 ]

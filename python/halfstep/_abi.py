@@ -303,10 +303,11 @@ def check(code: int, handle=None, detail: str = "") -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number."""
+    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a matrix, and only there."""
 
     name: str
     role: int
+    vector: bool = False
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,7 @@ def _read_rule(row: int) -> Rule:
     check(lib.halfstep_get_rule_info(row, byref(info)))
     hypers = [_read_hyper(row, i) for i in range(info.hypers)]
     return Rule(row=row, id=info.id, name=_text(info.name), label=_text(info.label), title=_text(info.title),
-                states=[State(_text(info.state_name[i]), info.state_role[i]) for i in range(info.states)],
+                states=[State(_text(info.state_name[i]), info.state_role[i], bool(info.state_extent[i])) for i in range(info.states)],
                 hypers={h.name: h for h in hypers}, decay=_text(info.decay),
                 scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)], two_pass=bool(info.two_pass),
                 matrix=bool(info.matrix), raw_gradient=bool(info.raw_gradient), accumulates=bool(info.accumulates),

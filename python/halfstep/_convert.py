@@ -75,7 +75,7 @@ class Codec:
         return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous(), self.rows)
+        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous(), self.shape, self.rows)
 
 
 @lru_cache(64)
@@ -113,7 +113,8 @@ def convert(optimizer, m, state, old):
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
-                values[key] = _devices.to_cpu(local(state[key])).to(torch.float32).reshape(m.shape)
+                value = _devices.to_cpu(local(state[key])).to(torch.float32)
+                values[key] = value.reshape(m.shape if value.numel() == now.numel() else (-1,))
     else:
         source = Codec(old, hypers, m.shape, m.name, part=m.part)
         try:

@@ -274,18 +274,31 @@ def bind_streams(handle, index, streams, tensors):
         check(lib.halfstep_bind_slot(handle, index, slot, main, extra), handle)
 
 
+def _vector(handle, index, slot, shape):
+    """The shape and the rows of a slot that stores a vector over rows or columns of a matrix of this shape; None for any other."""
+    if slot < STATE or len(shape) < 2:
+        return None
+    info = _abi.SlotInfo.new()
+    check(lib.halfstep_get_slot_info(handle, index, slot, byref(info)), handle)
+    count = info.rows * info.columns
+    return None if count == math.prod(shape) else ((count,), info.rows)
+
+
 def read_rows(function, handle, index, shape, *arguments, rows=None):
     """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for streams_of()."""
+    vector = _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
+    shape, rows = vector or (shape, rows)
     out = torch.empty(shape, dtype=torch.float32)
     if out.numel():
         check(function(handle, index, *arguments, 0, rows_of(shape)[0] if rows is None else rows, out.data_ptr()), handle)
     return out
 
 
-def write_rows(handle, index, slot, data, values, rows=None):
-    """Stores fp32 values, in memory order, as all of a slot."""
+def write_rows(handle, index, slot, data, values, shape, rows=None):
+    """Stores fp32 values, in memory order, as all of a slot of a tensor of this shape."""
     if values.numel():
-        rows = rows_of(values.shape)[0] if rows is None else rows
+        rows = (_vector(handle, index, slot, shape) or (shape, rows))[1]
+        rows = rows_of(shape)[0] if rows is None else rows
         check(lib.halfstep_write_slot(handle, index, slot, data, 0, rows, values.data_ptr()), handle)
 
 

@@ -229,19 +229,8 @@ def load(optimizer, path):
 
 
 def _take_hypers(optimizer, saved, metadata, source, path):
-    """Hyper-parameters of one group of the file, under the names that the group has them by."""
-    betas = list(saved["betas"]) if saved.get("betas") is not None else []
+    """Hyper-parameters of one group of the file."""
     for name in _abi.rules[optimizer.rule].hypers:
         value = _parsed(metadata, f"group.{source}.{name}", float, path)
-        if value is None:
-            continue
-        if name in _abi.BETAS and betas:
-            place = _abi.BETAS.index(name)
-            if place < len(betas):
-                betas[place] = value
-        elif name in saved and not isinstance(saved[name], torch.Tensor):
-            saved[name] = bool(value) if isinstance(saved[name], bool) else value
-        elif name in saved:
-            saved[name] = torch.tensor(value, dtype=saved[name].dtype)
-    if betas:
-        saved["betas"] = tuple(betas)
+        if value is not None:
+            optimizer._take_hyper(saved, name, value)

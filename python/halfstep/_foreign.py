@@ -121,6 +121,49 @@ def prodigyopt_group(group, defaults=None):
     return out
 
 
+def _is_factored(state):
+    return "recipe" not in state and any(key in state for key in ("row_var", "variance", "exp_avg_sq_row", "RMS"))
+
+
+def _factors(row, column):
+    """Factors over the last two dimensions, each in the parameter's shape but for one dimension of 1, as vectors over the first dimension and
+    over the rest; as one second moment where there is only one row or column."""
+    row, column = row.to(torch.float32), column.to(torch.float32)
+    whole = row * column / row.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    if min(whole.shape[0], whole[0].numel()) < 2:
+        return (whole,)
+    return (row.flatten(), column.flatten()) if whole.dim() == 2 else (whole.flatten(1).mean(1), whole.mean(0).flatten())
+
+
+def _plain_factored(rule, state, group):
+    """torch's Adafactor, transformers' and came_pytorch's CAME. Of tensors of three or more dimensions the factors are averaged anew."""
+    vectors = [s.name for s in rule.states if s.vector]
+    single = next(s.name for s in rule.states if s.role == _abi.ROLE_NONNEG)
+    out = {key: value for key, value in state.items() if key == "step" or key == "exp_avg"}
+    for key in ("variance", "exp_avg_sq"):
+        if key in state:
+            out[single] = state[key]
+    for place, (row, column) in enumerate((("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"), ("exp_avg_res_row", "exp_avg_res_col"))):
+        if row not in state:
+            continue
+        kept = row == "row_var"  # the dimensions of 1
+        found = _factors(state[row] if kept else state[row].unsqueeze(-1), state[column] if kept else state[column].unsqueeze(-2))
+        names = vectors[2:] if place == 2 else vectors[:2]
+        out.update(zip(names, found) if len(found) == 2 else ((single, *found),) if place < 2 else ())
+    return out, set()
+
+
+def factored_group(rule, group):
+    """Options of transformers' Adafactor and of came_pytorch's CAME under the names here; those of torch's are the same."""
+    out = dict(group)
+    if rule.name == "came" and isinstance(group.get("eps"), (tuple, list)):
+        out["eps"], out["instability_eps"] = group["eps"]
+    if rule.name == "adafactor" and "decay_rate" in group:
+        out.update(beta2_decay=out.pop("decay_rate"), d=out.pop("clip_threshold"), beta1=group["beta1"] or 0.0, published=True,
+                   lr=rule.hypers["lr"].initial if group["lr"] is None else group["lr"])
+    return out
+
+
 def _bitsandbytes_group(rule, group):
     return {**{key: value for key, value in group.items() if key not in _BNB_GROUP},
             **{new: group[old] or 0.0 for old, new in _BNB_GROUP.items() if old in group and new in rule.hypers}}
@@ -129,7 +172,8 @@ def _bitsandbytes_group(rule, group):
 #: name, whether a state is one of its, (plain state, names of what is left behind), and a group under the names here
 PACKAGES = (("bitsandbytes", _is_bitsandbytes, _bitsandbytes, _bitsandbytes_group), ("torchao", _is_torchao, _torchao, None),
             ("flashoptim", _is_flashoptim, _flashoptim, None),
-            ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)))
+            ("prodigyopt", _is_prodigyopt, _prodigyopt, lambda rule, group: prodigyopt_group(group)),
+            ("another Adafactor or CAME", _is_factored, _plain_factored, factored_group))
 
 
 def translate(rule_name, state_dict):

@@ -209,26 +209,26 @@ def _check_state(optimizer, known, name, p, state, hypers):
         codec.take_scalars(state)
         roles = {s.name: s.role for s in rule.states}
         if plain:
-            for s in codec.streams:
-                if s.name in roles and not s.extra:
-                    _check_plain(state, s.name, roles[s.name], name, p)
-            for key in roles.keys() & state.keys():
-                _check_plain(state, key, roles[key], name, p)
+            vectors = {s.name for s in rule.states if s.vector}
+            shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
+            for key in {s.name for s in codec.streams if s.name in roles and not s.extra} | (roles.keys() & state.keys()):
+                _check_plain(state, key, roles[key], name, p, shapes.get(key))
         else:
             _check_streams(codec, state, name, recipe)
     finally:
         codec.close()
 
 
-def _check_plain(state, key, role, name, p):
-    """A state as torch keeps it."""
+def _check_plain(state, key, role, name, p, shape=None):
+    """A state as torch keeps it, or a vector of a matrix."""
     if key not in state:
         raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
     value, p = _sharding.local(state[key]), _sharding.local(p)
-    if not isinstance(value, torch.Tensor) or value.shape != p.shape or not value.is_floating_point() \
+    shape = p.shape if shape is None else shape
+    if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point() \
             or value.device.type == "meta" or value.layout != torch.strided:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {found}, the parameter of shape {tuple(p.shape)}")
+        raise ValueError(f"halfstep: state {key!r} of parameter {name!r} is {found}, not a tensor of shape {tuple(shape)}")
     _judge(key, name, value, role)
 
 

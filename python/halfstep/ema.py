@@ -131,7 +131,7 @@ def _codec(fmt, weight, extra, values=None):
             check(lib.halfstep_bind_slot(handle, index, SLOT_WEIGHT, None, extra.data_ptr()), handle)
         if values is None:
             return read_rows(lib.halfstep_read_slot, handle, index, tuple(weight.shape), SLOT_WEIGHT, weight.data_ptr())
-        write_rows(handle, index, SLOT_WEIGHT, weight.data_ptr(), values)
+        write_rows(handle, index, SLOT_WEIGHT, weight.data_ptr(), values, tuple(weight.shape))
         return values
     finally:
         lib.halfstep_destroy(handle)

@@ -199,6 +199,17 @@ class Optimizer(torch.optim.Optimizer):
                 out[name] = float(group[name])
         return out
 
+    def _take_hyper(self, group, name, value):
+        """The way back of one of _hypers(), into a group that has such an option."""
+        betas = group.get("betas")
+        if name in _abi.BETAS and betas is not None:
+            place = _abi.BETAS.index(name)
+            group["betas"] = (*betas[:place], value, *betas[place + 1:]) if place < len(betas) else betas
+        elif isinstance(group.get(name), torch.Tensor):
+            group[name] = torch.tensor(value, dtype=group[name].dtype)
+        elif name in group:
+            group[name] = bool(value) if isinstance(group[name], bool) else value
+
     def _choices(self, group):
         """The choices of a group: its decay mode, and its schedule where it has one."""
         decay = group.get("decay")
@@ -1127,10 +1138,12 @@ class Optimizer(torch.optim.Optimizer):
                 arguments = (*arguments[:-1], whole.data_ptr())
         with m.states(written=False):
             found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
+        vector = found.shape != m.whole
         if m.gathered:
-            m.full, found = None, m.part.take(found).contiguous()
+            m.full = None
+            found = found if vector else m.part.take(found).contiguous()
         found = _devices.place(found, m.lies)
-        return found if m.part is None else m.part.like_parameter(found)
+        return found if vector or m.part is None else m.part.like_parameter(found)
 
     @torch.no_grad()
     def read_weight(self, p: torch.Tensor) -> torch.Tensor:
@@ -1154,7 +1167,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def read_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """A state ("exp_avg") decoded to fp32, in the parameter's shape."""
+        """A state ("exp_avg") decoded to fp32, in the parameter's shape; a vector over its rows or columns as such, whole on every rank."""
         slot = self._slot(name)
         if p.numel() == 0:
             return torch.empty(p.shape)
@@ -1170,11 +1183,11 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}")
         if not m.gathered:
             with m.states():
-                write_rows(m.handle, m.index, slot, data, values, m.rows)
+                write_rows(m.handle, m.index, slot, data, values, m.whole, m.rows)
             return
         weight = m.p.detach().full_tensor().contiguous() if slot == WEIGHT else None
         self._engine.gather(m, self.state[m.p])
-        write_rows(m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values)
+        write_rows(m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values, m.whole)
         self._engine.scatter(m, self.state[m.p], weight)
 
     @torch.no_grad()

@@ -36,6 +36,7 @@ class _Muon(Optimizer):
     _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
 
     _beside_defaults = ("betas",)
+    _COEFFICIENTS = ("ns_a", "ns_b", "ns_c")
 
     def __init__(self, params, defaults, **options):
         # Not among the defaults: schedulers that cycle momentum take an optimizer with default betas for one of Adam's kind, and
@@ -55,6 +56,15 @@ class _Muon(Optimizer):
                    match_rms=float(group["adjust_lr_fn"] == "match_rms_adamw"))
         return out
 
+    def _take_hyper(self, group, name, value):
+        if name in self._COEFFICIENTS:
+            place = self._COEFFICIENTS.index(name)
+            group["ns_coefficients"] = (*group["ns_coefficients"][:place], value, *group["ns_coefficients"][place + 1:])
+        elif name == "match_rms":
+            group["adjust_lr_fn"] = "match_rms_adamw" if value else None
+        else:
+            super()._take_hyper(group, {"eps": "adam_eps", "ns_eps": "eps"}.get(name, name), value)
+
     def _check_options(self, group):
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
@@ -73,8 +83,44 @@ class _Muon(Optimizer):
         return {**order, **options, "betas": betas, "adam_eps": adam_eps}
 
 
+class _Adafactor(Optimizer):
+    """torch's pair of eps, the first of which may be None."""
+
+    def _hypers(self, group):
+        out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
+        eps = group["eps"]
+        if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+            raise TypeError(f"halfstep: eps={eps!r} is not a pair of numbers, of which the first may be None")
+        out["eps"] = _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else float(eps[0])
+        out["scale_eps"] = float(eps[1])
+        return out
+
+    def _check_options(self, group):
+        hypers = self._hypers({"eps": group["eps"]})
+        for text, name in (("epsilon1", "eps"), ("epsilon2", "scale_eps")):
+            if not hypers[name] >= 0:
+                raise ValueError(f"{text} should be >= 0 but is: {hypers[name]}")
+        super()._check_options(group)
+
+    def _take_hyper(self, group, name, value):
+        if name == "eps":
+            group["eps"] = (value, group["eps"][1])
+        elif name == "scale_eps":
+            group["eps"] = (group["eps"][0], value)
+        else:
+            super()._take_hyper(group, name, value)
+
+    @staticmethod
+    def _options(options):
+        options.pop("eps")
+        eps = None, options.pop("scale_eps")
+        order = {"lr": options.pop("lr"), "beta2_decay": options.pop("beta2_decay"), "eps": eps, "d": options.pop("d"),
+                 "weight_decay": options.pop("weight_decay")}
+        return {**order, **options}
+
+
 #: rules whose options torch calls otherwise than the table does
-_SPECIAL = {"muon": _Muon}
+_SPECIAL = {"muon": _Muon, "adafactor": _Adafactor}
 
 
 def _torch_order(rule):
@@ -132,6 +178,8 @@ _TITLES = {
     "lr": "learning rate; a number, or a tensor of one element",
     "decoupled_weight_decay": "True: weight decay beside the gradient, as AdamW has it, and not in it",
     "ns_coefficients": "coefficients of the Newton-Schulz iteration",
+    "adafactor_eps": "smallest root of a second moment, 2^-23 if None, or with published=True what is added to squares of gradients; smallest root "
+                     "mean square of a weight that scales its step",
     "adam_eps": "added to the root of the second moment of parameters that are no matrices",
     "differentiable": "False: no gradient goes through a step",
     "adjust_lr_fn": "None or \"original\": updates are scaled by the shape, as torch.optim.Muon does; \"match_rms_adamw\": to the size of AdamW's",
@@ -160,7 +208,9 @@ def _title(rule, name):
         return "; ".join(hyper.title for hyper in own)
     if name in _TITLES:
         return _TITLES[name]
-    hyper = rule.hypers.get({"eps": "ns_eps"}.get(name, name) if rule.name in _SPECIAL else name)
+    if f"{rule.name}_{name}" in _TITLES:
+        return _TITLES[f"{rule.name}_{name}"]
+    hyper = rule.hypers.get("ns_eps" if (rule.name, name) == ("muon", "eps") else name)
     return hyper.title if hyper is not None else _common_titles().get(name, "")
 
 

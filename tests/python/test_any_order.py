@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import RECIPES, RULES, bits, make, run, saved, set_gradients, states, stored, twins
+from halfstep import _abi
 
 
 def disturb(kind, opt, params, generator):
@@ -94,11 +95,12 @@ def test_any_order_of_harmless_things(seed):
     params, opt = make(rule, recipe, lr=0.02, weight_decay=0.1)
     others, reference = make(rule, recipe, lr=0.02, weight_decay=0.1)
     done = []
+    alone = not _abi.rules[rule].totals  # whether a tensor can be stepped by itself
     for step in range(8):
         for _ in range(3):
-            done.append(one_of(DISTURBANCES))
+            done.append(one_of(name for name in DISTURBANCES if alone or "release" not in name))
             opt, params = disturb(done[-1], opt, params, generator)
-        done.append(one_of(["step", "step_param", "release"]))
+        done.append(one_of(["step", "step_param", "release"] if alone else ["step"]))
         if done[-1] == "step":
             run(opt, params, step, step + 1)
         elif done[-1] == "step_param":

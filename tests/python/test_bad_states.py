@@ -429,4 +429,5 @@ def test_library_bounds_are_those_of_the_tests():
     """The scalars of every rule are checked by the library, with its own bounds."""
     for rule in _abi.rules.values():
         for scalar in rule.scalars:
-            assert scalar in ("update_rms", "weight_norm", "update_norm", "trust_ratio", "accumulated_decay", "weight_sum", "lr_max")
+            assert scalar in ("update_rms", "weight_rms", "weight_norm", "update_norm", "trust_ratio", "accumulated_decay", "weight_sum", "lr_max",
+                              "gradient_norm", "d", "d_max", "d_numerator")

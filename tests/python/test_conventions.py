@@ -75,7 +75,7 @@ def test_defaults_are_those_of_the_table(rule):
     for name, hyper in _abi.rules[rule].hypers.items():
         if name.startswith("beta") and name[4:].isdigit() and "betas" in group:
             assert group["betas"][int(name[4:]) - 1] == hyper.initial, name
-        elif name in group and rule != "muon":  # torch's Muon calls other things eps and so on
+        elif name in group and (rule, name) != ("adafactor", "eps") and rule != "muon":  # which torch calls otherwise
             assert group[name] == hyper.initial, name
     assert opt.defaults["lr"] == _abi.rules[rule].hypers["lr"].initial
 
@@ -122,11 +122,12 @@ def test_errors_of_construction(rule):
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "eps" in _abi.rules[r].hypers])
 def test_error_of_eps(rule):
-    with pytest.raises(ValueError, match="Invalid epsilon value: -1"):
-        class_of(rule)([torch.nn.Parameter(torch.randn(3, 3))], eps=-1.0)
+    adafactor = rule == "adafactor"
+    with pytest.raises(ValueError, match="epsilon1 should be >= 0 but is: -1" if adafactor else "Invalid epsilon value: -1"):
+        class_of(rule)([torch.nn.Parameter(torch.randn(3, 3))], eps=(-1.0, 1e-3) if adafactor else -1.0)
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if "beta1" in _abi.rules[r].hypers and r != "muon"])
+@pytest.mark.parametrize("rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"])
 def test_errors_of_betas(rule):
     p = torch.nn.Parameter(torch.randn(3, 3))
     cls = class_of(rule)
@@ -183,7 +184,7 @@ def other_value(rule, key, value):
     if key == "lr":
         return value * 3
     if key == "eps":
-        return 0.01
+        return (0.01, *value[1:]) if isinstance(value, tuple) else 0.01
     if key == "threshold":
         return 0.02
     if key == "growth_rate":
@@ -194,7 +195,7 @@ def other_value(rule, key, value):
 
 
 #: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have them)
-SILENT = {("adopt", "eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
+SILENT = {("adafactor", "eps"), ("adafactor", "relative_step"), ("adopt", "eps"), ("came", "eps"), ("came", "instability_eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
           ("prodigy", "safeguard_warmup"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}

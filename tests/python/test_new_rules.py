@@ -9,10 +9,10 @@ pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 SHAPES = {"w": (24, 40), "b": (40,), "k": (4, 3, 5), "s": ()}
 
 
-def pair():
+def pair(shapes=SHAPES):
     """The same parameters twice."""
     torch.manual_seed(0)
-    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     return ours, {name: torch.nn.Parameter(p.detach().clone()) for name, p in ours.items()}
 
 
@@ -125,3 +125,101 @@ def test_prodigy(ours_has, theirs_has):
     assert wanted > 5 * ours_has.get("d0", 1e-6) and moved > 1e-3
     assert all(opt.scalar(p, "d") == pytest.approx(wanted, rel=1e-3) for p in ours.values())
     assert apart < 1e-3 * moved
+
+
+#: whose factors are those of the packages, over the last two dimensions
+FLAT = {name: shape for name, shape in SHAPES.items() if len(shape) < 3}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"lr": 0.1, "weight_decay": 0.1, "beta2_decay": -0.5}, {"eps": (1e-2, 0.5), "d": 1.2, "maximize": True},
+    {"eps": (0.5, 1e-3)}], ids=["default", "decay", "eps", "floor"])
+def test_adafactor_is_torch_s(options):
+    ours, theirs = pair(FLAT)
+    check(halfstep.Adafactor(ours.items(), **options), ours, torch.optim.Adafactor(theirs.values(), **options), theirs)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"weight_decay": 0.1}, {"beta1": 0.9}, {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "decay_rate": -0.5},
+    {"warmup_init": True}, {"eps": (1e-3, 0.5), "clip_threshold": 2.0}], ids=["default", "decay", "momentum", "lr", "warmup", "eps"])
+def test_adafactor_is_transformers_too(options):
+    theirs_of = pytest.importorskip("transformers.optimization").Adafactor
+    from halfstep.compat.transformers import Adafactor
+    ours, theirs = pair(FLAT)
+    opt = Adafactor(ours.items(), **options)
+    apart, moved = follow(ours, opt, theirs, theirs_of(theirs.values(), **options))
+    assert moved > (1e-4 if "warmup_init" in options else 0.05) and apart < 1e-4 * moved
+    group, p = opt.param_groups[0], ours["w"]
+    assert opt._get_lr(group, opt.state[p]) == pytest.approx(theirs_of._get_lr(
+        theirs_of([torch.nn.Parameter(p.detach())], **options).param_groups[0], {"step": 40, "RMS": opt.scalar(p, "weight_rms")}))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"weight_decay": 0.1, "clip_threshold": 0.5}, {"betas": (0.8, 0.9, 0.95), "eps": (1e-3, 1e-2)}], ids=["default", "decay", "betas"])
+def test_came(options):
+    came_pytorch = pytest.importorskip("came_pytorch")
+    from halfstep.compat.came_pytorch import CAME
+    ours, theirs = pair(FLAT)
+    apart, moved = follow(ours, CAME(ours.items(), lr=1e-2, **options), theirs, came_pytorch.CAME(theirs.values(), lr=1e-2, **options))
+    assert moved > 0.02 and apart < 1e-4 * moved
+
+
+def test_factors_of_more_dimensions_are_of_the_first_and_the_rest():
+    """A kernel of a convolution is stepped as the matrix that has its rows."""
+    torch.manual_seed(1)
+    start = torch.randn(8, 3, 5)
+    for cls, options in ((halfstep.Adafactor, {}), (halfstep.CAME, {"lr": 1e-2})):
+        kernel, matrix = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.flatten(1).clone())
+        opts = cls([kernel], **options), cls([matrix], **options)
+        for step in range(5):
+            kernel.grad = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(step))
+            matrix.grad = kernel.grad.flatten(1)
+            for opt in opts:
+                opt.step()
+        assert torch.equal(kernel.flatten(1), matrix) and not torch.equal(kernel, start)
+        assert opts[0].memory()["states"] < (5 if cls is halfstep.CAME else 2) * 4 * kernel.numel()
+
+
+def other_adafactor(name):
+    if name == "torch":
+        return torch.optim.Adafactor, halfstep.Adafactor, {"lr": 0.05}, {}
+    if name == "transformers":
+        from halfstep.compat.transformers import Adafactor
+        return pytest.importorskip("transformers.optimization").Adafactor, Adafactor, {"beta1": 0.5}, {}
+    from halfstep.compat.came_pytorch import CAME
+    return pytest.importorskip("came_pytorch").CAME, CAME, {"lr": 1e-2}, {"lr": 1.0}
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "came_pytorch"])
+def test_states_of_factors_are_taken_over(name):
+    theirs_of, cls, options, first = other_adafactor(name)
+    ours, theirs = pair({**FLAT, "row": (1, 40), "column": (40, 1)})
+    peer = theirs_of(theirs.values(), **options)
+    for step in range(10):
+        gradients(ours, theirs, step)
+        peer.step()
+    for key, p in ours.items():
+        p.data.copy_(theirs[key].data)
+    opt = cls(ours.items(), **first)
+    opt.load_state_dict(peer.state_dict())
+    assert opt.param_groups[0]["lr"] == options.get("lr", 1e-2)
+    for step in range(10, 20):
+        gradients(ours, theirs, step)
+        opt.step()
+        peer.step()
+    for key, p in ours.items():
+        if name == "torch" or min(p.shape, default=0) != 1:  # the packages have factors of one row
+            assert (p - theirs[key]).abs().max() < 2e-5, key
+    if name == "torch":
+        kernel = torch.nn.Parameter(torch.randn(4, 3, 5))
+        peer = theirs_of([kernel], **options)
+        for _ in range(3):
+            kernel.grad = torch.randn(4, 3, 5)
+            peer.step()
+        found = torch.nn.Parameter(kernel.detach().clone())
+        opt = cls([found])
+        opt.load_state_dict(peer.state_dict())
+        state = peer.state[kernel]
+        whole = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
+        assert torch.allclose(opt.read_state(found, "row_var"), whole.mean((1, 2)))
+        assert torch.allclose(opt.read_state(found, "col_var"), whole.mean(0).flatten())

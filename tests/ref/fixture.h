@@ -149,16 +149,25 @@ static inline void one_hyper(struct one *t, const char *name, double value)
     MUST(halfstep_set_hyper(t->o, 0, name, value));
 }
 
+/* A vector is a matrix of one row or of one column. */
+static inline int64_t one_rows(const struct one *t, int slot)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (slot < HALFSTEP_SLOT_STATE) return t->rows;
+    MUST(halfstep_get_slot_info(t->o, 0, slot, &info));
+    return info.rows;
+}
+
 static inline void one_write(struct one *t, int slot, const float *values)
 {
     void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
-    MUST(halfstep_write_slot(t->o, 0, slot, data, 0, t->rows, values));
+    MUST(halfstep_write_slot(t->o, 0, slot, data, 0, one_rows(t, slot), values));
 }
 
 static inline void one_read(struct one *t, int slot, float *values)
 {
     void *data = slot == HALFSTEP_SLOT_WEIGHT ? t->weight : slot == HALFSTEP_SLOT_GRADIENT ? t->gradient : NULL;
-    MUST(halfstep_read_slot(t->o, 0, slot, data, 0, t->rows, values));
+    MUST(halfstep_read_slot(t->o, 0, slot, data, 0, one_rows(t, slot), values));
 }
 
 /* The grids of second moments, which belong to the bytes of a state as its scales do. */

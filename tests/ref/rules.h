@@ -3,10 +3,12 @@
 #ifndef HALFSTEP_REF_RULES_H
 #define HALFSTEP_REF_RULES_H
 
+#include "ref/adafactor.h"
 #include "ref/adamw.h"
 #include "ref/adan.h"
 #include "ref/ademamix.h"
 #include "ref/adopt.h"
+#include "ref/came.h"
 #include "ref/compass.h"
 #include "ref/delayed.h"
 #include "ref/ema.h"

@@ -676,6 +676,15 @@ static int hash_stream(struct run *r, int t, void *const *streams, int64_t width
     return 0;
 }
 
+static int hash_bytes_of(struct run *r, int p, void *stream, int64_t bytes, uint64_t *hash)
+{
+    void *here = from_device(r, p, stream, bytes);
+    if (!here) return complain(r, "out of memory");
+    *hash = hash_bytes(*hash, here, (size_t)bytes);
+    if (here != stream) free(here);
+    return 0;
+}
+
 static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
 {
     int t = r->shape[tensor];
@@ -689,18 +698,17 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
         if (check(r, p, halfstep_get_format_info(info.format, &format), "halfstep_get_format_info")) return -1;
         code[p] = slot == HALFSTEP_SLOT_WEIGHT ? r->weight[p][tensor] : info.code;
         extra[p] = info.extra;
+        const struct rectangle *h = &r->held[p][t];
+        /* A vector over rows or columns belongs to the one part that has all of the tensor. */
+        if (h->n_rows > 0 && h->n_columns > 0 && info.rows * info.columns != h->n_rows * h->n_columns)
+            return hash_bytes_of(r, p, code[p], info.rows * info.columns * format.code_bits / 8, hash);
     }
     /* Two codes of four bits share a byte. */
     if (hash_stream(r, t, code, (format.code_bits + 7) / 8, format.code_bits < 8 ? 2 : 1, hash)) return -1;
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
         for (int p = 0; p < r->parts; p++)
-            if (r->held[p][t].n_rows && r->held[p][t].n_columns) {
-                void *here = from_device(r, p, extra[p], format.scale_bytes);
-                if (!here) return complain(r, "out of memory");
-                *hash = hash_bytes(*hash, here, (size_t)format.scale_bytes);
-                if (here != extra[p]) free(here);
-                return 0;
-            }
+            if (r->held[p][t].n_rows && r->held[p][t].n_columns)
+                return hash_bytes_of(r, p, extra[p], format.scale_bytes, hash);
         return 0;
     }
     if (format.block) return hash_stream(r, t, extra, format.scale_bytes, format.block, hash);
@@ -708,16 +716,26 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
 }
 
 /* Of all parts alike. */
-static int hash_scalar(struct run *r, int t, const char *name, uint64_t *hash)
+static int has_elements(const struct run *r, int p, int t)
+{
+    const struct rectangle *h = &r->held[p][r->shape[t]];
+    return h->n_rows > 0 && h->n_columns > 0;
+}
+
+/* Of a matrix (matrix 1) the part that has all of it knows alone. */
+static int hash_scalar(struct run *r, int t, const char *name, int matrix, uint64_t *hash)
 {
     uint32_t first = 0, bits;
+    int knows = 0, known = 0;
+    while (matrix && knows < r->parts && !has_elements(r, knows, t)) knows++;
     for (int p = 0; p < r->parts; p++) {
         double value;
+        if (matrix && knows < r->parts && !has_elements(r, p, t)) continue;
         if (check(r, p, halfstep_get_scalar(r->optimizer[p], t, name, &value), name)) return -1;
         float rounded = (float)value; /* column cuts may change the last bit of a norm */
         memcpy(&bits, &rounded, sizeof bits);
-        if (!p) first = bits;
-        if (bits != first) return complain(r, "part %d has another %s than part 0", p, name);
+        if (!known++) first = bits;
+        if (bits != first) return complain(r, "part %d has another %s than those before", p, name);
     }
     *hash = hash_word(*hash, first);
     return 0;
@@ -743,13 +761,13 @@ static int hash_all(struct run *r, uint64_t *result)
         }
         hash = hash_word(hash_word(hash_word(hash, c.state_steps), c.full_steps), c.writes);
         for (int i = 0; i < rule.scalars; i++)
-            if (hash_scalar(r, t, rule.scalar_name[i], &hash)) return -1;
+            if (hash_scalar(r, t, rule.scalar_name[i], rule.matrix, &hash)) return -1;
         for (int s = 0; s < rule.states; s++) {
             halfstep_slot_info slot = {.struct_size = sizeof slot};
             if (check(r, 0, halfstep_get_slot_info(r->optimizer[0], t, HALFSTEP_SLOT_STATE + s, &slot), "slot"))
                 return -1;
             snprintf(name, sizeof name, "%s.grid", slot.name);
-            if (slot.grid && hash_scalar(r, t, name, &hash)) return -1;
+            if (slot.grid && hash_scalar(r, t, name, rule.matrix, &hash)) return -1;
         }
     }
     if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 2, 1, &hash)) return -1;

@@ -1,0 +1,58 @@
+"""The interface of `transformers.optimization.Adafactor` (5.23).
+
+    from halfstep.compat.transformers import Adafactor
+    optimizer = Adafactor(model.parameters(), scale_parameter=False, relative_step=False, warmup_init=False, lr=1e-3)
+"""
+from __future__ import annotations
+
+import math
+
+from .. import _abi, _foreign
+from ..rules import classes
+
+__all__ = ["Adafactor"]
+
+
+class Adafactor(classes["Adafactor"]):
+    """Adafactor as the paper has it, with a learning rate from outside or by the number of updates.
+
+    Groups may be given with transformers' names, and keep halfstep's: `d`, `beta2_decay`; `beta1` is 0 for none, and lr with relative_step
+    is the largest step, 1e-2, which a scheduler may lower. Second moments of tensors of three or more dimensions have factors over the first
+    dimension and over the rest. Further `options` are those of every halfstep optimizer: BF16 parameters are rounded stochastically
+    (`weights="bf16-sr"`), and `states="int8"` stores the first moment in bytes.
+    """
+
+    rule = "adafactor"
+
+    def __init__(self, params, lr=None, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8, beta1=None, weight_decay=0.0,
+                 scale_parameter=True, relative_step=True, warmup_init=False, **options):
+        if lr is not None and relative_step:
+            raise ValueError("Cannot combine manual `lr` and `relative_step=True` options")
+        if warmup_init and not relative_step:
+            raise ValueError("`warmup_init=True` requires `relative_step=True`")
+        if lr is None and not relative_step:
+            raise ValueError("`relative_step=False` requires `lr`")
+        given = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1,
+                 "weight_decay": weight_decay, "scale_parameter": scale_parameter, "relative_step": relative_step, "warmup_init": warmup_init}
+        super().__init__(params, **_foreign.factored_group(_abi.rules[self.rule], given), **options)
+
+    def add_param_group(self, param_group):
+        """As in torch; options of the group may have transformers' names."""
+        if isinstance(param_group, dict):
+            names = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
+            param_group = {names.get(key, key): value for key, value in param_group.items()}
+            if param_group.get("beta1", 0.0) is None:
+                param_group["beta1"] = 0.0
+            if param_group.get("lr", 0.0) is None:
+                param_group["lr"] = _abi.rules[self.rule].hypers["lr"].initial
+        super().add_param_group(param_group)
+
+    def _get_lr(self, param_group, param_state):
+        """The step of a parameter, which AdafactorSchedule asks for."""
+        step, lr = float(param_state["step"]), float(param_group["lr"])
+        if param_group["relative_step"]:
+            lr = min(lr, 1e-6 * step if param_group["warmup_init"] else lr, 1.0 / math.sqrt(step))
+        if not param_group["scale_parameter"]:
+            return lr
+        p = next(p for p in param_group["params"] if self.state.get(p) is param_state)
+        return lr * max(param_group["eps"][1], self.scalar(p, "weight_rms"))

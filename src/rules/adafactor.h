@@ -1,0 +1,101 @@
+/* Adafactor (Shazeer and Stern 2018, algorithms 4 to 8): the second moment of a matrix in two vectors, updates clipped
+ * by their root mean square, steps relative to the weights. With b2 = 1 - t^beta2_decay, a = 0 and f = eps, or
+ * a = eps and f = 0 where published is 1:
+ *
+ *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + a), c likewise over rows, v = r c' / max(mean(r), f)
+ *   the rest: v = b2 v + (1 - b2) (g^2 + a)
+ *   u = g / max(sqrt(v), f)          u = u / max(1, RMS(u) / d)
+ *   L = lr; where relative_step is 1 min(lr, 1 / sqrt(t)), where warmup_init is 1 no more than 1e-6 t
+ *   L = L max(scale_eps, RMS(w)) where scale_parameter is 1
+ *   m = b1 m + (1 - b1) L u          change = m + decay w, decay times L / lr where published is 1
+ *
+ * The defaults are torch.optim.Adafactor's, published that of the paper and of transformers. RMS is the root mean
+ * square over the tensor, kept as update_rms and weight_rms. Where a square is 0 so is its quotient. A matrix is a
+ * tensor of two or more dimensions with two rows and two columns or more; its rows are the first dimension. */
+#ifndef HSTEP_ADAFACTOR_H
+#define HSTEP_ADAFACTOR_H
+
+#include <float.h>
+
+#include "rules/rule.h"
+
+enum {
+    ADAFACTOR_BETA1,
+    ADAFACTOR_STEP, /* L (1 - b1), times the clip */
+    ADAFACTOR_BETA2,
+    ADAFACTOR_NEW2,
+    ADAFACTOR_NEW2_REST, /* 0 for matrices, whose v for each element there is not */
+    ADAFACTOR_ADDED,
+    ADAFACTOR_FLOOR,
+    ADAFACTOR_MEAN, /* 1 / mean(r); 0 for the rest */
+    ADAFACTOR_DECAY,
+    adafactor_constants
+};
+
+/* A finite fp32 number; 0 for 0, where all that it multiplies is 0. */
+HSTEP_INLINE double adafactor_reciprocal(double x) { return x > 1.0 / FLT_MAX ? 1.0 / x : x > 0.0 ? FLT_MAX : 0.0; }
+
+HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
+{
+    const struct hstep_own *own = hstep_own(p);
+    double beta1 = p->hyper[0], eps = p->hyper[2], threshold = p->hyper[4], t = (double)p->t;
+    int published = p->hyper[8] != 0.0;
+    double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps, mean = 0.0;
+    if (p->hyper[5] != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
+    if (p->hyper[5] != 0.0 && p->hyper[6] != 0.0 && step > 1e-6 * t) step = 1e-6 * t;
+    if (p->norm) {
+        double root = sqrt(own->elements);
+        own->scalar[0] = p->norm[0] / root;
+        own->scalar[1] = p->norm[1] / root;
+        if (threshold > 0.0 && own->scalar[0] > threshold) clip = threshold / own->scalar[0];
+    }
+    if (p->hyper[7] != 0.0) step = step * (own->scalar[1] > p->hyper[3] ? own->scalar[1] : p->hyper[3]);
+    if (p->means > 0) mean = adafactor_reciprocal(p->mean[0] > floor ? p->mean[0] : floor);
+    k[ADAFACTOR_BETA1] = (float)beta1;
+    k[ADAFACTOR_STEP] = (float)((1.0 - beta1) * step * clip);
+    k[ADAFACTOR_BETA2] = (float)(1.0 - fresh);
+    k[ADAFACTOR_NEW2] = (float)fresh;
+    k[ADAFACTOR_NEW2_REST] = own->matrix ? 0.0f : k[ADAFACTOR_NEW2];
+    k[ADAFACTOR_ADDED] = published ? (float)eps : 0.0f;
+    k[ADAFACTOR_FLOOR] = (float)floor;
+    k[ADAFACTOR_MEAN] = (float)mean;
+    k[ADAFACTOR_DECAY] = (float)(published && p->lr > 0.0 ? p->decay * (step / p->lr) : p->decay);
+}
+
+/* States: v, r, c, m. */
+V_OP vf adafactor_quotient(const vf *k, vf g, vf *s)
+{
+    vf square = v_add(v_mul(g, g), k[ADAFACTOR_ADDED]);
+    s[0] = v_add(v_mul(k[ADAFACTOR_BETA2], s[0]), v_mul(k[ADAFACTOR_NEW2_REST], square));
+    vf root = v_sqrt(v_add(s[0], v_mul(v_mul(s[1], k[ADAFACTOR_MEAN]), s[2])));
+    return v_div0(g, v_max(root, k[ADAFACTOR_FLOOR]));
+}
+
+V_OP void adafactor_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    (void)mode;
+    x[0] = adafactor_quotient(k, g, s);
+    x[1] = w;
+}
+
+V_OP vf adafactor_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
+{
+    (void)w, (void)s, (void)mode, (void)pair;
+    return v_add(v_mul(g, g), k[ADAFACTOR_ADDED]);
+}
+
+V_OP vf adafactor_vector(const vf *k, vf old, vf mean, const int pair)
+{
+    (void)pair;
+    return v_add(v_mul(k[ADAFACTOR_BETA2], old), v_mul(k[ADAFACTOR_NEW2], mean));
+}
+
+V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    vf u = adafactor_quotient(k, g, s);
+    s[3] = v_add(v_mul(k[ADAFACTOR_BETA1], s[3]), v_mul(k[ADAFACTOR_STEP], u));
+    return v_add(s[3], v_mul(k[ADAFACTOR_DECAY], w));
+}
+
+#endif

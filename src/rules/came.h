@@ -1,0 +1,106 @@
+/* CAME (Luo et al. 2023, algorithm 2): Adafactor's second moment in two vectors, a first moment of what it divides, and
+ * a second pair of vectors over how far the two are apart, so that what is not confident moves less:
+ *
+ *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + eps), c likewise over rows, v = r c' / mean(r)
+ *   the rest: v = b2 v + (1 - b2) (g^2 + eps)
+ *   u = g / sqrt(v) / max(1, RMS(g / sqrt(v)) / clip_threshold)         m = b1 m + (1 - b1) u
+ *   matrices: p = b3 p + (1 - b3) mean over columns of ((u - m)^2 + instability_eps), q likewise over rows
+ *             d = lr m / sqrt(p q' / mean(p)) + decay * w
+ *   the rest: d = lr m + decay * w
+ *
+ * As the authors' code: no moment is debiased, and where a square is 0 so is its quotient. RMS is the root mean square
+ * over the tensor, kept as update_rms. A matrix is a tensor of two or more dimensions with two rows and two
+ * columns or more; its rows are the first dimension. */
+#ifndef HSTEP_CAME_H
+#define HSTEP_CAME_H
+
+#include "rules/adafactor.h"
+
+enum {
+    CAME_BETA1,
+    CAME_NEW1,
+    CAME_BETA2,
+    CAME_NEW2,
+    CAME_BETA3,
+    CAME_NEW3,
+    CAME_NEW2_REST, /* 0 for matrices, whose v for each element there is not */
+    CAME_EPS,
+    CAME_INSTABILITY_EPS,
+    CAME_MEAN, /* 1 / mean(r), 1 / mean(p); 0 for the rest */
+    CAME_INSTABILITY_MEAN,
+    CAME_REST, /* the divisor of m: 1 for the rest */
+    CAME_CLIP,
+    CAME_LR,
+    CAME_DECAY,
+    came_constants
+};
+
+HSTEP_INLINE void came_prepare(float *k, struct hstep_prepare *p)
+{
+    const struct hstep_own *own = hstep_own(p);
+    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2], threshold = p->hyper[5], clip = 1.0;
+    if (p->norm) {
+        own->scalar[0] = p->norm[0] / sqrt(own->elements);
+        if (threshold > 0.0 && own->scalar[0] > threshold) clip = threshold / own->scalar[0];
+    }
+    k[CAME_BETA1] = (float)beta1;
+    k[CAME_NEW1] = (float)(1.0 - beta1);
+    k[CAME_BETA2] = (float)beta2;
+    k[CAME_NEW2] = (float)(1.0 - beta2);
+    k[CAME_BETA3] = (float)beta3;
+    k[CAME_NEW3] = (float)(1.0 - beta3);
+    k[CAME_NEW2_REST] = own->matrix ? 0.0f : k[CAME_NEW2];
+    k[CAME_EPS] = (float)p->hyper[3];
+    k[CAME_INSTABILITY_EPS] = (float)p->hyper[4];
+    k[CAME_MEAN] = p->means > 0 ? (float)adafactor_reciprocal(p->mean[0]) : 0.0f;
+    k[CAME_INSTABILITY_MEAN] = p->means > 1 ? (float)adafactor_reciprocal(p->mean[1]) : 0.0f;
+    k[CAME_REST] = own->matrix ? 0.0f : 1.0f;
+    k[CAME_CLIP] = (float)clip;
+    k[CAME_LR] = (float)p->lr;
+    k[CAME_DECAY] = (float)p->decay;
+}
+
+/* States: m, v, r, c, p, q. */
+V_OP vf came_quotient(const vf *k, vf g, vf *s)
+{
+    vf square = v_add(v_mul(g, g), k[CAME_EPS]);
+    s[1] = v_add(v_mul(k[CAME_BETA2], s[1]), v_mul(k[CAME_NEW2_REST], square));
+    return v_div0(g, v_sqrt(v_add(s[1], v_mul(v_mul(s[2], k[CAME_MEAN]), s[3]))));
+}
+
+V_OP void came_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
+{
+    (void)w, (void)mode;
+    x[0] = came_quotient(k, g, s);
+}
+
+/* u; s[0] is the new m. */
+V_OP vf came_moment(const vf *k, vf g, vf *s)
+{
+    vf u = v_mul(came_quotient(k, g, s), k[CAME_CLIP]);
+    s[0] = v_add(v_mul(k[CAME_BETA1], s[0]), v_mul(k[CAME_NEW1], u));
+    return u;
+}
+
+V_OP vf came_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
+{
+    (void)w, (void)mode;
+    if (pair == 0) return v_add(v_mul(g, g), k[CAME_EPS]);
+    vf u = came_moment(k, g, s), apart = v_sub(u, s[0]);
+    return v_add(v_mul(apart, apart), k[CAME_INSTABILITY_EPS]);
+}
+
+V_OP vf came_vector(const vf *k, vf old, vf mean, const int pair)
+{
+    return v_add(v_mul(k[pair ? CAME_BETA3 : CAME_BETA2], old), v_mul(k[pair ? CAME_NEW3 : CAME_NEW2], mean));
+}
+
+V_OP vf came_rule(const vf *k, vf w, vf g, vf *s, const int mode)
+{
+    (void)mode;
+    came_moment(k, g, s);
+    vf divisor = v_add(v_sqrt(v_mul(v_mul(s[4], k[CAME_INSTABILITY_MEAN]), s[5])), k[CAME_REST]);
+    return v_add(v_mul(k[CAME_LR], v_div0(s[0], divisor)), v_mul(k[CAME_DECAY], w));
+}
+
+#endif
