@@ -100,6 +100,10 @@ class _Adafactor(Optimizer):
         for text, name in (("epsilon1", "eps"), ("epsilon2", "scale_eps")):
             if not hypers[name] >= 0:
                 raise ValueError(f"{text} should be >= 0 but is: {hypers[name]}")
+        if not group["published"] and not group["d"] >= 1:
+            raise ValueError(f"Clipping threshold d should be >= 1 but is: {group['d']}")
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(f"beta2_decay should be <= 0 but is: {group['beta2_decay']}")
         super()._check_options(group)
 
     def _take_hyper(self, group, name, value):

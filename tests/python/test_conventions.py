@@ -187,7 +187,7 @@ def other_value(rule, key, value):
         return (0.01, *value[1:]) if isinstance(value, tuple) else 0.01
     if key == "threshold":
         return 0.02
-    if key == "growth_rate":
+    if key in ("growth_rate", "d"):
         return 1.5
     if key == "max_weight_norm":
         return 0.5
