@@ -7,6 +7,7 @@
 #   E2  pretraining: learning rate tuned for each recipe, warm-up, cosine to 10 %
 #   E3  accumulation: steps of 8 micro-steps, whose gradients add up in fp32, in BF16 and in the optimizer's states
 #   E5  memory held and at its peak, with and without gradient release
+#   E6  rules beside adamw in fp32, each at three rates: E1's model, cosine; only where ONLY names it. RULES, between spaces, are others
 #   ER  every rule with bf16-sr weights and int8 states, at two rates of its own: only where ONLY names it
 #
 # Environment: TEXT, any large text (docs/results.md was made from tinyshakespeare.txt; without it the text of the demo
@@ -127,6 +128,23 @@ if wanted ER; then
         --weight-decay 0.1 --clip 1 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) --val-every 0 \
         --eval-batches "$(steps 48)"
     tables best "ER: every rule" "$out/er/report.json"
+fi
+
+if wanted E6; then
+    n=$(steps 300)
+    grid=
+    for recipe in adamw/f32 ${RULES:-adamw/bf16-sr/int8 adopt/bf16-sr/int8 ademamix/bf16-sr/int8 mars/bf16-sr/int8 prodigy/bf16-sr/int8
+        adafactor/bf16-sr came/bf16-sr/int8}; do
+        case $recipe in
+        prodigy/*) rates="0.5 1 2" ;;
+        adafactor/*) rates="1e-2 3e-2 1e-1" ;;
+        *) rates="5e-4 1e-3 2e-3" ;;
+        esac
+        for lr in $rates; do grid=$grid,$recipe:lr=$lr; done
+    done
+    compare e6 --recipes "${grid#,}" --seeds "${SEEDS1:-1}" --seed 401 --width 512 --depth 2 --heads 8 --context 64 --batch 8 --clip 1 \
+        --weight-decay 0.01 --schedule cosine --final-lr 0.1 --steps "$n" --warmup $((n / 20)) --val-every 0 --eval-batches "$(steps 32)"
+    tables best "E6: rules" "$out/e6/report.json"
 fi
 
 if wanted E5; then

@@ -73,6 +73,8 @@ static void sum_block(void *argument, int64_t block)
     struct hstep_fp fp = hstep_fp_enter();
     struct hstep_work w = hstep_work_start(c->batch, c->tensor);
     double *columns = c->blocks + block * w.t->row_length;
+    for (int s = 0; !c->pair && s < w.t->slots; s++)
+        if (s >= HALFSTEP_SLOT_STATE || (s == HALFSTEP_SLOT_WEIGHT && w.u->l2 == 0.0f)) w.format[s] = HSTEP_FORMAT_NONE;
     memset(columns, 0, (size_t)w.t->row_length * sizeof *columns);
     for (int64_t row = block * BLOCK_ROWS; row < (block + 1) * BLOCK_ROWS && row < w.t->rows; row++)
         sum_row(c, &w, row, columns);

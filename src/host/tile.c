@@ -122,11 +122,12 @@ static void spread(const struct hstep_work *w, int s, int64_t element, int64_t n
 {
     const float *vector = (const float *)(void *)w->code[s];
     int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
-    for (int64_t i = 0; i < n; i++) {
-        out[i] = vector[extent_of(w, s) == HALFSTEP_EXTENT_ROWS ? row : column];
-        if (++column < columns) continue;
-        column = 0;
-        row++;
+    const int rows = extent_of(w, s) == HALFSTEP_EXTENT_ROWS;
+    for (int64_t done = 0, some; done < n; done += some, column = 0, row++) {
+        some = columns - column < n - done ? columns - column : n - done;
+        if (rows)
+            for (int64_t i = 0; i < some; i++) out[done + i] = vector[row];
+        else memcpy(out + done, vector + column, (size_t)some * sizeof *out);
     }
 }
 
