@@ -60,6 +60,8 @@ expect 2 'schedulefree' train lm --data "$data" --micro-steps 2 --accumulator st
 expect 2 'ema follows weights' train lm --data "$data" --recipe ema/bf16-sr
 expect 2 'one of --params, --checkpoint, --width' plan
 expect 2 'bytes' plan --params 7e9 --memory 24Q
+expect 2 'prodigy/f32/f32 needs the gradients of all' plan --params 7e9 --release --recipes adamw/f32,prodigy/f32
+expect 2 'prodigy needs the gradients of all' plan --params 7e9 --release --rule prodigy
 expect 1 'nowhere' train lm --data nowhere
 expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
 expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv

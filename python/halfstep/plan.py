@@ -253,6 +253,9 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
     rows = []
     for recipe in [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes:
         recipe = _abi.recipe_full(recipe)
+        rule = _abi.rules[recipe.split("/")[0]]
+        if rule.totals and release:
+            raise ValueError(f"halfstep: {rule.label} has no gradient release: its update needs sums over the gradients of all tensors first")
         weight = _abi.formats[recipe.split("/")[1]]
         gradient = "bf16" if weight.code_bits <= 16 else "f32"
         if weight.code_dtype == "F16":
@@ -268,7 +271,7 @@ def plan(model_or_shapes, recipes=None, release=False, memory=None, offload=Fals
         each = [_count(shape) * _abi.formats[gradient].code_bits // 8 for shape in shapes]
         if device_memory is not None:
             one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
-            found = _ways(one, max(each, default=0), largest, limit, bus, host, device)
+            found = _ways(one, max(each, default=0), largest, limit, bus, host, device, not rule.totals)
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
         gradients = max(each, default=0) if release or offload == "gradients" else sum(each)
@@ -290,22 +293,22 @@ def _preference(row):
     return (False, row.hidden, row.seconds) if row.fits else (True, row.total, row.seconds)
 
 
-def _ways(row, largest_gradient, largest_states, limit, bus, host, device):
-    """What docs/choosing.md says of places for states: the ways to train one recipe."""
+def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
+    """What docs/choosing.md says of places for states: the ways to train one recipe. released: its rule can step one tensor at a time."""
     kept = row.extras + row.states
     buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept
     there, streamed = touched / device, max(kept / bus, touched / device)
     found = []
-    for released in (False, True):
-        gradients = largest_gradient if released else row.gradients
-        option = ", gradient_release" if released else ""
+    for release in (False, True)[:1 + released]:
+        gradients = largest_gradient if release else row.gradients
+        option = ", gradient_release" if release else ""
         copies = row.weights + row.gradients
         found += [("GPU" + option, gradients, row.extras, row.states, 0, there),
                   ("StateStreaming" + option, gradients, 0, buffers, kept, streamed),
                   ("CPUOffload" + option, gradients, 0, 0, kept + copies,
-                   max(touched / host, copies / bus) if released else touched / host + row.weights / bus)]
-        if not released:
+                   max(touched / host, copies / bus) if release else touched / host + row.weights / bus)]
+        if not release:
             found.append(("CPUOffload, offload_gradients", largest_gradient, 0, 0, kept + copies, touched / host + row.weights / bus))
     out = []
     for way, gradients, extras, states, there, seconds in found:

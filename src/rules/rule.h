@@ -24,9 +24,9 @@
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
  *       kind FACTORED_n only, for tensors that are matrices: a value of each element, and the new number of a row or a
  *       column from its old one and the mean of those values over the row or column. Pair 0 is made before the sums of
- *       NORMS, from gradients alone (w and s[] may be 0), pair 1 after them; then prepare() is called again with p->mean, the mean over each new vector of
- *       rows. In NAME_rule() and the others the number of an element's row and column are s[] of those states; what
- *       is done to them there is not stored. */
+ *       NORMS, from gradients alone (w and s[] may be 0), pair 1 after them; then prepare() is called again with
+ *       p->mean, the mean over each new vector of rows. In NAME_rule() and the others the number of an element's row
+ *       and column are s[] of those states; what is done to them there is not stored. */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 

@@ -88,6 +88,13 @@ def test_the_dtype_of_the_model_does_not_matter():
     assert plan(net()).rows == plan(net().bfloat16()).rows
 
 
+def test_what_cannot_be_released_is_not_planned_so():
+    with pytest.raises(ValueError, match="Prodigy has no gradient release"):
+        plan(net(), "prodigy/bf16-sr", release=True)
+    ways = [row.way for row in plan(net(), "prodigy/bf16-sr", device_memory="1G").rows]
+    assert len(ways) == 4 and not any("release" in way for way in ways)
+
+
 def test_release_keeps_the_largest_gradient():
     whole, released = plan(net()).rows, plan(net(), release=True).rows
     for row in released:

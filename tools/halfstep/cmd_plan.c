@@ -286,6 +286,15 @@ static int print_table(const struct plan *plan, double params, const struct fore
     return 0;
 }
 
+/* Whether a rule, or that of a recipe, can step one tensor after another. */
+static int is_released(const char *recipe)
+{
+    char rule[RECIPE_BYTES];
+    halfstep_rule_info info = {.struct_size = sizeof info};
+    snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
+    return halfstep_get_rule_info(halfstep_rule_find(rule), &info) != HALFSTEP_OK || !info.totals;
+}
+
 static int plan_all(struct plan *plan, const struct args *args)
 {
     enum { ROOM = 1024 };
@@ -298,6 +307,12 @@ static int plan_all(struct plan *plan, const struct args *args)
     if (plan->checkpoint && checkpoint_read_shape(plan->checkpoint, &shape, error, sizeof error) != 0)
         return failure(command.name, "%s", error);
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
+    for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
+        const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
+        if (!is_released(recipe))
+            return usage_error(command.name, "--release: %s needs the gradients of all tensors before it steps any",
+                               recipe);
+    }
     int shaped = !args_given(args, "params");
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
     struct forecast *list = calloc(ROOM, sizeof *list);
