@@ -138,7 +138,7 @@ if wanted E6; then
         case $recipe in
         prodigy/*) rates="0.5 1 2" ;;
         adafactor/*) rates="1e-2 3e-2 1e-1" ;;
-        *) rates="5e-4 1e-3 2e-3" ;;
+        *) rates="2.5e-4 5e-4 1e-3" ;;
         esac
         for lr in $rates; do grid=$grid,$recipe:lr=$lr; done
     done
