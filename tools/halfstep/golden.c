@@ -473,6 +473,8 @@ static int add_groups(struct run *r, int part)
         {0, "momentum", NULL, 0.9},
         {0, "dampening", NULL, 0.25},
         {0, "exact", NULL, 1},
+        /* Steps of the size of its largest numbers would end in NaN, whose bits nobody promises. */
+        {0, "scale_parameter", NULL, 0},
         {1, "decay", "l2", 0},
         {1, "weight_decay", NULL, 0.01},
         {1, "maximize", NULL, 1},
