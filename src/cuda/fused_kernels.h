@@ -27,17 +27,35 @@ struct fused_work {
 
 /* ---- A slot of a lane ---- */
 
+/* In registers of 32 bits, which bytes are taken from at less cost than from wider ones. */
+V_OP void copy_word(char *to, const char *from) { memcpy(to, from, 4); }
+
+V_OP void copy_8(void *to, const void *from)
+{
+    char *t = (char *)__builtin_assume_aligned(to, 8);
+    const char *f = (const char *)__builtin_assume_aligned(from, 8);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+}
+
 V_OP void copy_16(void *to, const void *from)
 {
-    memcpy(__builtin_assume_aligned(to, 16), __builtin_assume_aligned(from, 16), 16);
+    char *t = (char *)__builtin_assume_aligned(to, 16);
+    const char *f = (const char *)__builtin_assume_aligned(from, 16);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+    copy_word(t + 8, f + 8);
+    copy_word(t + 12, f + 12);
 }
 
 /* n bytes, a power of two up to 16, aligned to as many. */
 V_OP void copy_aligned(void *to, const void *from, const int n)
 {
     switch (n) {
-    case 4: memcpy(__builtin_assume_aligned(to, 4), __builtin_assume_aligned(from, 4), 4); break;
-    case 8: memcpy(__builtin_assume_aligned(to, 8), __builtin_assume_aligned(from, 8), 8); break;
+    case 1: memcpy(to, from, 1); break;
+    case 2: memcpy(__builtin_assume_aligned(to, 2), __builtin_assume_aligned(from, 2), 2); break;
+    case 4: copy_word((char *)__builtin_assume_aligned(to, 4), (const char *)__builtin_assume_aligned(from, 4)); break;
+    case 8: copy_8(to, from); break;
     default: copy_16(to, from); break;
     }
 }
@@ -49,13 +67,21 @@ V_OP void copy_codes(void *to, const void *from, const int n)
     copy_aligned(to, from, n < 32 ? n : 16);
 }
 
+/* The scale of an element's block. */
+V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s, int64_t element)
+{
+    return w->extra[s] + element / c.block * hstep_scale_bytes(c.scale);
+}
+
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
                      struct room *r, float *x)
 {
     const struct columns c = columns_of(format);
     copy_codes(r->code, w->code[s] + element * c.bits / 8, PLACES * c.bits / 8);
     if (c.block) {
-        vf scale = v_from_bits(hstep_scale_load(c.scale, w->extra[s], element / c.block));
+        vf scale;
+        copy_aligned(r->extra, block_scale(c, w, s, element), hstep_scale_bytes(c.scale));
+        scale = v_from_bits(hstep_scale_load(c.scale, r->extra, 0));
         CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
             load_scaled(format, nonneg, r->code, scale, i, &x[i], &x[i + 1]);
         return;
@@ -94,7 +120,7 @@ V_OP void fused_store(const int format, const int nonneg, const struct fused_wor
         vi_max(largest, CUDA_SHUFFLE(largest, mask));
     inverse[0] = encode_scale(format, nonneg, largest, r.extra);
     if (lane_of_thread() % (c.block / PLACES) == 0)
-        hstep_scale_store(c.scale, w->extra[s], element / c.block, hstep_scale_load(c.scale, r.extra, 0));
+        copy_aligned(block_scale(c, w, s, element), r.extra, hstep_scale_bytes(c.scale));
     CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
         encode_codes(format, nonneg, stash, inverse, r.code, i, words[i / 2]);
     fused_put(format, w, s, element, &r);
@@ -175,10 +201,13 @@ struct fused_what {
 enum { FUSED_CONDITIONAL = 16, FUSED_TILES_ONLY = 0x40 };
 
 V_OP int role_of(const struct fused_what f, const int j) { return f.states >> 8 * j & 15; }
+/* RULE_OPTION says that one of the conditional ones is; a rule may have several. */
 V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
 {
-    const int state = f.states >> 8 * j & 255;
-    return state & FUSED_CONDITIONAL ? w->format[HALFSTEP_SLOT_STATE + j] >= 0 : state != 0;
+    const int state = f.states >> 8 * j & 255, conditional = f.states & 0x01010101 * FUSED_CONDITIONAL;
+    if (!(state & FUSED_CONDITIONAL)) return state != 0;
+    if (!f.option) return 0;
+    return conditional == FUSED_CONDITIONAL << 8 * j || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
 }
 
 /* Of states of gradients, beside states in blocks. */

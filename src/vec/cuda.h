@@ -119,4 +119,30 @@ CUDA_DEVICE float hstep_cuda_fabsf(float x) { return __builtin_fabsf(x); }
 
 #include "vec/scalar.h"
 
+#ifndef HSTEP_CUDA_EMULATED
+
+/* What a GPU has one instruction for, or none: the sign is changed as an operand is read. */
+V_OP vf hstep_cuda_v_abs(vf a) { return fabsf(a); }
+V_OP vf hstep_cuda_v_neg(vf a) { return -a; }
+V_OP void hstep_cuda_store_s8(void *p, vi x)
+{
+    vi packed;
+    int32_t low = hstep_half_low(x), high = hstep_half_high(x);
+    __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
+    vp_store_8(p, packed, packed >> 8);
+}
+V_OP void hstep_cuda_store_u8(void *p, vi x)
+{
+    vi packed;
+    int32_t low = hstep_half_low(x), high = hstep_half_high(x);
+    __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
+    vp_store_8(p, packed, packed >> 8);
+}
+#define v_abs hstep_cuda_v_abs
+#define v_neg hstep_cuda_v_neg
+#define vh_store_s8 hstep_cuda_store_s8
+#define vh_store_u8 hstep_cuda_store_u8
+
+#endif
+
 #endif
