@@ -175,11 +175,19 @@ def peers() -> List[Contestant]:
 
 
 def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
-    """AdamW of a recipe. With scan="known-finite" the caller vouches for the gradients, which are then read once."""
+    """A recipe, with options after colons ("adamw/bf16-sr/int8:cautious=1"). With scan="known-finite" the caller vouches for the
+    gradients, which are then read once."""
+    formats, _, special = recipe.partition(":")
+    fixed.update((name, float(value)) for name, value in (word.split("=") for word in special.split(":") if word))
+    # Of other rules their own decay rates; and an eps that is no part of a root.
+    rule = formats.split("/")[0]
+    left = () if rule in ("adam", "adamw") else ("betas", "eps") if rule in ("adafactor", "came") else ("betas",)
+
     def make(params, hyper):
         import halfstep
 
-        return halfstep.optimizer(recipe, params, scan=scan, **hyper, **fixed)
+        given = {name: value for name, value in hyper.items() if name not in left}
+        return halfstep.optimizer(formats, params, scan=scan, **given, **fixed)
 
     weights = recipe.split("/")[1]
     finite = scan == "known-finite"

@@ -3,9 +3,11 @@
 
     python bench/traps.py                    everything: some minutes of one processor
     python bench/traps.py --recipes short    of ours, only those that a page has room for
+    python bench/traps.py --only RULE/ --recipes RULE/bf16-sr/int8,...    another rule of ours
 
 Each figure is a quotient: what the optimizer does over what torch's AdamW does with fp32 weights and states on the same
-gradients (rounded to what the optimizer is given), so that 1 is as it should be. Tensors are 16 x 512.
+gradients (rounded to what the optimizer is given), so that 1 is as it should be; of our rules and options that are not
+torch's AdamW, over what the same does with fp32. Tensors are 16 x 512.
 
 movement    weights of 1.0, gradients of 0.5, lr 1e-5, 2000 steps: the way that the weights went
 decay       no gradients, lr and weight decay 2^-10, so a millionth a step, 10000 steps: what normal weights lost (with 1e-3
@@ -56,6 +58,14 @@ class NotApplicable(Exception):
 
 REFERENCE = common.Contestant("reference", "torch AdamW, fp32", "torch", "f32",
                               common._class_of("torch.optim", "AdamW", foreach=False, fused=False))
+
+
+def reference_of(contestant: common.Contestant) -> common.Contestant:
+    formats, _, special = contestant.recipe.partition(":")
+    rule = formats.split("/")[0]
+    if not contestant.ours or (rule == "adamw" and not special):
+        return REFERENCE
+    return common.ours(f"{rule}/f32/f32" + (":" + special if special else ""))
 
 
 def normals(seed: int, *shape: int):
@@ -436,13 +446,14 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
 def examine(contestant: common.Contestant, exact: Dict, short: float, patience: float) -> Dict:
     """All figures of one contestant; where one fails, its reason."""
     half = contestant.weights == "f16"
+    reference = reference_of(contestant)
     found: Dict = {"title": contestant.title, "package": contestant.package, "reasons": {}}
     for name, trap in FIGURES.items():
         try:
             with common.patience(patience):
-                if (name, half) not in exact:
-                    exact[name, half] = trap(REFERENCE, short, half)
-                found[name] = trap(contestant, short, half) / exact[name, half]
+                if (name, half, reference.key) not in exact:
+                    exact[name, half, reference.key] = trap(reference, short, half)
+                found[name] = trap(contestant, short, half) / exact[name, half, reference.key]
         except NotApplicable:
             continue
         except Exception as error:
@@ -478,7 +489,7 @@ def outside(rows: Dict) -> List[str]:
     for key, row in rows.items():
         if row["package"] != "halfstep":
             continue
-        _, weights, states = key.split("/")
+        _, weights, states = key.partition(":")[0].split("/")
         aims = [AIMS.get(state) for state in states.split("+")]
         for name in FIGURES:
             value = row.get(name)

@@ -134,6 +134,7 @@ typedef struct halfstep_rule_info {
     const char *label;      /* the name as an identifier, e.g. "AdamW", for the classes of a binding */
     int32_t state_extent[HALFSTEP_MAX_STATES]; /* HALFSTEP_EXTENT_* */
     int32_t totals;         /* sums over all tensors that come before any update: no tensor is stepped alone */
+    int32_t cautious;       /* 1: the hyper-parameter of that name may be 1 */
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -321,12 +322,15 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *   maximize         1: ascend
  *   centralize       0 .. 1: this fraction of the mean over all dimensions but the first is taken from the gradient of
  *                    tensors with two or more dimensions (Yong et al. 2020)
+ *   cautious         1: only elements whose update has the sign of their gradient move, by the update over the fraction
+ *                    that they are of the tensor (at least 1/1000); decay is left as it is (Liang et al. 2024). Of rules
+ *                    with halfstep_rule_info.cautious; a step then needs a sum over each tensor first
  *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)), the norm over all tensors after
  *                    gradient_scale; 0 turns clipping off
- * Errors: NAME, RANGE; ORDER where a value would change which states exist after they do (sgd's momentum from or to
- * 0). */
+ * Errors: NAME, RANGE; UNSUPPORTED where the rule cannot be cautious; ORDER where a value would change which states or
+ * sums there are after the states exist (sgd's momentum, and cautious, from or to 0). */
 HALFSTEP_API int halfstep_set_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name, double value);
 HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name,
                                     double *value);

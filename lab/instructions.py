@@ -255,7 +255,7 @@ def check_budgets(path, compiler, isas, rows, found, loose, listed):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = argparse.ArgumentParser(usage=__doc__.replace("%", "%%"))
     parser.add_argument("build", nargs="+")
     parser.add_argument("--rows", nargs="+")
     parser.add_argument("--isa", nargs="+")

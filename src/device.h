@@ -142,7 +142,7 @@ struct hstep_device {
     int (*wait)(const struct hstep_context *c);
 
     /* The device's fused row for a tensor, or -1; adjusted: for gradients that l2 decay is added to, or a mean taken
-     * from. Floats of workspace that a matrix or its vectors need. At once. */
+     * from, and for all of a cautious one. Floats of workspace that a matrix or its vectors need. At once. */
     int (*find_fused)(const struct hstep_context *c, const struct hstep_tensor *t, int adjusted);
     size_t (*workspace)(const struct hstep_tensor *t);
 
@@ -201,7 +201,7 @@ HSTEP_INLINE int hstep_is_whole(const struct hstep_tensor *t)
 /* A micro-step has no use for the sums of the rule: they decide how far the weight goes. */
 HSTEP_INLINE int hstep_needs_sums(const struct hstep_tensor *t, int micro)
 {
-    return t->sums > (micro ? hstep_rules[t->rule].norms : 0);
+    return t->sums > (micro ? hstep_rules[t->rule].norms + t->cautious : 0);
 }
 
 /* What gradients are multiplied by before anything else. */

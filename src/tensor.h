@@ -34,9 +34,10 @@ struct hstep_tensor {
     int unit, dense;
     int matrix;   /* stepped as a matrix */
     int pairs;    /* of vectors over rows and columns */
+    int cautious; /* its group is, and the last of its sums is how many elements agree */
     int slots;    /* that its rule has, stored or not, and at least one state */
     int fused;    /* the device's row for just these formats, or -1, */
-    int adjusted; /* and for updates that change the gradient before the rule sees it */
+    int adjusted; /* and for updates that change the gradient before the rule sees it, or compare it with the change */
     int like;     /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
@@ -85,9 +86,11 @@ struct hstep_update {
     uint32_t first;      /* bit per slot: a copy of the weight is made before the update, */
     uint32_t copy;       /* and the weight made a copy of the slot after it */
     int skip, fused;
-    int adjusted;                 /* l2 or centralize */
+    int adjusted;                 /* l2, centralize or cautious */
     int still;                    /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
     int micro;                    /* only states are written */
+    float cautious;               /* 0, or what elements that agree with their gradient are scaled by, and */
+    float decay;                  /* what the weight is then, apart from k[] */
     int own;                      /* the constants come from the tensor itself: no other may take them over */
     double mean[HSTEP_MAX_PAIRS]; /* over the new vectors of rows, `means` of them so far */
     int means;

@@ -43,11 +43,16 @@ grep -q "lion: more constants than HSTEP_MAX_SCALARS" log || { cat log; fail "no
 echo "ok   more constants than k[] holds do not compile"
 cp "$source_dir/src/rules/lion.h" src/rules/lion.h
 cp $rules saved
-sed -i '/^RULE(4,/,/^RULE(5,/s/ELEMENTWISE)/FACTORED_1)/' $rules
+sed -i '/^RULE(4,/,/^RULE(5,/s/ELEMENTWISE,/FACTORED_1,/' $rules
 cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a rule of vectors without vectors compiles"
 grep -q "lion: FACTORED_n has n states" log || { cat log; fail "no message names lion"; }
 cp saved $rules
 echo "ok   vectors that the states do not have do not compile"
+sed -i '/^RULE(12,/,/^RULE(13,/s/NO_SIGN([^)]*)/SIGN(LAMB_DECAY)/' $rules
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a sign that waits for sums compiles"
+grep -q "lamb: SIGN is for rules whose update no sum comes before" log || { cat log; fail "no message names lamb"; }
+cp saved $rules
+echo "ok   a sign that is not known after one pass does not compile"
 
 # Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
 # and is the only new one of its geometry. -O1: only their bits matter.
@@ -60,9 +65,9 @@ sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "f
     -e '/^ELEMENT_FORMAT(2,/i ELEMENT_FORMAT(93, "twin", twin, "BF16 again", WEIGHT | GRADIENT | SIGNED, BF16, NONE, 0)' \
     -e '/^BLOCK_FORMAT  (17,/i BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)\nBLOCK_FORMAT  (92, "e5m2", e5m2, "flat", NONNEG, 8, I8, 64, F8_E4M3, FLAT, 0, 0)' $formats
 sed -i -e 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"\n#include "rules/factored.h"\n#include "rules/estimate.h"|' \
-    -e '/^RULE(2,/i RULE(90, "signum", skeleton, "Signum", "signum", 1e-3, 0.0, "l2", STATES(STATE("momentum_buffer", SIGNED, "momentum", NULL)), NULL, HYPERS(HYPER("momentum", "decay rate", 0.9, 0.0, 1.0, 1)), NO_NORMS, SCALARS(SCALAR(NULL, 0, 0)), "momentum_buffer", ELEMENTWISE)\n\
-RULE(91, "factored", factored, "Factored", "vectors over rows and columns", 1e-3, 0.0, "decoupled", STATES(STATE("exp_avg", SIGNED, "beta1", NULL), STATE("exp_avg_sq", NONNEG, "beta2", NULL), ROW_STATE("sq_row", "beta2"), COLUMN_STATE("sq_col", "beta2"), ROW_STATE("res_row", "beta2"), COLUMN_STATE("res_col", "beta2")), NULL, HYPERS(HYPER("beta1", "decay rate", 0.9, 0.0, 1.0, 1), HYPER("beta2", "decay rate", 0.99, 0.0, 1.0, 1), HYPER("eps", "added to squares", 1e-8, 0.0, 1.0, 0)), NORMS_1, SCALARS(SCALAR("rms", 0.0, 1e300)), "exp_avg", FACTORED_2)\n\
-RULE(92, "estimate", estimate, "Estimate", "sums over all tensors", 1e-3, 0.0, "decoupled", STATES(STATE("x0", WEIGHT, NULL, NULL)), NULL, HYPERS(HYPER("unused", "nothing", 0.0, 0.0, 1.0, 0)), TOTALS_2, SCALARS(SCALAR("estimate", 0.0, 1e300)), NULL, ELEMENTWISE)' $rules
+    -e '/^RULE(2,/i RULE(90, "signum", skeleton, "Signum", "signum", 1e-3, 0.0, "l2", STATES(STATE("momentum_buffer", SIGNED, "momentum", NULL)), NULL, HYPERS(HYPER("momentum", "decay rate", 0.9, 0.0, 1.0, 1)), NO_NORMS, SCALARS(SCALAR(NULL, 0, 0)), "momentum_buffer", ELEMENTWISE, SIGN(SKELETON_DECAY))\n\
+RULE(91, "factored", factored, "Factored", "vectors over rows and columns", 1e-3, 0.0, "decoupled", STATES(STATE("exp_avg", SIGNED, "beta1", NULL), STATE("exp_avg_sq", NONNEG, "beta2", NULL), ROW_STATE("sq_row", "beta2"), COLUMN_STATE("sq_col", "beta2"), ROW_STATE("res_row", "beta2"), COLUMN_STATE("res_col", "beta2")), NULL, HYPERS(HYPER("beta1", "decay rate", 0.9, 0.0, 1.0, 1), HYPER("beta2", "decay rate", 0.99, 0.0, 1.0, 1), HYPER("eps", "added to squares", 1e-8, 0.0, 1.0, 0)), NORMS_1, SCALARS(SCALAR("rms", 0.0, 1e300)), "exp_avg", FACTORED_2, NO_SIGN("sums over the tensor come before its update"))\n\
+RULE(92, "estimate", estimate, "Estimate", "sums over all tensors", 1e-3, 0.0, "decoupled", STATES(STATE("x0", WEIGHT, NULL, NULL)), NULL, HYPERS(HYPER("unused", "nothing", 0.0, 0.0, 1.0, 0)), TOTALS_2, SCALARS(SCALAR("estimate", 0.0, 1e300)), NULL, ELEMENTWISE, NO_SIGN("sums over all tensors come before its update"))' $rules
 have= objects=
 while IFS='|' read -r isa processor flags; do
     [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue

@@ -31,6 +31,7 @@ class SGD(Optimizer):
         nesterov                 1: look ahead
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -67,12 +68,13 @@ class SGD(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, momentum: float = 0.0, dampening:
                  float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False,
-                 centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay:
-                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
-                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
-                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
-                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
-                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+                 centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Adam(Optimizer):
     """Adam (Kingma & Ba 2015).
@@ -88,6 +90,7 @@ class Adam(Optimizer):
         amsgrad                  1: divide by the largest second moment so far (Reddi et al. 2018)
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         decoupled_weight_decay   True: weight decay beside the gradient, as AdamW has it, and not in it
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
@@ -125,13 +128,13 @@ class Adam(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
                  0.999), eps: float = 1e-08, weight_decay: float = 0.0, amsgrad: bool = False, *, maximize: bool =
-                 False, centralize: float = 0.0, decoupled_weight_decay: bool = False, weights: Optional[str] =
-                 None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0,
-                 clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator:
-                 Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
-                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
-                 foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
-                 differentiable: bool = False, compile: bool = False) -> None: ...
+                 False, centralize: float = 0.0, cautious: bool = False, decoupled_weight_decay: bool = False,
+                 weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
+                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
+                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
+                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
+                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
+                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019).
@@ -147,6 +150,7 @@ class AdamW(Optimizer):
         amsgrad                  1: divide by the largest second moment so far (Reddi et al. 2018)
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -183,12 +187,13 @@ class AdamW(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
                  0.999), eps: float = 1e-08, weight_decay: float = 0.01, amsgrad: bool = False, *, maximize: bool =
-                 False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay:
-                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
-                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
-                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
-                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
-                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+                 False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Lion(Optimizer):
     """Lion, the sign of an interpolated momentum (Chen et al. 2023).
@@ -202,6 +207,7 @@ class Lion(Optimizer):
         weight_decay             coefficient of the decay mode
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -237,13 +243,13 @@ class Lion(Optimizer):
     """
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.0001, betas: Tuple[float, float] = (0.9,
-                 0.99), weight_decay: float = 0.0, *, maximize: bool = False, centralize: float = 0.0, weights:
-                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
-                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
-                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
-                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
-                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
-                 differentiable: bool = False, compile: bool = False) -> None: ...
+                 0.99), weight_decay: float = 0.0, *, maximize: bool = False, centralize: float = 0.0, cautious:
+                 bool = False, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] =
+                 None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan:
+                 Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int =
+                 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None,
+                 flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None,
+                 capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Adan(Optimizer):
     """Adan, Nesterov momentum from gradient differences (Xie et al. 2022).
@@ -258,6 +264,7 @@ class Adan(Optimizer):
         weight_decay             coefficient of the decay mode
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -294,12 +301,13 @@ class Adan(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
                  (0.98, 0.92, 0.99), eps: float = 1e-08, weight_decay: float = 0.02, *, maximize: bool = False,
-                 centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay:
-                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
-                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
-                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
-                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
-                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+                 centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class RAdam(Optimizer):
     """RAdam, Adam with a rectified start (Liu et al. 2020).
@@ -315,6 +323,7 @@ class RAdam(Optimizer):
         decoupled_weight_decay   True: weight decay beside the gradient, as AdamW has it, and not in it
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -351,13 +360,13 @@ class RAdam(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
                  0.999), eps: float = 1e-08, weight_decay: float = 0.0, decoupled_weight_decay: bool = False, *,
-                 maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
-                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
-                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
-                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
-                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
-                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
-                 compile: bool = False) -> None: ...
+                 maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] =
+                 None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0,
+                 clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator:
+                 Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
+                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
+                 foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Ranger(Optimizer):
     """Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019).
@@ -494,6 +503,7 @@ class RMSProp(Optimizer):
         differentiable           False: no gradient goes through a step
         debias                   1: debias the second moment, as torchastic does
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -526,12 +536,12 @@ class RMSProp(Optimizer):
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.01, alpha: float = 0.99, eps: float =
                  1e-08, weight_decay: float = 0.0, momentum: float = 0.0, centered: bool = False, capturable: bool =
                  False, foreach: Optional[bool] = None, maximize: bool = False, differentiable: bool = False, *,
-                 debias: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str]
-                 = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip:
-                 Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
-                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
-                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, fused: Optional[bool] = None,
-                 compile: bool = False) -> None: ...
+                 debias: bool = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] =
+                 None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0,
+                 clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator:
+                 Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
+                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
+                 fused: Optional[bool] = None, compile: bool = False) -> None: ...
 
 class Compass(Optimizer):
     """Compass: the gradient amplified by its momentum (torchastic).
@@ -548,6 +558,7 @@ class Compass(Optimizer):
         published                1: torchastic's scaling, 1 / (1 - beta1) too large at first
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -584,13 +595,13 @@ class Compass(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.99,
                  0.999), eps: float = 1e-08, weight_decay: float = 0.0, amplify: float = 5.0, published: bool =
-                 False, *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
-                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
-                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
-                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
-                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
-                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
-                 compile: bool = False) -> None: ...
+                 False, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class LPFAdamW(Optimizer):
     """LPFAdamW: AdamW on a low-pass amplified gradient (torchastic).
@@ -607,6 +618,7 @@ class LPFAdamW(Optimizer):
         published                1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -643,12 +655,12 @@ class LPFAdamW(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
                  (0.9, 0.9, 0.999), eps: float = 1e-08, weight_decay: float = 0.0, amplify: float = 2.0, published:
-                 bool = False, *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None,
-                 states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm:
-                 float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] =
-                 None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
-                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
-                 foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 bool = False, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
                  differentiable: bool = False, compile: bool = False) -> None: ...
 
 class Lamb(Optimizer):
@@ -783,6 +795,7 @@ class AdamWDelayed(Optimizer):
         threshold                decay is gathered until it is above this, then applied
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -819,12 +832,13 @@ class AdamWDelayed(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
                  0.999), eps: float = 1e-08, weight_decay: float = 0.0, threshold: float = 0.005, *, maximize: bool
-                 = False, centralize: float = 0.0, weights: Optional[str] = None, states: Optional[str] = None,
-                 decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str]
-                 = None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
-                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
-                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
-                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+                 = False, centralize: float = 0.0, cautious: bool = False, weights: Optional[str] = None, states:
+                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
+                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
+                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
+                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
+                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
+                 compile: bool = False) -> None: ...
 
 class Muon(Optimizer):
     """Muon: orthogonalized momentum for matrices, AdamW for the rest (Jordan et al. 2024).
@@ -964,6 +978,7 @@ class ADOPT(Optimizer):
         clipped                  0: normalized gradients have no bound
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -1000,13 +1015,13 @@ class ADOPT(Optimizer):
 
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float] = (0.9,
                  0.9999), eps: float = 1e-06, weight_decay: float = 0.0, clip_power: float = 0.25, clipped: bool =
-                 True, *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None, states:
-                 Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float =
-                 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] = None, seed:
-                 Optional[int] = None, threads: int = 0, gradient_release: bool = False, optimizer_accumulation:
-                 bool = False, norm_group: Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] =
-                 None, fused: Optional[bool] = None, capturable: bool = False, differentiable: bool = False,
-                 compile: bool = False) -> None: ...
+                 True, *, maximize: bool = False, centralize: float = 0.0, cautious: bool = False, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 differentiable: bool = False, compile: bool = False) -> None: ...
 
 class AdEMAMix(Optimizer):
     """AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024).
@@ -1024,6 +1039,7 @@ class AdEMAMix(Optimizer):
         beta3_warmup             updates in which beta3 rises from beta1, by half-lives; 0: none
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
+        cautious                 1: no element moves against its gradient (Liang et al. 2024)
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
                                  float16 ones take the namesake ("f16-sr"), float32 ones stay as they are
         states                   format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
@@ -1061,12 +1077,12 @@ class AdEMAMix(Optimizer):
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 0.001, betas: Tuple[float, float, float] =
                  (0.9, 0.999, 0.9999), eps: float = 1e-08, weight_decay: float = 0.0, alpha: float = 5.0,
                  alpha_warmup: float = 0.0, beta3_warmup: float = 0.0, *, maximize: bool = False, centralize: float
-                 = 0.0, weights: Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None,
-                 reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str]
-                 = None, generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0,
-                 gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat:
-                 Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable:
-                 bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+                 = 0.0, cautious: bool = False, weights: Optional[str] = None, states: Optional[str] = None, decay:
+                 Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] =
+                 None, scan: Optional[str] = None, generator: Optional[str] = None, seed: Optional[int] = None,
+                 threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
+                 Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
+                 None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
 
 class MARS(Optimizer):
     """MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024).

@@ -63,7 +63,8 @@ class RuleInfo(_Sized):
                 ("state_role", c_int32 * MAX_STATES), ("state_name", c_char_p * MAX_STATES), ("hypers", c_int32),
                 ("decay", c_char_p), ("scalars", c_int32), ("two_pass", c_int32), ("scalar_name", c_char_p * MAX_SCALARS),
                 ("matrix", c_int32), ("raw_gradient", c_int32), ("accumulates", c_int32), ("average", c_int32),
-                ("label", c_char_p), ("state_extent", c_int32 * MAX_STATES), ("totals", c_int32)]
+                ("label", c_char_p), ("state_extent", c_int32 * MAX_STATES), ("totals", c_int32),
+                ("cautious", c_int32)]
 
 
 class FormatInfo(_Sized):
@@ -343,6 +344,7 @@ class Rule:
     accumulates: bool
     average: bool
     totals: int
+    cautious: bool
 
 
 @dataclass(frozen=True)
@@ -382,7 +384,7 @@ def _read_rule(row: int) -> Rule:
                 hypers={h.name: h for h in hypers}, decay=_text(info.decay),
                 scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)], two_pass=bool(info.two_pass),
                 matrix=bool(info.matrix), raw_gradient=bool(info.raw_gradient), accumulates=bool(info.accumulates),
-                average=bool(info.average), totals=info.totals)
+                average=bool(info.average), totals=info.totals, cautious=bool(info.cautious))
 
 
 def _read_format(row: int) -> Format:

@@ -627,7 +627,7 @@ def agree(optimizer):
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) in known:
-                    told[f"recipe of parameter {place}"] = optimizer._full_recipe(g, i)
+                    told[f"recipe of parameter {place}"] = optimizer._full_recipe(g, i) + (", cautious" if group.get("cautious") else "")
                     told[f"id of parameter {place}"] = f"{identities[p]:016x} ({optimizer._name_of(g, i)})"
                     place += 1
         _compare(told, cls.groups, "share parameters")

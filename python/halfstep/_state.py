@@ -14,7 +14,7 @@ from . import _abi, _convert, _foreign, _layout, _sharding
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
-OURS = ("weights", "states", "decay", "reference_lr", "seed", "generator", "centralize", *_layout.TOLD)
+OURS = ("weights", "states", "decay", "reference_lr", "seed", "generator", "centralize", "cautious", *_layout.TOLD)
 #: rules whose optimizers in torch save no count of steps
 _UNCOUNTED = ("sgd", "muon")
 #: rules that differ in their decay alone, and load one another's states, as torch's do

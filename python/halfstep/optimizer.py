@@ -98,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
     states          format of the states: "int8", "int4", "fp8", "bf16-sr", "f32" ..., or one for each, "int8+bf16-sr";
                     None: the rule's default, f32 for float32 parameters and bf16-sr for others
     decay           "l2", "decoupled", "fully-decoupled" (by lr / reference_lr), "proximal"; None: the rule's default
-    maximize, centralize, and the hyper-parameters of the rule
+    maximize, centralize, cautious (of the rules that have it), and the hyper-parameters of the rule
 
     Options of the optimizer:
 

@@ -144,7 +144,9 @@ def _options_of(rule):
     for name, hyper in rule.hypers.items():
         if hyper.per_optimizer or name in _SCHEDULE or name == "reference_lr":
             continue
-        if name in ("maximize", "centralize"):
+        if name == "cautious" and not rule.cautious:
+            continue
+        if name in ("maximize", "centralize", "cautious"):
             common[name] = _value(hyper)
         elif name in _abi.BETAS:
             betas.append(hyper.initial)

@@ -81,10 +81,12 @@ static void prepare_again(const struct hstep_call *call, int tensor, const doubl
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     double sums[HSTEP_MAX_SUMS];
     const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
-    for (int j = 0; j < t->sums; j++)
-        sums[j] = !rule->totals || j >= rule->norms ? sqrt(hstep_exact_round(limbs + (int64_t)j * HSTEP_EXACT_LIMBS))
-                  : totals                          ? totals[j]
-                                                    : total_of(call, t->rule, j);
+    for (int j = 0; j < t->sums; j++) {
+        const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
+        if (rule->totals && j < rule->norms) sums[j] = totals ? totals[j] : total_of(call, t->rule, j);
+        else if (t->cautious && j == t->sums - 1) sums[j] = hstep_exact_round(sum); /* a count */
+        else sums[j] = sqrt(hstep_exact_round(sum));
+    }
     hstep_prepare_update(call, tensor, call->verdict->clip, sums, NULL, &call->plan.updates[tensor]);
 }
 

@@ -34,7 +34,7 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
 
 static int count_sums(const struct hstep_tensor *t)
 {
-    int sums = hstep_rules[t->rule].norms;
+    int sums = hstep_rules[t->rule].norms + t->cautious;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
         sums += t->slot[s].format >= 0 && hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR;
     return sums;

@@ -4,7 +4,8 @@
 
 #include "tensor.h"
 
-/* Runs, index space, unit, kind and sums of a tensor whose slots are chosen. */
+/* Runs, index space, unit, kind and sums of a tensor whose slots are chosen, and of which it is known whether its group
+ * is cautious. */
 void hstep_lay_out(struct hstep_tensor *t);
 /* How many chunks a laid out tensor has, with `index` as its number; written where out is not NULL. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);

@@ -132,6 +132,13 @@ static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *h
 /* dry: only tells whether it could. */
 static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int dry)
 {
+    if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        if (value != 0.0 && rule->no_sign)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name, rule->no_sign);
+        if (o->settled)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
+    }
     if (index < HSTEP_COMMON_HYPERS) {
         if (dry) return HALFSTEP_OK;
         g->hyper[index] = value;

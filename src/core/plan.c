@@ -45,6 +45,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
     o->sums = o->matrices = o->factored = o->totals = o->parts = 0;
     for (int i = 0; i < o->n_tensors; i++) {
         struct hstep_tensor *t = &o->tensors[i];
+        t->cautious = o->groups[t->group].hyper[HSTEP_CAUTIOUS] != 0.0;
         hstep_lay_out(t);
         t->first_chunk = *n_chunks;
         t->chunks = hstep_cut_tensor(t, i, NULL);

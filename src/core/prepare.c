@@ -32,16 +32,28 @@
 #define NORMS_2 2
 #define TOTALS_1 1
 #define TOTALS_2 2
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
-    ROW((id) > 0, name, "ids count from 1")                                                                   \
-    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                          \
-    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                        \
-    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")            \
-    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")              \
-    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                  \
-    ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")
+#define SIGN(decay) (decay)
+#define NO_SIGN(reason) -1
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    ROW((id) > 0, name, "ids count from 1")                                                                         \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                                \
+    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                              \
+    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")                  \
+    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")                    \
+    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                        \
+    ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")                    \
+    ROW((sign) < (int)fn##_constants, name, "SIGN names a constant of another rule")                                \
+    ROW((sign) < 0 || !(norms), name, "SIGN is for rules whose update no sum comes before")
 #include "rules/rules.def"
 #undef RULE
+
+/* The coefficient of the weight among the constants, of rules that a group may be cautious with. */
+static HSTEP_TABLE const int decay_places[HSTEP_RULES] = {
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    [HSTEP_RULE_ROW_##id] = sign,
+#include "rules/rules.def"
+#undef RULE
+};
 
 /* Vectors of a row: what its states have, one for a row and 8 for a column, is what its kind asks for. */
 #undef STATE
@@ -58,7 +70,7 @@
 #define MATRIX(...) 0
 #define FACTORED_1 9
 #define FACTORED_2 18
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     ROW((states) == (kind), name, "FACTORED_n has n states over rows and n over columns")
 #include "rules/rules.def"
 #undef RULE
@@ -180,6 +192,13 @@ static struct hstep_key slot_stream(uint64_t seed, int generator, const struct h
     return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
 }
 
+/* So that the mean of what elements are scaled by is 1, those that do not agree counted as 0: c_adamw's clamp. */
+static float cautious_scale(double count, double elements)
+{
+    double mean = count / elements;
+    return (float)(1.0 / (mean > 1e-3 ? mean : 1e-3));
+}
+
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u)
 {
@@ -241,6 +260,13 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
     if (same) memcpy(u->k, same->k, sizeof u->k);
     else hstep_prepare_rule(g, &p, u->k);
+    if (t->cautious) {
+        /* Decay is no part of what is compared and scaled. */
+        float *place = &u->k[decay_places[t->rule]];
+        u->decay = same ? same->decay : *place;
+        *place = 0.0f;
+        u->cautious = cautious_scale(norms ? norms[t->sums - 1] : elements, elements);
+    }
     const int generator = hstep_generator_id(call->generator);
     u->generator = call->generator;
     int sum = rule->norms;
@@ -265,7 +291,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         }
     }
     u->still = base == 0.0;
-    u->adjusted = l2 != 0.0 || u->centralize != 0.0;
+    u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
     u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->still && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

@@ -46,6 +46,7 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
     for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
     for (int i = first; i < first + n && !o->settled; i++) {
         struct hstep_tensor t = o->tensors[i];
+        t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
         hstep_lay_out(&t);
         sums += t.sums;
     }

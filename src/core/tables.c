@@ -87,10 +87,14 @@ HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name, 0
 #define FACTORED_1 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 1
 #define FACTORED_2 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 2
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
-    {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind},
+#define SIGN(decay) NULL
+#define NO_SIGN(reason) reason
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign},
 #include "rules/rules.def"
 #undef RULE
+#undef NO_SIGN
+#undef SIGN
 #undef FACTORED_2
 #undef FACTORED_1
 #undef MATRIX
@@ -155,6 +159,7 @@ HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = 
                             0.0, 0.0, 1e6, 0},
     [HSTEP_MAXIMIZE] = {"maximize", "1: ascend", 0.0, 0.0, 1.0, 0},
     [HSTEP_CENTRALIZE] = {"centralize", "fraction of the row mean taken from the gradient", 0.0, 0.0, 1.0, 0},
+    [HSTEP_CAUTIOUS] = {"cautious", "1: no element moves against its gradient (Liang et al. 2024)", 0.0, 0.0, 1.0, 0},
     [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_TOTAL_STEPS] = {"total_steps", "length of the schedule", 0.0, 0.0, 1e15, 0},
     [HSTEP_FINAL_FRACTION] = {"final_fraction", "of lr, at the end of the schedule", 0.0, 0.0, 1.0, 0},
@@ -309,6 +314,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     info->totals = rule->totals ? rule->norms : 0;
     info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
     info->accumulates = rule->keeps != NULL;
+    info->cautious = !rule->no_sign;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
     return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;

@@ -75,6 +75,7 @@ struct hstep_rule {
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
     const char *keeps;
     int kind, transform, pairs;
+    const char *no_sign; /* why no group of it is cautious, as the end of a sentence, or NULL */
 };
 
 extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];
@@ -97,6 +98,7 @@ enum {
     HSTEP_REFERENCE_LR,
     HSTEP_MAXIMIZE,
     HSTEP_CENTRALIZE,
+    HSTEP_CAUTIOUS,
     HSTEP_WARMUP_STEPS,
     HSTEP_TOTAL_STEPS,
     HSTEP_FINAL_FRACTION,

@@ -143,6 +143,8 @@ CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
         put_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
     } else {
         step_rule(t->rule, u->mode, u->k, &v);
+        for (int i = 0; t->cautious && i < PLACES; i++)
+            v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], u->cautious, u->decay);
         for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
             if (u->first >> s & 1 && w->format[s] >= 0) room[s] = room[0];
         if (!u->still && !u->micro) {
@@ -331,6 +333,7 @@ CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l,
             x[count][i] = norm_value(w->t->slot[s].format, w->t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
         count++;
     }
+    for (int i = 0; w->t->cautious && i < PLACES; i++) x[count][i] = agrees(v.change[i], v.gradient[i]) ? 1.0f : 0.0f;
 }
 
 /* `count` elements from `element` on, all in one chunk of columns. */

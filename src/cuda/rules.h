@@ -41,7 +41,7 @@ CUDA_DEVICE void step_rule(int rule, int mode, const float *k, struct values *v)
 CUDA_DEVICE void step_norms(int rule, int mode, const float *k, struct values *v, float (*x)[PLACES])
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     norms(id, fn)
 #include "rules/rules.def"
 #undef RULE
@@ -65,7 +65,7 @@ CUDA_DEVICE void step_norms(int rule, int mode, const float *k, struct values *v
 CUDA_DEVICE void step_direction(int rule, int mode, const float *k, struct values *v)
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     kind(id, fn)
 #include "rules/rules.def"
 #undef RULE
@@ -80,7 +80,7 @@ CUDA_DEVICE void step_direction(int rule, int mode, const float *k, struct value
 CUDA_DEVICE void step_change(int rule, const float *k, struct values *v)
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     kind(id, fn)
 #include "rules/rules.def"
 #undef RULE
@@ -100,7 +100,7 @@ CUDA_DEVICE void step_cross(int rule, int pair, int mode, const float *k, struct
 {
     (void)pair, (void)mode, (void)k, (void)v, (void)x; /* there may be no such rule */
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     kind(id, fn)
 #include "rules/rules.def"
 #undef RULE
@@ -117,7 +117,7 @@ CUDA_DEVICE float step_vector(int rule, int pair, const float *k, float old, flo
 {
     (void)pair, (void)k, (void)mean;
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     kind(id, fn)
 #include "rules/rules.def"
 #undef RULE

@@ -46,7 +46,7 @@ int hstep_cuda_find_fused(const struct hstep_tensor *t)
     const struct hstep_rule *rule = &hstep_rules[t->rule];
     const int weight = t->slot[HALFSTEP_SLOT_WEIGHT].format, gradient = t->slot[HALFSTEP_SLOT_GRADIENT].format,
               states = hstep_rule_states(t->rule);
-    if (t->matrix || t->pairs || states > HSTEP_CUDA_FUSED_STATES || !is_regular(t) ||
+    if (t->matrix || t->pairs || t->cautious || states > HSTEP_CUDA_FUSED_STATES || !is_regular(t) ||
         !is_one_of(weight, weights, sizeof weights / sizeof *weights) ||
         !is_one_of(gradient, gradients, sizeof gradients / sizeof *gradients))
         return -1;

@@ -42,7 +42,7 @@ static int find_fused(const struct hstep_context *c, const struct hstep_tensor *
             plain = plain && format == HSTEP_FORMAT_f32;
         }
         /* Where all else is f32 and in the order of memory, so is the weight. */
-        if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (adjusted && !any && !plain)) continue;
+        if (!fits || (plain && weight != HSTEP_FORMAT_f32) || (adjusted && !any && (!plain || t->cautious))) continue;
         int step = c->kernels->find_fused(t->rule, i, variant);
         if (step >= 0) return step;
     }

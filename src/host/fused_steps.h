@@ -251,7 +251,8 @@ static void fused_step(const struct hstep_fused *a, int step)
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
     struct fused_room room;
     struct hstep_fused seen;
-    const int plain = fused_is_plain(a);
+    /* A cautious change has to be in the room, beside its gradient. */
+    const int plain = a->cautious == 0.0f && fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
     static const struct fused_ends none;
     const int parts = fused_parts(fused_rules[rule].kind, variant);
@@ -265,7 +266,10 @@ static void fused_step(const struct hstep_fused *a, int step)
         else j0 = j0 < j ? j0 : j;
     }
     if (j0 == HSTEP_FUSED_STATES || j1 == HSTEP_FUSED_STATES) j0 = j1 = -1;
-    fused_end_function *const end = !plain ? ends->format[weight] : parts == HSTEP_PARTS_ROOT ? ends->plain : NULL;
+    fused_end_function *const end = a->cautious != 0.0f         ? NULL
+                                    : !plain                    ? ends->format[weight]
+                                    : parts == HSTEP_PARTS_ROOT ? ends->plain
+                                                                : NULL;
     const int adjusted = fused_is_adjusted(a, row, plain), weighted = !plain && (!end || a->l2 != 0.0f);
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
@@ -281,6 +285,7 @@ static void fused_step(const struct hstep_fused *a, int step)
             end(a, &room, t, n);
         } else if (!plain) {
             if (ends->change) ends->change(a, &room, t, n);
+            if (a->cautious != 0.0f) cautious_tile(room.change, room.gradient, room.weight, a->cautious, a->decay, n);
             fused_appliers[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
         }
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
@@ -313,12 +318,56 @@ static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
     }
 }
 
+static int64_t fused_count(const struct fused_room *room, int64_t n)
+{
+    HSTEP_ALIGNED uint32_t lanes[VL];
+    int64_t count = 0;
+    vi sum = vi_set(0);
+    for (int64_t r = 0; r < n; r += VL)
+        sum =
+            vi_add(sum, vi_select(agrees(v_load(room->change + r), v_load(room->gradient + r)), vi_set(1), vi_set(0)));
+    vi_store(lanes, sum);
+    for (int i = 0; i < VL; i++) count += lanes[i];
+    return count;
+}
+
+/* How many elements agree: the loops of the step before the weight, on copies of what they would write. */
+static int64_t fused_agree(const struct hstep_fused *a, int step)
+{
+    const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
+    const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
+    fused_tile *const tile = fused_tiles[rule][row][variant];
+    fused_end_function *const change = fused_parts(fused_rules[rule].kind, variant) ? fused_ends[rule].change : NULL;
+    struct hstep_fused seen = *a;
+    struct fused_room room;
+    HSTEP_ALIGNED char copy[HSTEP_FUSED_STATES][FUSED_TILE * 4];
+    int64_t count = 0;
+    for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
+        const int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
+        for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
+            const int s = HALFSTEP_SLOT_STATE + j;
+            if (a->format[s] < 0) continue;
+            const int bits = columns_of(a->format[s]).bits;
+            memcpy(copy[j], a->code[s] + t * bits / 8, (size_t)(n * bits / 8));
+            seen.code[s] = (char *)((uintptr_t)copy[j] - (uintptr_t)(t * bits / 8));
+        }
+        fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
+        fused_gradients[a->format[HALFSTEP_SLOT_GRADIENT]](a, &room, t, n);
+        tile(&seen, &room, t, n);
+        if (change) change(&seen, &room, t, n);
+        count += fused_count(&room, n);
+    }
+    return count;
+}
+
 #define FUSED_FIND fused_find
 #define FUSED_STEP fused_step
 #define FUSED_SUM fused_sum_up
+#define FUSED_AGREEMENT fused_agree
 #else
 #define FUSED_FIND NULL
 #define FUSED_STEP NULL
 #define FUSED_SUM NULL
+#define FUSED_AGREEMENT NULL
 #endif
 #endif

@@ -32,6 +32,7 @@ struct hstep_fused {
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS]; /* what is stored, and what is coded, is multiplied by (grid.h) */
     uint32_t nonneg, as_weight;                 /* second moments; states that are stored as the weight is, */
     uint32_t first, copy;                       /* and what struct hstep_update says of them */
+    float cautious, decay;                      /* likewise */
     const struct hstep_key *key;                /* segment keys of the mixer */
 };
 
@@ -99,6 +100,9 @@ struct hstep_kernels {
     void (*product)(float *c, const float *a, const float *b, int64_t k); /* product.h */
     /* g = g * scale - mean + l2 * w */
     void (*gradient)(float *g, const float *w, float scale, float mean, float l2, int64_t n);
+    /* x = 1 where an update agrees with the gradient, else 0; and the cautious change that is made of an update */
+    void (*agreement)(const float *update, const float *g, float *x, int64_t n);
+    void (*cautious)(float *d, const float *g, const float *w, float scale, float decay, int64_t n);
     /* g += scale * x */
     void (*accumulate)(float *g, const float *x, float scale, int64_t n);
     /* x *= factor */
@@ -109,12 +113,13 @@ struct hstep_kernels {
     /* n words (a multiple of 16) from pair `first` (a multiple of 16), within one segment for the mixer and the
      * lattice; by generator row. */
     void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
-    /* The number of a fused step of a rule by row of fused.def and variant, or -1; the step itself; and for rules of
-     * two passes the sums that come before it: HSTEP_MAX_NORMS for each 256 elements. NULL where there are no such
-     * steps. */
+    /* The number of a fused step of a rule by row of fused.def and variant, or -1; the step itself; and what comes
+     * before it: for rules of two passes sums, HSTEP_MAX_NORMS for each 256 elements, for cautious steps how many
+     * elements agree. NULL where there are no such steps. */
     int (*find_fused)(int rule, int row, int variant);
     void (*fused)(const struct hstep_fused *a, int step);
     void (*fused_sums)(const struct hstep_fused *a, int step, double *sums);
+    int64_t (*fused_agreement)(const struct hstep_fused *a, int step);
 };
 
 /* The one order in which 16 partial sums are added. */

@@ -37,6 +37,7 @@ static void values_of(const struct hstep_work *w, int pair, const struct hstep_p
         if (slot->format >= 0 && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
             kernels->format[slot->format].norm[slot->nonneg](tile.states[i], room[count++], n);
     }
+    if (w->t->cautious) kernels->agreement(tile.change, tile.gradient, room[count++], n);
     for (int j = 0; j < count; j++) kernels->to_plain(room[j], x[j], n);
 }
 
@@ -111,6 +112,10 @@ static int64_t add_fused(const struct hstep_work *w, int64_t element, uint64_t i
     hstep_place(w, element, &places);
     memcpy(f.code, places.code, sizeof f.code);
     memcpy(f.extra, places.extra, sizeof f.extra);
+    if (w->t->cautious) {
+        hstep_exact_add(limbs, (double)w->kernels->fused_agreement(&f, hstep_fused_of(w)));
+        return n;
+    }
     w->kernels->fused_sums(&f, hstep_fused_of(w), sums[0]);
     for (int64_t i = 0; i * HSTEP_TILE < n; i++)
         for (int j = 0; j < w->t->sums; j++) hstep_exact_add(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, sums[i][j]);

@@ -163,6 +163,16 @@ V_OP void encode_codes(const int format, const int nonneg, const float *stash, c
     }
 }
 
+/* ---- Cautious updates (Liang et al. 2024, algorithm 1) ---- */
+
+/* Where the update and the gradient have one sign, and neither is 0. A product of the two might underflow. */
+V_OP vm agrees(vf update, vf g) { return v_gt(v_mul(v_sign(update), g), v_set(0.0f)); }
+
+V_OP vf cautious_change(vf update, vf g, vf w, vf scale, vf decay)
+{
+    return v_add(v_select(agrees(update, g), v_mul(update, scale), v_set(0.0f)), v_mul(decay, w));
+}
+
 /* ---- Random words ---- */
 
 /* hstep_mixer_word() on VL consecutive words; `x` runs on by VL steps per call. */

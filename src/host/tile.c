@@ -212,7 +212,9 @@ struct hstep_fused hstep_fused_start(const struct hstep_work *w)
                             .mean = w->mean,
                             .l2 = w->u->l2,
                             .first = w->u->first,
-                            .copy = w->u->copy};
+                            .copy = w->u->copy,
+                            .cautious = w->u->cautious,
+                            .decay = w->u->decay};
     memcpy(f.onto, w->u->onto, sizeof f.onto);
     for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
     for (int s = 0; s < w->t->slots; s++) {

@@ -300,7 +300,7 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
     {                                                                                                    \
         change_tile(fn##_change, k, w, u, d, n);                                                         \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind) \
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
     kind(id, fn, (states))
 #include "rules/rules.def"
 #undef RULE
@@ -319,6 +319,19 @@ static void gradient_tile(float *g, const float *w, float scale, float mean, flo
         if (l2 != 0.0f) x = v_add(x, v_mul(l, v_load(w + i)));
         v_store(g + i, x);
     }
+}
+
+/* 1 where the update agrees with the gradient. */
+static void agreement_tile(const float *update, const float *g, float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(x + i, v_select(agrees(v_load(update + i), v_load(g + i)), v_set(1.0f), v_set(0.0f)));
+}
+
+static void cautious_tile(float *d, const float *g, const float *w, float scale, float decay, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(d + i, cautious_change(v_load(d + i), v_load(g + i), v_load(w + i), v_set(scale), v_set(decay)));
 }
 
 static void accumulate_tile(float *g, const float *x, float scale, int64_t n)

@@ -51,6 +51,7 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
                                                     1.0f);
     } else {
         kernels->rule[rule][u->mode](u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
+        if (w->t->cautious) kernels->cautious(tile.change, tile.gradient, tile.weight, u->cautious, u->decay, n);
         for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++)
             if (u->first >> s & 1 && w->format[s] >= 0) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
         if (!u->still && !u->micro)

@@ -127,7 +127,7 @@ def test_tables_are_complete():
     adamw = _abi.rules["adamw"]
     assert (adamw.label, adamw.decay, adamw.accumulates, adamw.matrix) == ("AdamW", "decoupled", True, False)
     assert [s.name for s in adamw.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-    assert [h.name for h in adamw.hypers.values() if h.switch] == ["maximize", "amsgrad"]
+    assert [h.name for h in adamw.hypers.values() if h.switch] == ["maximize", "cautious", "amsgrad"]
     assert [h.name for h in adamw.hypers.values() if h.per_optimizer] == ["gradient_scale", "clip_norm"]
     assert adamw.hypers["beta1"].exclusive_maximum and not adamw.hypers["eps"].exclusive_maximum
     assert _abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"] and _abi.rules["lamb"].two_pass

@@ -99,6 +99,7 @@ def test_rows_over_ranks(pool, size):
     """Shard(0), uneven and empty shards, every rule and format: FSDP2's layout."""
     cases = [(rule, recipe, {"clip_norm": 0.5} if i % 2 else {}) for i, (rule, recipe) in
              enumerate((rule, recipe) for rule in RULES if rule != "muon" for recipe in RECIPES)]
+    cases += [(rule, recipe, {"cautious": True}) for rule in ("adamw", "adopt") for recipe in RECIPES]
     found = pool.run(size, one_mesh, cases, SHAPES)
     for i, (rule, recipe, options) in enumerate(cases):
         wanted, norm = alone(rule, recipe, options)
@@ -183,7 +184,8 @@ def many(rank, size, layout, cases):
 
 
 LAYOUT_CASES = [("adamw", "ecc8-int8", {"clip_norm": 0.5}), ("lamb", "sr-int4", {}), ("stableadamw", "kahan", {"clip_norm": 0.1}),
-                ("schedulefree", "ecc8-int8", {}), ("lion", "f32", {"clip_norm": 1.0}), ("muon", "ecc8-int8", {"clip_norm": 0.5})]
+                ("schedulefree", "ecc8-int8", {}), ("lion", "f32", {"clip_norm": 1.0}), ("muon", "ecc8-int8", {"clip_norm": 0.5}),
+                ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}), ("lion", "sr-int4", {"cautious": True})]
 
 
 @pytest.mark.parametrize("layout, size", [("hsdp", 4), ("columns", 2), ("grid", 4), ("mixed", 4)])

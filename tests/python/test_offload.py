@@ -82,7 +82,7 @@ def test_the_bits_of_plain_steps(gpu, rule, recipe):
         assert {_devices.of(value).type for key, value in both[1][1].state[p].items() if key not in numbers} <= {wanted}, name
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {}])
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {"cautious": True}, {}])
 @pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
 def test_steps_during_the_backward_pass(gpu, recipe, options):
     both = pair(gpu, halfstep.AdamW, recipe, gradient_release=True, **options)

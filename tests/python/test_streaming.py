@@ -76,7 +76,7 @@ def test_one_buffer_waits_for_nothing(fake):
     same(fake, both)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {}])
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1, "clip": "per-tensor"}, {"clip_norm": 0.1, "clip": "delayed"}, {"cautious": True}, {}])
 @pytest.mark.parametrize("recipe", ["kahan", "ecc8-int8"])
 def test_steps_during_the_backward_pass(gpu, recipe, options):
     both = pair(gpu, halfstep.AdamW, recipe, gradient_release=True, **options)

@@ -94,8 +94,9 @@ static void mixture(char *states, size_t size, int32_t row, const char *format)
     else snprintf(states, size, "bf16-sr+%s+int8", format);
 }
 
-/* uniform: one state format for all states. */
-static int add_recipe(struct list *list, const char *recipe, const char *defaults, enum depth depth, int uniform)
+/* uniform: one state format for all states. special: "", or the end of what the case is called. */
+static int add_recipe(struct list *list, const char *recipe, const char *defaults, enum depth depth, int uniform,
+                      const char *special)
 {
     struct golden_case c = {.large = 0};
     int result = halfstep_recipe_full(recipe, c.recipe, sizeof c.recipe);
@@ -103,6 +104,8 @@ static int add_recipe(struct list *list, const char *recipe, const char *default
     if (result == HALFSTEP_ERROR_UNSUPPORTED) return 0;
     if (result != HALFSTEP_OK) return -1;
     int by_default = !strcmp(c.recipe, defaults);
+    size_t length = strlen(c.recipe);
+    snprintf(c.recipe + length, sizeof c.recipe - length, "%s", special);
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
         c.gradients = serving(HALFSTEP_ROLE_GRADIENT, row);
         if (!c.gradients) continue;
@@ -130,17 +133,33 @@ static int add_rule(struct list *list, const halfstep_rule_info *rule)
         int f32 = !strcmp(weight, "f32");
         snprintf(prefix, sizeof prefix, "%s/%s", rule->name, weight);
         if (halfstep_recipe_full(prefix, defaults, sizeof defaults) != HALFSTEP_OK) return -1;
-        if (add_recipe(list, prefix, defaults, all || f32 ? THOROUGH : MIXED, 1)) return -1;
+        if (add_recipe(list, prefix, defaults, all || f32 ? THOROUGH : MIXED, 1, "")) return -1;
         if (!all && !f32 && strcmp(weight, "bf16-sr")) continue;
         for (int32_t row = 0; rule->states && row < halfstep_format_count(); row++) {
             const char *format = serving(rule->state_role[0] | (all ? HALFSTEP_ROLE_NONNEG : 0), row);
             if (!format) continue;
             snprintf(recipe, sizeof recipe, "%s/%s", prefix, format);
-            if (add_recipe(list, recipe, defaults, all ? MIXED : ONCE, 1)) return -1;
+            if (add_recipe(list, recipe, defaults, all ? MIXED : ONCE, 1, "")) return -1;
             mixture(states, sizeof states, row, format);
             snprintf(recipe, sizeof recipe, "%s/%s", prefix, states);
-            if (all && add_recipe(list, recipe, defaults, ONCE, 0)) return -1;
+            if (all && add_recipe(list, recipe, defaults, ONCE, 0, "")) return -1;
         }
+    }
+    return 0;
+}
+
+/* Every rule in the order of memory and in pairs; adamw with every weight format and with every state format. */
+static int add_cautious(struct list *list, const halfstep_rule_info *rule)
+{
+    int all = !strcmp(rule->name, "adamw");
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        const char *weight = serving(HALFSTEP_ROLE_WEIGHT, row), *state = serving(rule->state_role[0], row);
+        int plain = weight && !strcmp(weight, "f32"), int8 = state && !strcmp(state, "int8");
+        char recipe[GOLDEN_RECIPE];
+        snprintf(recipe, sizeof recipe, "%s/%s", rule->name, weight ? weight : "");
+        if (weight && (all || plain) && add_recipe(list, recipe, "", MIXED, plain, GOLDEN_CAUTIOUS)) return -1;
+        snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule->name, state ? state : "");
+        if (state && (all || int8) && add_recipe(list, recipe, "", ONCE, int8, GOLDEN_CAUTIOUS)) return -1;
     }
     return 0;
 }
@@ -150,7 +169,8 @@ struct golden_case *golden_cases(int *n)
     struct list list = {0};
     for (int32_t row = 0; row < halfstep_rule_count(); row++) {
         halfstep_rule_info rule = {.struct_size = sizeof rule};
-        if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule)) {
+        if (halfstep_get_rule_info(row, &rule) != HALFSTEP_OK || add_rule(&list, &rule) ||
+            (rule.cautious && add_cautious(&list, &rule))) {
             free(list.item);
             return NULL;
         }
@@ -342,7 +362,7 @@ static int recipe_has(const char *recipe, const char *format)
 {
     size_t length = strlen(format);
     for (const char *part = recipe; *(part += strcspn(part, "/+"));)
-        if (!strncmp(++part, format, length) && strchr("/+", part[length])) return 1;
+        if (!strncmp(++part, format, length) && strchr("/+:", part[length])) return 1;
     return 0;
 }
 
@@ -496,8 +516,13 @@ static int add_groups(struct run *r, int part)
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);
     int32_t rule = halfstep_rule_find(name), index;
     halfstep_optimizer *o = r->optimizer[part];
+    char recipe[GOLDEN_RECIPE];
+    snprintf(recipe, sizeof recipe, "%.*s", (int)strcspn(r->c->recipe, ":"), r->c->recipe);
     for (int g = 0; g < GROUPS; g++)
-        if (check(r, part, halfstep_add_group(o, r->c->recipe, &index), "halfstep_add_group")) return -1;
+        if (check(r, part, halfstep_add_group(o, recipe, &index), "halfstep_add_group")) return -1;
+    if (strstr(r->c->recipe, GOLDEN_CAUTIOUS) &&
+        check(r, part, halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "cautious", 1), "cautious"))
+        return -1;
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         if (settings[i].choice) {
             if (check(r, part, halfstep_set_choice(o, settings[i].group, settings[i].name, settings[i].choice),

@@ -12,8 +12,10 @@
 /* Room for a recipe and the 0 after it. */
 enum { GOLDEN_RECIPE = 160 };
 
+#define GOLDEN_CAUTIOUS ":cautious"
+
 struct golden_case {
-    char recipe[GOLDEN_RECIPE];
+    char recipe[GOLDEN_RECIPE]; /* at its end GOLDEN_CAUTIOUS where all groups are */
     const char *gradients, *generator;
     int large; /* with tensors that span several chunks and segments of random words */
 };

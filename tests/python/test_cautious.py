@@ -1,0 +1,113 @@
+"""Cautious groups: against the authors' code, and pytorch-optimizer's where it masks the same update."""
+import pytest
+import torch
+
+import halfstep
+from conftest import RECIPES, bits, class_of, loss_of, make, network, same, set_gradients, states
+from halfstep import _abi
+from test_new_rules import adopt_clip, check, pair
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+
+CAUTIOUS = [rule for rule in _abi.rules if _abi.rules[rule].cautious]
+
+
+def authors_scale(update, grad):
+    """Liang et al. 2024 as their code has it today: pytorch-optimizer has numel / (sum + 1), without a bound."""
+    mask = (update * grad > 0).to(grad.dtype)
+    update.mul_(mask.div_(mask.mean().clamp_(min=1e-3)))
+
+
+class CAdamW(torch.optim.Optimizer):
+    """Algorithm 1 of the paper around AdamW, with eps and decay where torch has them."""
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                s = self.state[p]
+                if not s:
+                    s.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                s["t"] += 1
+                s["m"].lerp_(p.grad, 0.1)
+                s["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                update = s["m"] / (1 - 0.9**s["t"])
+                authors_scale(update, p.grad)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(update, (s["v"] / (1 - 0.999**s["t"])).sqrt().add_(1e-8), value=-group["lr"])
+
+
+def test_adamw_is_the_authors():
+    ours, theirs = pair()
+    check(halfstep.AdamW(ours.items(), lr=1e-2, weight_decay=0.1, cautious=True), ours, CAdamW(theirs.values(), 1e-2, 0.1), theirs)
+
+
+@pytest.mark.parametrize("name, rate, ours_has, theirs_has", [
+    ("Lion", 3e-3, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decouple": True}),
+    ("ADOPT", 1e-2, {"betas": (0.8, 0.99)}, {"betas": (0.8, 0.99), "clip_lambda": adopt_clip, "foreach": False}),
+    # alpha 0: it masks the fast average alone, and the slow one never
+    ("AdEMAMix", 1e-2, {"alpha": 0.0}, {"alpha": 0.0, "foreach": False}),
+])
+def test_pytorch_optimizer_s(monkeypatch, name, rate, ours_has, theirs_has):
+    peer = getattr(pytorch_optimizer, name)
+    monkeypatch.setattr(peer, "apply_cautious", staticmethod(authors_scale))
+    ours, theirs = pair()
+    check(getattr(halfstep, name)(ours.items(), lr=rate, cautious=True, **ours_has), ours,
+          peer(theirs.values(), lr=rate, cautious=True, **theirs_has), theirs)
+
+
+@pytest.mark.parametrize("rule", _abi.rules)
+def test_who_has_it(rule):
+    """An option of every class whose rule has a sign to compare; of others neither the class nor a group takes it."""
+    if _abi.rules[rule].raw_gradient:
+        return
+    p = torch.nn.Parameter(torch.ones(4, 40))
+    if rule in CAUTIOUS:
+        assert class_of(rule)([p], cautious=True).param_groups[0]["cautious"] is True
+        assert class_of(rule)([p]).param_groups[0]["cautious"] is False
+        return
+    with pytest.raises(TypeError, match="cautious"):
+        class_of(rule)([p], cautious=True)
+    opt = class_of(rule)([{"params": [p], "cautious": True}])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=f"{rule} cannot be cautious: "):
+        opt.step()
+    assert torch.equal(p, torch.ones(4, 40))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_read_at_each_step_and_saved(recipe):
+    params, opt = make("adamw", recipe, lr=0.01)
+    others, other = make("adamw", recipe, lr=0.01)
+    for step in range(8):
+        opt.param_groups[0]["cautious"] = other.param_groups[0]["cautious"] = step in (2, 3, 6)
+        for o, ps in ((opt, params), (other, others)):
+            set_gradients(ps, step)
+            o.step()
+        if step == 3:
+            saved = opt.state_dict()
+            assert saved["param_groups"][0]["cautious"] is True
+            restored = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
+            third = class_of("adamw")(list(restored.items()), **RECIPES[recipe][1])
+            third.load_state_dict(saved)
+            params, opt = restored, third
+    same(opt, other, params, others)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "adan"])
+def test_release_has_the_bits_of_a_step(rule):
+    dtype, formats = RECIPES["ecc8-int8"]
+    model, other = network(dtype), network(dtype)
+    opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=True, cautious=True, seed=0, **formats)
+    reference = class_of(rule)(other.named_parameters(), lr=0.01, cautious=True, seed=0, **formats)
+    for step in range(4):
+        loss_of(model, step).backward()
+        opt.step()
+        loss_of(other, step).backward()
+        reference.step()
+        reference.zero_grad()
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
+    assert states(opt) == states(reference)
