@@ -23,8 +23,8 @@ static const char *compute_choice(int32_t i)
 static const char *scan_choice(int32_t i) { return halfstep_choice_value("scan", i); }
 static const char *accumulator_choice(int32_t i)
 {
-    static const char *const names[] = {"f32", "bf16", "bf16-sr", "states"};
-    return i < 4 ? names[i] : NULL;
+    static const char *const names[] = {"f32", "bf16", "bf16-sr", "tree", "states"};
+    return i < 5 ? names[i] : NULL;
 }
 
 #define AT(member) offsetof(struct run_config, member)
@@ -80,8 +80,9 @@ static const struct option fixed_rows[] = {
      "update each tensor as soon as its gradient exists, and keep no other"},
     {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,
      "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the "
-     "mean "
-     "(bf16-sr rounds stochastically), or the optimizer's states, which then see N gradients undivided (default: f32)"},
+     "mean (bf16-sr rounds stochastically); f32 along a binary tree of the micro-steps, in log2 N buffers, which is "
+     "what several processes do; or the optimizer's states, which then see N gradients undivided (default: f32, under "
+     "mpirun tree)"},
     {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
      "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not "
      "look"},

@@ -58,7 +58,10 @@ static int judge(struct run *run, int code)
 static int take_gradient(struct run *run, int tensor, const void *gradient)
 {
     const struct run_config *c = run->config;
-    if (run->adds_up) {
+    if (run->by_tree) {
+        if (run_tree_take(run, tensor, gradient) != 0) return 1;
+        gradient = run->gradients[tensor];
+    } else if (run->adds_up) {
         void *sum = run->gradients[tensor];
         halfstep_slot_info info = {.struct_size = sizeof info};
         halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);

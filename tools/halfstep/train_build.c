@@ -75,6 +75,7 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
 /* The gradient format with the codes of an accumulator. */
 static const char *stored_as(const char *accumulator)
 {
+    if (strcmp(accumulator, "tree") == 0) return "f32";
     return gradient_format_of(checkpoint_format(halfstep_format_find(accumulator)).code_dtype);
 }
 
@@ -251,6 +252,7 @@ int run_build(struct run *run)
     }
     run->shape = run_shape(c);
     run->adds_up = run_adds_up(c);
+    run->by_tree = run->adds_up && strcmp(c->accumulator, "tree") == 0;
     run->streams = c->release || run->adds_up;
     if (lm_config_check(&run->shape, run->error, run->error_bytes) != 0) return 2;
     run->tensors = lm_tensor_count(&run->shape);
@@ -266,7 +268,8 @@ int run_build(struct run *run)
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
     status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
-    if (!status && (run->adds_up || !run->streams))
+    if (!status && run->by_tree) status = run_tree_open(run);
+    else if (!status && (run->adds_up || !run->streams))
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &result->gradient_bytes);
     if (status) return status;
@@ -292,6 +295,7 @@ int run_build(struct run *run)
 void run_dismantle(struct run *run)
 {
     lm_destroy(run->model);
+    run_tree_close(run);
     halfstep_destroy(run->optimizer);
     free(run->weight_memory);
     free(run->gradient_memory);

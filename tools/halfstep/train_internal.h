@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "run_lock.h"
 #include "train.h"
+#include "tree.h"
 #include "ui/log.h"
 
 enum { NORM_PIECE = 1 << 16 };
@@ -29,6 +30,7 @@ struct run {
     int32_t rule;           /* row of the rule */
     int tensors, threads, gradient_dtype;
     int adds_up;  /* gradients of micro-steps are added up in the buffers that the step reads */
+    int by_tree;  /* and along a tree, see train_tree.c */
     int streams;  /* the model hands out gradients tensor by tensor and keeps none */
     int averages; /* what the rule trains is not what it evaluates */
     unsigned char *weight_memory, *gradient_memory;
@@ -51,6 +53,11 @@ struct run {
     uint64_t unread_step;
     int shares; /* the directory holds checkpoints that are not this run's */
     struct run_lock *lock;
+
+    struct tree tree;
+    halfstep_optimizer *adder; /* has every tensor whole, and adds up their gradients */
+    float *tree_memory;        /* tree.slots times the elements of all tensors */
+    int64_t *tree_offset;      /* of each tensor in a slot; the last is the size of a slot, in elements */
 };
 
 /* Writes the error line; 1, the exit status that goes with it. */
@@ -64,6 +71,10 @@ int run_create_optimizer(struct run *run);
 int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers,
                  uint64_t *bytes);
 int run_build(struct run *run);
+/* Where micro-steps are added up along a tree: its buffers, and what takes one gradient. */
+int run_tree_open(struct run *run);
+int run_tree_take(struct run *run, int tensor, const void *gradient);
+void run_tree_close(struct run *run);
 void run_dismantle(struct run *run);
 /* First weights: random, or those of --init. */
 int run_initialize(struct run *run);
