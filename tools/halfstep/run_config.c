@@ -218,7 +218,8 @@ void run_config_settle(struct run_config *config)
     int narrow =
         halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
     if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
-    if (config->micro_steps > 1 && !config->accumulator) config->accumulator = accumulator_choice(0);
+    if (config->micro_steps > 1 && !config->accumulator)
+        config->accumulator = config->dist ? "tree" : accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
     if (!config->generator) config->generator = halfstep_choice_value("generator", 0);
     halfstep_rule_info rule = {.struct_size = sizeof rule};

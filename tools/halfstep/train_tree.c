@@ -28,7 +28,7 @@ static int build_adder(struct run *run)
     return code == HALFSTEP_OK ? 0 : run_fail(run, "cannot add up gradients: %s", halfstep_strerror(code));
 }
 
-static float *slot_of(const struct run *run, int slot, int tensor)
+float *run_tree_slot(const struct run *run, int slot, int tensor)
 {
     return run->tree_memory + slot * run->tree_offset[run->tensors] + run->tree_offset[tensor];
 }
@@ -36,14 +36,17 @@ static float *slot_of(const struct run *run, int slot, int tensor)
 int run_tree_open(struct run *run)
 {
     run->tree_offset = calloc((size_t)run->tensors + 1, sizeof *run->tree_offset);
-    if (!run->tree_offset || tree_plan(&run->tree, run->config->micro_steps, 0, run->config->micro_steps) != 0)
+    int64_t leaves = run->config->micro_steps, first = tree_first_leaf(leaves, run->ranks, run->rank);
+    int64_t end = tree_first_leaf(leaves, run->ranks, run->rank + 1);
+    if (!run->tree_offset || tree_plan(&run->tree, leaves, first, end - first) != 0)
         return run_fail(run, "out of memory");
     if (build_adder(run) != 0) return 1;
     uint64_t bytes = (uint64_t)run->tree.slots * (uint64_t)run->tree_offset[run->tensors] * sizeof *run->tree_memory;
     run->tree_memory = aligned_alloc(64, bytes);
     if (!run->tree_memory) return run_fail(run, "out of memory: %llu bytes", (unsigned long long)bytes);
     memset(run->tree_memory, 0, bytes);
-    for (int i = 0; i < run->tensors; i++) run->gradients[i] = slot_of(run, run->tree.node[0].slot, i);
+    /* Of several processes, what is stepped with is known after the exchange. */
+    for (int i = 0; i < run->tensors; i++) run->gradients[i] = run_tree_slot(run, run->tree.node[0].slot, i);
     run->result->gradient_bytes = bytes;
     return 0;
 }
@@ -65,13 +68,14 @@ static int add(struct run *run, int tensor, void *sum, const void *gradient, con
 int run_tree_take(struct run *run, int tensor, const void *gradient)
 {
     const struct tree_leaf *leaf = &run->tree.leaf[run->micro_step - run->tree.first];
-    float *sum = slot_of(run, leaf->slot, tensor);
+    float *sum = run_tree_slot(run, leaf->slot, tensor);
     size_t elements = (size_t)(run->tree_offset[tensor + 1] - run->tree_offset[tensor]);
     if (leaf->fresh) memset(sum, 0, elements * sizeof *sum);
     int status = add(run, tensor, sum, gradient, run->config->gradients);
     for (int i = 0; i < leaf->merges && !status; i++) {
         struct tree_merge merge = run->tree.merge[leaf->first_merge + i];
-        status = add(run, tensor, slot_of(run, merge.into, tensor), slot_of(run, merge.from, tensor), "f32");
+        status =
+            add(run, tensor, run_tree_slot(run, merge.into, tensor), run_tree_slot(run, merge.from, tensor), "f32");
     }
     return status;
 }
