@@ -69,6 +69,14 @@ whole=$(sed -nE 's/^ *"states": ([0-9.]*),?$/\1/p' lamb-f32-f32-1.json) third=$(
 awk "BEGIN { exit !($third < 0.4 * $whole && $third > 0.25 * $whole) }" || fail "one of 3 ranks holds $third of $whole bytes a parameter in states"
 echo "ok   states: $third of $whole bytes a parameter on the first of 3 ranks"
 
+# The same with a program of one's own.
+if command -v mpicc >/dev/null; then
+    mpicc -std=c11 -O2 -I"$source_dir/include" "$source_dir/examples/mpi.c" -o example -L"$build_dir" -lhalfstep -lm || fail "examples/mpi.c does not compile"
+    for n in 1 2 3 5; do timeout 60 mpirun -n $n ./example >"example-$n" || fail "examples/mpi.c on $n ranks"; done
+    for n in 2 3 5; do same "examples/mpi.c on $n ranks" "$(cat example-$n)" "$(cat example-1)"; done
+    echo "ok   examples/mpi.c: $(cat example-1)"
+fi
+
 # ---- Resuming on another number -------------------------------------------------------------------------------------------------------
 
 resumable="--data $data --recipe adamw/bf16-sr/int8 --micro-steps 6 $small"

@@ -122,4 +122,13 @@ int run_agree(struct run *run, int status);
 /* Saves, and reads back what was saved. With several processes all of them do. */
 int run_save(struct run *run);
 
+/* train_outcome.c. The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones;
+ * `copies` is the caller's to free. NULL after an error. With several processes all make these calls. */
+const struct lm_weight *run_speaking_weights(struct run *run, void **copies);
+/* Of the last steps that are in the history, resumed or not. */
+double run_mean_loss(const struct run_history *history);
+/* Bytes that all processes have received in this run so far. */
+int run_count_traffic(struct run *run);
+int run_fill_result(struct run *run);
+
 #endif
