@@ -21,10 +21,17 @@ static const char notes[] =
     "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does "
     "the same,\n"
     "and so do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under nohup.\n"
+    "Under mpirun the micro-steps are shared out among the processes, and the optimizer's states by rows; the results "
+    "are\n"
+    "those of one process with --accumulator tree, bit for bit. Progress, log, checkpoint and results come from rank "
+    "0,\n"
+    "memory and threads are its own. docs/scale.md tells more.\n"
+    "\n"
     "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
-    "  halfstep train lm --checkpoint run --resume --steps 4000\n";
+    "  halfstep train lm --checkpoint run --resume --steps 4000\n"
+    "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
 static const struct command command = {"train lm",
                                        "--data FILE [options]",
