@@ -24,6 +24,7 @@ part env HALFSTEP_BUILD="$build/asan" python3 tests/faults/sweep.py --every 4 --
 part python3 tests/faults/durability.py --all
 part "$build/tests/test_kill_save" 1000
 part "$build/tests/test_long_run" 1000000
+part bash tests/mpi_test.sh long
 if [ -e "$build/venv/halfstep.installed" ]; then
     export OMP_NUM_THREADS=1
     part env LD_PRELOAD="$build/tests/libfaults.so" "$build/venv/bin/python" tests/faults/python_sweep.py

@@ -46,6 +46,9 @@ if [ "${1:-build}" = test ]; then
     want binutils program readelf
     want util-linux program setarch
     want lz4 program lz4
+    # The program is built without MPI too; the tests of many processes need it.
+    want libopenmpi-dev program mpicc
+    want openmpi-bin program mpirun
     want python3 program python3
     # Debian keeps pip's part of venv in a package of its own.
     want python3-venv python3 -c 'import ensurepip, venv'

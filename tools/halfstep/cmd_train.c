@@ -6,6 +6,7 @@
 #include "interrupt.h"
 #include "train.h"
 #include "train_mnist.h"
+#include "train_ranks.h"
 
 struct output {
     int json;
@@ -20,10 +21,17 @@ static const char notes[] =
     "Ctrl-C finishes the step, saves (with --checkpoint) and exits 130; a second Ctrl-C quits at once. SIGTERM does "
     "the same,\n"
     "and so do a terminal that closes (SIGHUP) and a closed pipe (SIGPIPE), unless they are ignored, as under nohup.\n"
+    "Under mpirun the micro-steps are shared out among the processes, and the optimizer's states by rows; the results "
+    "are\n"
+    "those of one process with --accumulator tree, bit for bit. Progress, log, checkpoint and results come from rank "
+    "0,\n"
+    "memory and threads are its own. docs/scale.md tells more.\n"
+    "\n"
     "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
-    "  halfstep train lm --checkpoint run --resume --steps 4000\n";
+    "  halfstep train lm --checkpoint run --resume --steps 4000\n"
+    "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
 static const struct command command = {"train lm",
                                        "--data FILE [options]",
@@ -79,6 +87,9 @@ static void print_result(const struct run_result *r)
     if (r->steps > r->first_step)
         printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
                100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
+    if (r->ranks > 1)
+        printf("%d processes, which have received %.2f MiB in all; what follows is of the first\n", r->ranks,
+               (double)r->job_received / 0x1p20);
     print_held(r);
     if (r->checkpoint[0]) printf("saved in %s\n", r->checkpoint);
     if (r->sample) {
@@ -95,21 +106,39 @@ static int print_object(const struct run_result *result)
     return document_print(&document);
 }
 
-static int train(const struct run_config *config, const struct output *output)
+/* Everything after the command line. The line of an error that all processes know of is the first one's to print; a
+ * process that fails alone prints it and ends the others. */
+static int train(const struct run_config *config, const struct output *output, int status, char *error,
+                 size_t error_bytes)
 {
-    struct run_data data;
+    struct run_data data = {0};
     struct progress progress;
-    struct run_result result;
-    char error[1024];
-    if (run_data_load(config, &data, error, sizeof error) != 0) return failure(command.name, "%s", error);
-    interrupt_install();
-    progress_open(&progress, stderr, config->quiet);
-    int status = train_run(config, &data, &progress, &result, error, sizeof error);
-    if (status != 0) complain(command.name, status, error);
-    else if (output->json) status = print_object(&result);
-    else print_result(&result);
+    struct run_result result = {0};
+    struct dist *dist = config->dist;
+    int first = !dist || dist->rank == 0;
+    FILE *silent = first ? NULL : fopen("/dev/null", "w");
+    if (!status) status = run_data_load(config, &data, error, error_bytes) != 0;
+    if (dist) status = ranks_agree(dist, status, error, error_bytes);
+    if (!status && dist) status = ranks_compare(dist, config, &data, error, error_bytes);
+    result.agreed = status != 0;
+    if (!status) {
+        interrupt_install();
+        progress_open(&progress, silent ? silent : stderr, config->quiet);
+        status = train_run(config, &data, &progress, &result, error, error_bytes);
+    }
+    if (status && dist && dist->ranks > 1 && !result.agreed) {
+        char line[1024];
+        snprintf(line, sizeof line, "%.990s", error);
+        snprintf(error, error_bytes, "rank %d of %d: %.900s", dist->rank, dist->ranks, line);
+        complain(command.name, status, error);
+        dist->end_job(status);
+    }
+    if (status && first) complain(command.name, status, error);
+    else if (first && output->json) status = print_object(&result);
+    else if (first) print_result(&result);
     run_result_free(&result);
     run_data_free(&data);
+    if (silent) fclose(silent);
     return status;
 }
 
@@ -119,7 +148,7 @@ static int train_lm(int argc, char **argv)
     struct run_config config;
     struct output output;
     struct args args;
-    char error[1024];
+    char error[1024] = "";
     memset(&config, 0, sizeof config); /* what no option sets */
     run_options_init(&table);
     const struct option_group groups[] = {
@@ -129,10 +158,14 @@ static int train_lm(int argc, char **argv)
     };
     int status = args_parse(&args, &command, groups, 3, argc, argv);
     if (status != ARGS_RUN) return status;
+    if (dist_launched() && !(config.dist = dist_open(error, sizeof error))) {
+        args_free(&args);
+        return failure(command.name, "%s", error);
+    }
     status = run_config_complete(&args, groups, 3, &config, error, sizeof error);
-    if (status != 0) complain(command.name, status, error);
-    else status = train(&config, &output);
+    status = train(&config, &output, status, error, sizeof error);
     args_free(&args);
+    if (config.dist) config.dist->leave();
     return status;
 }
 

@@ -23,8 +23,8 @@ static const char *compute_choice(int32_t i)
 static const char *scan_choice(int32_t i) { return halfstep_choice_value("scan", i); }
 static const char *accumulator_choice(int32_t i)
 {
-    static const char *const names[] = {"f32", "bf16", "bf16-sr", "states"};
-    return i < 4 ? names[i] : NULL;
+    static const char *const names[] = {"f32", "bf16", "bf16-sr", "tree", "states"};
+    return i < 5 ? names[i] : NULL;
 }
 
 #define AT(member) offsetof(struct run_config, member)
@@ -80,8 +80,9 @@ static const struct option fixed_rows[] = {
      "update each tensor as soon as its gradient exists, and keep no other"},
     {"accumulator", OPTION_CHOICE, AT(accumulator), "FORMAT", NULL, 0, 0, SAME, accumulator_choice,
      "what micro-steps add up in: a buffer of this format, the loss of each batch divided by N so that the sum is the "
-     "mean "
-     "(bf16-sr rounds stochastically), or the optimizer's states, which then see N gradients undivided (default: f32)"},
+     "mean (bf16-sr rounds stochastically); f32 along a binary tree of the micro-steps, in log2 N buffers, which is "
+     "what several processes do; or the optimizer's states, which then see N gradients undivided (default: f32, under "
+     "mpirun tree)"},
     {"scan", OPTION_CHOICE, AT(scan), "MODE", "scan", 0, 0, SAME, scan_choice,
      "how gradients that are not finite are met: look first and skip the whole step; skip only their tensors; do not "
      "look"},
@@ -217,7 +218,8 @@ void run_config_settle(struct run_config *config)
     int narrow =
         halfstep_get_format_info(halfstep_format_find(parts.weight), &format) == HALFSTEP_OK && format.code_bits <= 16;
     if (!config->gradients) config->gradients = narrow ? "bf16" : "f32";
-    if (config->micro_steps > 1 && !config->accumulator) config->accumulator = accumulator_choice(0);
+    if (config->micro_steps > 1 && !config->accumulator)
+        config->accumulator = config->dist ? "tree" : accumulator_choice(0);
     if (config->loss_scale == 0) config->loss_scale = strcmp(config->gradients, "f16") == 0 ? 1024 : 1;
     if (!config->generator) config->generator = halfstep_choice_value("generator", 0);
     halfstep_rule_info rule = {.struct_size = sizeof rule};

@@ -121,6 +121,8 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_number(d, object, "weights_changed_percent", 100 * r->weights_changed);
     put_text(d, object, "isa", r->isa);
     put_integer(d, object, "threads", r->threads);
+    put_integer(d, object, "ranks", r->ranks > 0 ? r->ranks : 1);
+    put_integer(d, object, "received_bytes", (int64_t)r->job_received);
     snprintf(text, sizeof text, "%016" PRIx64, r->state_hash);
     put_text(d, object, "state_hash", text);
     if (r->checkpoint[0]) put_text(d, object, "checkpoint", r->checkpoint);

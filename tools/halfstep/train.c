@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "interrupt.h"
-#include "train_internal.h"
+#include "train_ranks.h"
 
 enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 
@@ -30,7 +30,18 @@ static double sum_of_squares(struct run *run, int tensor, const void *gradient)
     return sum;
 }
 
-static int last_micro_step(const struct run *run) { return run->micro_step + 1 == run->config->micro_steps; }
+/* Of this process. */
+static int64_t end_of_micro_steps(const struct run *run)
+{
+    return tree_first_leaf(run->config->micro_steps, run->ranks, run->rank + 1);
+}
+
+static int last_micro_step(const struct run *run) { return run->micro_step + 1 == end_of_micro_steps(run); }
+
+static const char *offender(const struct run *run)
+{
+    return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer);
+}
 
 static void tell_skip(struct run *run)
 {
@@ -39,7 +50,7 @@ static void tell_skip(struct run *run)
     run->skip_told = 1;
     progress_note(run->progress,
                   "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
-                  (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
+                  (long long)run->step + 1, offender(run),
                   run->result->tensors_skip ? "that tensor is"
                   : last_micro_step(run)    ? "all weights are"
                                             : "all states are");
@@ -58,7 +69,11 @@ static int judge(struct run *run, int code)
 static int take_gradient(struct run *run, int tensor, const void *gradient)
 {
     const struct run_config *c = run->config;
-    if (run->adds_up) {
+    if (run->by_tree) {
+        if (run_tree_take(run, tensor, gradient) != 0) return 1;
+        if (run->dist && last_micro_step(run)) return ranks_exchange(run, tensor);
+        gradient = run->gradients[tensor];
+    } else if (run->adds_up) {
         void *sum = run->gradients[tensor];
         halfstep_slot_info info = {.struct_size = sizeof info};
         halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_GRADIENT, &info);
@@ -125,42 +140,49 @@ static int finish_step(struct run *run, double *norm)
         if (isfinite(*norm)) run->released_norm = *norm;
     } else {
         double begun = progress_clock();
-        int code = halfstep_step(run->optimizer, run->weights, (const void *const *)run->gradients);
-        if (judge(run, code) != 0) return 1;
+        int code;
+        if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || judge(run, code) != 0) return 1;
         run->optimizer_seconds += progress_clock() - begun;
         if (c->clip > 0 && code == HALFSTEP_OK) {
             *norm = halfstep_gradient_norm(run->optimizer);
+        } else if (run->by_tree) {
+            if (ranks_sum_of_squares(run, &run->squares) != 0) return 1;
+            *norm = sqrt(run->squares) / c->loss_scale;
         } else {
             for (int i = 0; i < run->tensors; i++) run->squares += sum_of_squares(run, i, run->gradients[i]);
             *norm = sqrt(run->squares) / c->loss_scale;
         }
     }
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
+    if (run->skips_in_a_row == SKIPS_IN_A_ROW) run->result->agreed = 1;
     if (run->skips_in_a_row == SKIPS_IN_A_ROW)
         return run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld",
-                        SKIPS_IN_A_ROW, halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+                        SKIPS_IN_A_ROW, offender(run), (long long)run->step + 1);
     return 0;
 }
 
 static int update(struct run *run, struct run_point *point)
 {
     const struct run_config *c = run->config;
-    double sum = 0, loss;
+    double sum = 0;
     run->skipped_now = 0;
     run->squares = 0;
-    for (int64_t i = 0; i < c->micro_steps; i++) {
+    memset(run->losses, 0, (size_t)c->micro_steps * sizeof *run->losses);
+    for (int64_t i = tree_first_leaf(c->micro_steps, run->ranks, run->rank); i < end_of_micro_steps(run); i++) {
         run->micro_step = i;
         if (c->release && set_release_scale(run) != 0) return 1;
-        if (micro_step(run, &loss) != 0) return 1;
-        sum += loss;
+        if (last_micro_step(run) && ranks_begin_exchange(run) != 0) return 1;
+        if (micro_step(run, &run->losses[i]) != 0) return 1;
     }
+    if (ranks_share_losses(run, run->losses) != 0) return 1;
+    for (int64_t i = 0; i < c->micro_steps; i++) sum += run->losses[i];
     point->train_loss = sum / (double)c->micro_steps;
     return finish_step(run, &point->gradient_norm);
 }
 
 /* The weights that speak: those stored, or fp32 copies of what the rule holds to be better ones. `copies` is the
  * caller's to free. NULL after an error. */
-static const struct lm_weight *speaking_weights(struct run *run, void **copies)
+const struct lm_weight *run_speaking_weights(struct run *run, void **copies)
 {
     *copies = NULL;
     if (!run->averages) return run->model_weights;
@@ -176,13 +198,15 @@ static const struct lm_weight *speaking_weights(struct run *run, void **copies)
         struct lm_tensor info;
         lm_tensor_info(&run->shape, i, &info);
         weights[i] = (struct lm_weight){at, LM_F32};
-        if (halfstep_read_average(run->optimizer, i, run->weights[i], 0, info.rows, at) != HALFSTEP_OK) {
+        if (halfstep_read_average(run->optimizer, i, run->own_weights[i], 0, ranks_rows(run, i, run->rank).n,
+                                  ranks_own(run, i, at, sizeof *at)) != HALFSTEP_OK) {
             run_fail(run, "%s", halfstep_error_detail(run->optimizer));
             return NULL;
         }
+        if (ranks_hand_out_floats(run, i, at) != 0) return NULL;
         at += info.rows * info.row_length;
     }
-    return weights;
+    return ranks_wait(run) == 0 ? weights : NULL;
 }
 
 static int validation_loss(struct run *run, const struct lm_weight *weights, double *loss)
@@ -190,24 +214,32 @@ static int validation_loss(struct run *run, const struct lm_weight *weights, dou
     const struct run_config *c = run->config;
     const struct data_part *part = &run->data->validation;
     size_t count = data_eval_count(part, (int)c->context, (size_t)(c->eval_batches * c->batch));
-    size_t window = (size_t)c->context + 1;
-    double sum = 0;
-    for (size_t first = 0; first < count; first += (size_t)c->batch) {
+    size_t window = (size_t)c->context + 1, batches = (count + (size_t)c->batch - 1) / (size_t)c->batch;
+    double sum = 0, *losses = calloc(batches, sizeof *losses);
+    if (!losses) return run_fail(run, "out of memory");
+    for (size_t b = (size_t)run->rank; b < batches; b += (size_t)run->ranks) {
+        size_t first = b * (size_t)c->batch;
         size_t n = count - first < (size_t)c->batch ? count - first : (size_t)c->batch;
         for (size_t i = 0; i < n; i++)
             data_eval_window(part, first + i, count, (int)c->context, run->tokens + i * window);
-        double one = lm_eval(run->model, weights, run->tokens, (int)n, (int)c->context);
-        if (one < 0) return run_fail(run, "%s", lm_error(run->model));
-        sum += one * (double)n;
+        losses[b] = lm_eval(run->model, weights, run->tokens, (int)n, (int)c->context);
+        if (losses[b] < 0) {
+            free(losses);
+            return run_fail(run, "%s", lm_error(run->model));
+        }
+        losses[b] *= (double)n;
     }
+    int status = ranks_share_numbers(run, losses, batches);
+    for (size_t b = 0; b < batches; b++) sum += losses[b];
+    free(losses);
     *loss = sum / (double)count;
-    return 0;
+    return status;
 }
 
 static int validate(struct run *run, double *loss)
 {
     void *copies;
-    const struct lm_weight *weights = speaking_weights(run, &copies);
+    const struct lm_weight *weights = run_speaking_weights(run, &copies);
     int status = weights ? validation_loss(run, weights, loss) : 1;
     free(copies);
     if (status) return status;
@@ -217,7 +249,7 @@ static int validate(struct run *run, double *loss)
 }
 
 /* Of the last steps that are in the history, resumed or not. */
-static double mean_loss(const struct run_history *history)
+double run_mean_loss(const struct run_history *history)
 {
     size_t n = history->n_points < LOSS_MEAN_STEPS ? history->n_points : LOSS_MEAN_STEPS;
     double sum = 0;
@@ -243,7 +275,7 @@ static int record(struct run *run, const struct run_point *point, double val_los
         }
     }
     const struct run_history *history = &run->result->history;
-    struct progress_values values = {.loss = mean_loss(history),
+    struct progress_values values = {.loss = run_mean_loss(history),
                                      .val_loss = val_loss,
                                      .gradient_norm = point->gradient_norm,
                                      .lr = point->lr,
@@ -279,6 +311,8 @@ static int train_step(struct run *run)
         /* A save that fails now may succeed later; at the end it decides. */
         if (run_save(run) != 0) {
             char why[1200];
+            if (run->dist && !run->result->agreed) return 1;
+            run->result->agreed = 0;
             snprintf(why, sizeof why, "warning: not saved: %s; training goes on", run->error);
             run_tell(run, why);
         }
@@ -294,118 +328,18 @@ static int interrupted(struct run *run, int number)
         run_fail(run, "interrupted after step %lld; nothing was saved (no --checkpoint)", (long long)run->step);
     } else if (run->saved_step != run->step && run_save(run) != 0) {
         char why[600];
+        if (run->dist && !run->result->agreed) return 1;
         snprintf(why, sizeof why, "%.599s", run->error);
         run_fail(run, "interrupted after step %lld, and not saved: %s", (long long)run->step, why);
     } else {
         run_fail(run, "interrupted after step %lld; saved in %s, --resume continues it", (long long)run->step,
                  c->checkpoint);
     }
+    run->result->agreed = 1;
     return 128 + number;
 }
 
-/* ---- Results ----------------------------------------------------------------------------------------------------- */
-
-/* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
-static int count_changes(struct run *run, int tensor, struct weight_source *source, uint64_t *changed, char *why,
-                         size_t why_bytes)
-{
-    struct lm_tensor info;
-    halfstep_optimizer *fresh = NULL;
-    int32_t group, index;
-    struct recipe_parts parts;
-    char recipe[RECIPE_BYTES + 8];
-    lm_tensor_info(&run->shape, tensor, &info);
-    recipe_split(run->config->recipe, &parts);
-    snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
-    size_t n = (size_t)(info.rows * info.row_length);
-    float *values = malloc(n * sizeof *values);
-    halfstep_slot_info now = {.struct_size = sizeof now}, then = now;
-    halfstep_get_slot_info(run->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
-    unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
-    int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
-              halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
-    halfstep_tensor t = {.struct_size = sizeof t,
-                         .name = info.name,
-                         .ndim = info.ndim,
-                         .rows = info.rows,
-                         .row_length = info.row_length,
-                         .gradient = "f32"};
-    if (!bad)
-        bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
-              halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
-    if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
-    else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
-    if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
-    if (!bad) {
-        size_t code = now.code_bytes / n, extra = now.extra_bytes / n;
-        const unsigned char *here = run->weights[tensor], *extra_here = now.extra, *extra_then = then.extra;
-        for (size_t i = 0; i < n; i++)
-            *changed += memcmp(here + i * code, codes + i * code, code) != 0 ||
-                        (extra && memcmp(extra_here + i * extra, extra_then + i * extra, extra) != 0);
-    }
-    halfstep_destroy(fresh);
-    free(values);
-    free(codes);
-    return bad;
-}
-
-static double weights_changed(struct run *run)
-{
-    char why[600] = "out of memory", note[700];
-    uint64_t changed = 0;
-    struct weight_source *source = run->config->init ? weight_source_open(run->config->init, why, sizeof why) : NULL;
-    int bad = run->config->init && !source;
-    for (int i = 0; i < run->tensors && !bad; i++) bad = count_changes(run, i, source, &changed, why, sizeof why);
-    weight_source_close(source);
-    if (!bad) return (double)changed / (double)run->result->params;
-    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", why);
-    run_tell(run, note);
-    return NAN;
-}
-
-static void fill_result(struct run *run)
-{
-    struct run_result *r = run->result;
-    const struct run_config *c = run->config;
-    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
-    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
-    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
-    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
-    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
-    r->micro_steps = c->micro_steps;
-    r->seed = c->seed;
-    r->release = c->release;
-    r->threads = run->threads;
-    r->steps = run->step;
-    r->params = lm_parameter_count(&run->shape);
-    r->train_loss = mean_loss(&r->history);
-    r->val_loss = r->history.n_validations ? r->history.validation[r->history.n_validations - 1].loss : NAN;
-    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
-    r->optimizer_seconds = run->optimizer_seconds;
-    r->seconds = progress_clock() - run->started;
-    size_t model_peak = lm_gradient_peak_bytes(run->model);
-    r->peak_gradient_bytes = r->gradient_bytes + model_peak;
-    if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
-    r->activation_bytes = lm_activation_bytes(run->model);
-    r->state_hash = holding_hash(&run->holding);
-}
-
-static int make_sample(struct run *run)
-{
-    struct run_result *r = run->result;
-    size_t n = (size_t)run->config->sample_bytes;
-    if (n == 0) return 0;
-    r->sample = malloc(n);
-    if (!r->sample) return run_fail(run, "out of memory");
-    r->sample_bytes = n;
-    void *copies;
-    const struct lm_weight *weights = speaking_weights(run, &copies);
-    int status = weights ? 0 : 1;
-    if (!status && lm_generate(run->model, weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)
-        status = run_fail(run, "%s", lm_error(run->model));
-    free(copies);
-    return status;
-}
+/* ---- The run ------------------------------------------------------------------------------------------------------ */
 
 static int loop(struct run *run)
 {
@@ -419,27 +353,36 @@ static int loop(struct run *run)
     double loss;
     if (run->step == 0 && !r->history.n_validations) status = validate(run, &loss);
     while (!status && run->step < c->steps) {
-        if ((number = interrupt_pending()) != 0) return interrupted(run, number);
+        if ((number = run->dist ? run->signal : interrupt_pending()) != 0) return interrupted(run, number);
         status = train_step(run);
     }
     if (status) return status;
-    if ((number = interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint)
+    if ((number = run->dist ? run->signal : interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint)
         return interrupted(run, number);
     double trained = run->trained_seconds - before;
     int64_t made = run->step - r->first_step;
+    if (run_count_traffic(run) != 0) return 1;
     r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->micro_steps * c->context) / trained : NAN;
     progress_end(run->progress);
     if (c->checkpoint && run->saved_step != run->step && run_save(run) != 0) return 1;
     if (c->checkpoint) snprintf(r->checkpoint, sizeof r->checkpoint, "%s", c->checkpoint);
-    fill_result(run);
-    r->weights_changed = weights_changed(run);
-    return make_sample(run);
+    return run_fill_result(run);
+}
+
+int run_agree(struct run *run, int status)
+{
+    if (!run->dist) return status;
+    status = ranks_agree(run->dist, status, run->error, run->error_bytes);
+    if (status) run->result->agreed = 1;
+    return status;
 }
 
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes)
 {
     struct run run = {.config = config,
+                      .dist = config->dist && config->dist->ranks > 1 ? config->dist : NULL,
+                      .ranks = 1,
                       .data = data,
                       .progress = progress,
                       .result = result,
@@ -449,10 +392,15 @@ int train_run(const struct run_config *config, const struct run_data *data, stru
     memset(result, 0, sizeof *result);
     result->weights_changed = result->tokens_per_s = NAN;
     error[0] = 0;
-    int status = run_open_directory(&run);
-    if (!status) status = run_build(&run);
-    if (!status) status = config->resume ? run_resume(&run) : run_initialize(&run);
-    if (!status) status = run_open_log(&run);
+    if (run.dist) {
+        run.rank = run.dist->rank;
+        run.ranks = run.dist->ranks;
+    }
+    int status = run_agree(&run, run_open_directory(&run));
+    if (!status) status = run_agree(&run, run_build(&run));
+    if (!status) status = run_agree(&run, config->resume ? run_resume(&run) : run_initialize(&run));
+    if (!status) status = run_agree(&run, run_open_log(&run));
+    if (!status) status = ranks_hand_out(&run);
     if (!status) {
         progress_begin(progress, run.step, config->steps);
         status = loop(&run);

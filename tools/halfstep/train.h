@@ -18,6 +18,7 @@
 
 #include "args.h"
 #include "data.h"
+#include "dist.h"
 #include "models/llama.h"
 #include "recipes.h"
 #include "ui/document.h"
@@ -54,6 +55,7 @@ struct run_config {
     int quiet;
     int64_t epochs, train_images, test_images; /* of train mnist; images: 0: all of --data */
     uint64_t digits_seed;
+    struct dist *dist; /* the processes of the job that the run is, NULL: it is alone */
 };
 
 #define RUN_OPTIONS_MAX 112
@@ -115,8 +117,11 @@ struct run_result {
     uint64_t seed;
     int64_t steps, first_step, params, micro_steps;
     int threads, release;
-    int tensors_skip;  /* skipped_steps counts tensors, not steps */
-    double train_loss; /* mean over the last (up to 20) steps, NaN without any */
+    int ranks;             /* processes */
+    int agreed;            /* how it failed is known to all of them; otherwise the others go on */
+    uint64_t job_received; /* bytes that all of them have received in steps */
+    int tensors_skip;      /* skipped_steps counts tensors, not steps */
+    double train_loss;     /* mean over the last (up to 20) steps, NaN without any */
     double val_loss;
     double tokens_per_s, seconds, optimizer_seconds;
     uint64_t skipped_steps;

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "train_ranks.h"
+
 int run_fail(struct run *run, const char *format, ...)
 {
     va_list arguments;
@@ -75,21 +77,26 @@ static int set_group(struct run *run, int32_t group, double weight_decay)
 /* The gradient format with the codes of an accumulator. */
 static const char *stored_as(const char *accumulator)
 {
+    if (strcmp(accumulator, "tree") == 0) return "f32";
     return gradient_format_of(checkpoint_format(halfstep_format_find(accumulator)).code_dtype);
 }
 
-static int add_tensors(struct run *run)
+int run_add_tensors(struct run *run)
 {
     for (int i = 0; i < run->tensors; i++) {
         struct lm_tensor tensor;
         int32_t index;
         if (lm_tensor_info(&run->shape, i, &tensor) != 0) return run_fail(run, "this shape has no tensor %d", i);
+        struct rows rows = ranks_rows(run, i, run->rank);
         halfstep_tensor t = {.struct_size = sizeof t,
                              .group = tensor.ndim >= 2 ? run->decayed : run->plain,
                              .name = tensor.name,
                              .ndim = tensor.ndim,
                              .rows = tensor.rows,
                              .row_length = tensor.row_length,
+                             .first_row = rows.first,
+                             .n_rows = rows.n,
+                             .n_columns = tensor.row_length,
                              .gradient = run->adds_up ? stored_as(run->config->accumulator) : run->config->gradients};
         if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
             return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
@@ -143,15 +150,6 @@ int run_create_optimizer(struct run *run)
     return status;
 }
 
-static int build_optimizer(struct run *run)
-{
-    int status = run_create_optimizer(run);
-    if (!status) status = add_tensors(run);
-    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
-        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
-    return status;
-}
-
 /* Rules and settings that would lose the gradients of micro-steps are told before anything is trained, by trying one
  * with an optimizer of two numbers, one in each group. */
 static int check_accumulation(struct run *run)
@@ -189,13 +187,14 @@ static int check_accumulation(struct run *run)
 int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **memory, void **pointers,
                  uint64_t *bytes)
 {
+    const halfstep_optimizer *sizes = run->whole ? run->whole : run->optimizer;
     uint64_t total = stagger, held = 0;
     for (int pass = 0; pass < 2; pass++) {
         uint64_t at = stagger;
         for (int i = 0; i < run->tensors; i++) {
             halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(run->optimizer, i, slot, &info) != HALFSTEP_OK)
-                return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+            if (halfstep_get_slot_info(sizes, i, slot, &info) != HALFSTEP_OK)
+                return run_fail(run, "%s", halfstep_error_detail(sizes));
             if (pass) pointers[i] = *memory + at;
             else held += info.code_bytes;
             at += (info.code_bytes + 63) / 64 * 64;
@@ -220,8 +219,9 @@ int run_initialize(struct run *run)
         float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
         if (!values) return run_fail(run, "out of memory");
         lm_init_tensor(&run->shape, i, run->config->seed, values);
-        int code =
-            halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, tensor.rows, values);
+        struct rows own = ranks_rows(run, i, run->rank);
+        int code = halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->own_weights[i], 0, own.n,
+                                       values + own.first * tensor.row_length);
         free(values);
         if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", tensor.name, halfstep_error_detail(run->optimizer));
     }
@@ -251,22 +251,32 @@ int run_build(struct run *run)
     }
     run->shape = run_shape(c);
     run->adds_up = run_adds_up(c);
+    run->by_tree = run->adds_up && strcmp(c->accumulator, "tree") == 0;
     run->streams = c->release || run->adds_up;
     if (lm_config_check(&run->shape, run->error, run->error_bytes) != 0) return 2;
+    if (ranks_check(run) != 0) return 2;
     run->tensors = lm_tensor_count(&run->shape);
-    run->threads = c->threads ? (int)c->threads : halfstep_default_threads();
+    run->threads = ranks_threads(c);
     size_t n = (size_t)run->tensors;
     run->weights = calloc(n, sizeof *run->weights);
     run->gradients = calloc(n, sizeof *run->gradients);
     run->model_weights = calloc(n, sizeof *run->model_weights);
+    run->own_weights = calloc(n, sizeof *run->own_weights);
+    run->losses = calloc((size_t)(c->micro_steps + run->ranks), sizeof *run->losses);
     run->tokens = malloc((size_t)(c->batch * c->micro_steps) * ((size_t)c->context + 1));
-    if (!run->weights || !run->gradients || !run->model_weights || !run->tokens) return run_fail(run, "out of memory");
-    int status = build_optimizer(run);
+    if (!run->weights || !run->gradients || !run->model_weights || !run->own_weights || !run->losses || !run->tokens)
+        return run_fail(run, "out of memory");
+    int status = run_create_optimizer(run);
+    if (!status) status = ranks_open(run);
+    if (!status) status = run_add_tensors(run);
+    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
+        status = run_fail(run, "%s", halfstep_error_detail(run->optimizer));
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
     status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
-    if (!status && (run->adds_up || !run->streams))
+    if (!status && run->by_tree) status = run_tree_open(run);
+    else if (!status && (run->adds_up || !run->streams))
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &result->gradient_bytes);
     if (status) return status;
@@ -277,11 +287,12 @@ int run_build(struct run *run)
         lm_tensor_info(&run->shape, i, &tensor);
         halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &info);
         run->model_weights[i] = (struct lm_weight){run->weights[i], weight_dtype(info.format)};
+        run->own_weights[i] = ranks_own(run, i, run->weights[i], lm_dtype_bytes(run->model_weights[i].dtype));
         if (tensor.row_length > piece) piece = tensor.row_length;
     }
     run->scratch = malloc((size_t)piece * sizeof *run->scratch);
     if (!run->scratch) return run_fail(run, "out of memory");
-    run->holding = (struct holding){&run->shape, run->optimizer, run->weights, run->tensors, 2, run->rule};
+    run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors, 2, run->rule};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
     result->weight_bytes += extras;
@@ -292,12 +303,17 @@ int run_build(struct run *run)
 void run_dismantle(struct run *run)
 {
     lm_destroy(run->model);
+    run_tree_close(run);
+    ranks_close(run);
+    halfstep_destroy(run->whole);
     halfstep_destroy(run->optimizer);
     free(run->weight_memory);
     free(run->gradient_memory);
     free(run->weights);
     free(run->gradients);
     free(run->model_weights);
+    free(run->own_weights);
+    free(run->losses);
     free(run->tokens);
     free(run->scratch);
 }

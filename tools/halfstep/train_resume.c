@@ -9,15 +9,12 @@
 #include "halfstep_io.h"
 
 #include "paths.h"
+#include "train_ranks.h"
 #include "trainer_file.h"
 
 /* ---- Options ----------------------------------------------------------------------------------------------------- */
 
-/* Every option that a checkpoint keeps, by its row and its value as text. Stops at the first non-zero result; -1 when
- * memory is out. */
-typedef int option_visitor(void *context, const struct option *option, const char *value);
-
-static int each_option(const struct run_config *config, option_visitor *visit, void *context)
+int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context)
 {
     struct run_options table;
     struct run_config copy = *config;
@@ -70,7 +67,7 @@ static int trainer_text(const struct run *run, struct text *text)
                                 .released_norm = run->released_norm,
                                 .seconds = run->trained_seconds};
     struct saving saving = {&file, 0};
-    int bad = each_option(run->config, keep_option, &saving) != 0;
+    int bad = run_each_option(run->config, keep_option, &saving) != 0;
     if (!bad) trainer_file_write(&file, text);
     for (size_t i = 0; i < file.options; i++) free((char *)file.option[i].value);
     free(file.option);
@@ -141,11 +138,22 @@ static int same_rates(struct run *run, int64_t saved_steps)
     return 0;
 }
 
+static int load_states(struct run *run, const halfstep_checkpoint *checkpoint)
+{
+    struct holding whole = run->holding;
+    int status = run->dist ? ranks_make_whole(run, 1, &whole) : 0;
+    if (!status)
+        status = checkpoint_load(checkpoint, &whole, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
+    if (!status && run->dist) status = ranks_take_own(run, &whole);
+    ranks_drop(run, &whole);
+    return status;
+}
+
 static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, const struct trainer_file *saved)
 {
     const struct run_config *c = run->config;
     struct comparing comparing = {run, saved};
-    int status = each_option(c, compare_option, &comparing);
+    int status = run_each_option(c, compare_option, &comparing);
     if (status < 0) return run_fail(run, "out of memory");
     if (!status) status = same_data(run, saved->data_hash, run->data->data_hash, "data");
     if (!status && (saved->val_hash[0] != 0) != (c->val != NULL))
@@ -154,16 +162,15 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     if (!status && (uint64_t)c->steps < saved->step)
         status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
                           (unsigned long long)saved->step);
-    if (!status)
-        status =
-            checkpoint_load(checkpoint, &run->holding, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
+    if (!status) status = load_states(run, checkpoint);
     const char *saved_steps = trainer_file_option(saved, "steps");
     double steps = 0;
     if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
         status = run_fail(run, "%s: trainer.json does not say --steps", c->checkpoint);
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
-    if (saved->threads != (uint64_t)run->threads)
+    /* Along the tree no sum depends on them. */
+    if (saved->threads != (uint64_t)run->threads && !run->by_tree)
         progress_note(run->progress,
                       "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
                       c->checkpoint, (unsigned long long)saved->threads, run->threads);
@@ -293,8 +300,9 @@ static int check_paths(struct run *run)
 int run_open_directory(struct run *run)
 {
     const struct run_config *c = run->config;
+    if (run->rank != 0) return 0;
     if (!c->checkpoint) return check_paths(run);
-    int status = each_option(c, check_text, run);
+    int status = run_each_option(c, check_text, run);
     if (status) return status < 0 ? run_fail(run, "out of memory") : status;
     char note[1024];
     run->lock = run_lock_take(c->checkpoint, note, sizeof note);
@@ -312,7 +320,7 @@ int run_open_directory(struct run *run)
 int run_open_log(struct run *run)
 {
     const struct run_config *c = run->config;
-    if (!c->log) return 0;
+    if (!c->log || run->rank != 0) return 0;
     run->log = log_open(c->log, c->resume ? run->step : -1, run->error, run->error_bytes);
     return run->log ? 0 : 1;
 }
@@ -371,7 +379,7 @@ static int read_back(struct run *run, const char *trainer)
     return status;
 }
 
-int run_save(struct run *run)
+static int save(struct run *run, const struct holding *whole)
 {
     const struct run_config *c = run->config;
     struct text trainer = {0};
@@ -385,8 +393,8 @@ int run_save(struct run *run)
                                          .prune_if = !run->shares,
                                          .newest = run->sequence};
         if (run->shares) options.keep = UINT32_MAX;
-        status = checkpoint_save(c->checkpoint, &options, &run->holding, c->recipe, trainer.data, &run->result->history,
-                                 note, sizeof note) != 0;
+        status = checkpoint_save(c->checkpoint, &options, whole, c->recipe, trainer.data, &run->result->history, note,
+                                 sizeof note) != 0;
         if (status) run_fail(run, "%s", note);
         else if (note[0]) run_tell(run, note);
     }
@@ -397,8 +405,21 @@ int run_save(struct run *run)
         run->unread = status != 0;
     }
     text_free(&trainer);
+    return status;
+}
+
+int run_save(struct run *run)
+{
+    struct holding whole;
+    if (ranks_collect(run, &whole) != 0) {
+        ranks_drop(run, &whole);
+        return 1;
+    }
+    int status = run->rank == 0 ? save(run, &whole) : 0;
+    ranks_drop(run, &whole);
+    status = run_agree(run, status);
     if (status) return 1;
     run->saved_step = run->step;
-    snprintf(run->result->checkpoint, sizeof run->result->checkpoint, "%s", c->checkpoint);
+    snprintf(run->result->checkpoint, sizeof run->result->checkpoint, "%s", run->config->checkpoint);
     return 0;
 }

@@ -257,8 +257,10 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
             break;
         }
         bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;
-        if (!bad && halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0,
-                                        tensor.rows, values) != HALFSTEP_OK) {
+        halfstep_tensor held = {.struct_size = sizeof held};
+        if (!bad && (halfstep_get_tensor(holding->optimizer, i, &held) != HALFSTEP_OK ||
+                     halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0,
+                                         held.n_rows, values + held.first_row * held.row_length) != HALFSTEP_OK)) {
             snprintf(error, error_bytes, "%s: %s: %s", path, tensor.name, halfstep_error_detail(holding->optimizer));
             bad = 1;
         }

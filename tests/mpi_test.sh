@@ -1,0 +1,207 @@
+#!/bin/bash
+# `train lm` under mpirun: any number of processes has the weights, states, log and checkpoint of one; ranks that die, or do not belong
+# together, are named, and what was saved goes on, on any number. `mpi_test.sh long [KILLS]` (make faults) is the same on longer text with 50 kills.
+. "$(dirname "$0")/lib.sh"
+need mpirun flock pgrep
+[ -e "$build_dir/libhalfstep_mpi.so" ] || skip "this build found no MPI"
+make_scratch
+mode=${1:-short} kills=${2:-}
+data=$source_dir/data/demo.txt
+if [ "$mode" = long ]; then
+    data=$(find /work/shared/data/text -type f 2>/dev/null | sort | head -1)
+    data=${HALFSTEP_TEXT:-${data:-$source_dir/data/demo.txt}}
+fi
+cp "$build_dir/halfstep" "$scratch/"
+cd "$scratch"
+program=$scratch/halfstep
+export LD_LIBRARY_PATH=$build_dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+# More processes than processors, in a container, as root, without a network: what Open MPI would otherwise refuse or try.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none \
+    OMPI_MCA_plm=isolated OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,vader OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
+unset HALFSTEP_MPI OMP_NUM_THREADS HALFSTEP_THREADS
+
+ranks() { timeout 300 mpirun -n "$1" "$program" train lm "${@:2}"; }
+field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$2" | head -1; }
+hash_of() { field state_hash "$1"; }
+# A log without what the clock says.
+untimed() { cut -d, -f 1-5,8 "$1"; }
+same() { [ "$2" = "$3" ] && [ -n "$2" ] || fail "$1: $2, not $3"; }
+step_of() { "$program" inspect "$1" 2>/dev/null | sed -nE 's/^step ([0-9]+),.*/\1/p' | head -1; }
+
+small="--width 64 --depth 2 --context 64 --batch 2 --val-every 5 --eval-batches 5 --sample-bytes 40 --quiet --json"
+steps=10
+[ "$mode" = short ] || { small="--width 128 --depth 3 --batch 4 --val-every 20 --eval-batches 5 --sample-bytes 40 --quiet --json" steps=60; }
+
+# ---- Any number of ranks -------------------------------------------------------------------------------------------------------------
+
+# 7 micro-steps: no number of ranks but one divides them. Without MPI the tree has to be asked for.
+compare() {
+    local recipe=$1 name n
+    name=$(tr / - <<<"$recipe") 
+    shift
+    set -- --data "$data" --recipe "$recipe" --steps $steps --micro-steps 7 $small "$@"
+    "$program" train lm "$@" --accumulator tree --log "$name-0.csv" --checkpoint "$name-0" >"$name-0.json" || fail "$recipe alone"
+    for n in 1 2 3 4; do
+        ranks $n "$@" --log "$name-$n.csv" --checkpoint "$name-$n" >"$name-$n.json" || fail "$recipe on $n ranks"
+        same "$recipe, ranks of the result" "$(field ranks "$name-$n.json")" $n
+        same "$recipe, hash of $n ranks" "$(hash_of "$name-$n.json")" "$(hash_of "$name-0.json")"
+        same "$recipe, sample of $n ranks" "$(field sample "$name-$n.json")" "$(field sample "$name-0.json")"
+        cmp <(untimed "$name-$n.csv") <(untimed "$name-0.csv") || fail "$recipe: another log on $n ranks"
+        for file in model.safetensors optimizer.safetensors config.json; do
+            cmp "$name-$n/$file" "$name-0/$file" || fail "$recipe: another $file on $n ranks"
+        done
+    done
+    same "$recipe, rows of the log" "$(wc -l <"$name-3.csv")" $((steps + 1))
+    echo "ok   $recipe: the bits of one process on 1, 2, 3 and 4 ranks: $(hash_of "$name-0.json")"
+}
+compare adamw/bf16-sr/int8 --weight-decay 0.1
+compare lamb/f32/f32 --clip 1
+compare muon/bf16-sr/int8
+# Averages are gathered to be evaluated; factors over rows and columns stay with a matrix.
+compare schedulefree/bf16-ecc8/int8
+if [ "$mode" = long ]; then
+    for recipe in adafactor/bf16-sr came/bf16-kahan prodigy/f32 adamw/bf16-sr/int4 adamw/bf16-sr/fp8-lamb16 lamb16 adan/f16-ecc16/dyn8; do compare $recipe; done
+fi
+
+# Each rank has its share of the states.
+whole=$(sed -nE 's/^ *"states": ([0-9.]*),?$/\1/p' lamb-f32-f32-1.json) third=$(sed -nE 's/^ *"states": ([0-9.]*),?$/\1/p' lamb-f32-f32-3.json)
+awk "BEGIN { exit !($third < 0.4 * $whole && $third > 0.25 * $whole) }" || fail "one of 3 ranks holds $third of $whole bytes a parameter in states"
+echo "ok   states: $third of $whole bytes a parameter on the first of 3 ranks"
+
+# The same with a program of one's own.
+if command -v mpicc >/dev/null; then
+    mpicc -std=c11 -O2 -I"$source_dir/include" "$source_dir/examples/mpi.c" -o example -L"$build_dir" -lhalfstep -lm || fail "examples/mpi.c does not compile"
+    for n in 1 2 3 5; do timeout 60 mpirun -n $n ./example >"example-$n" || fail "examples/mpi.c on $n ranks"; done
+    for n in 2 3 5; do same "examples/mpi.c on $n ranks" "$(cat example-$n)" "$(cat example-1)"; done
+    echo "ok   examples/mpi.c: $(cat example-1)"
+fi
+
+# ---- Resuming on another number -------------------------------------------------------------------------------------------------------
+
+resumable="--data $data --recipe adamw/bf16-sr/int8 --micro-steps 6 $small"
+ranks 2 $resumable --steps 4 --checkpoint moved >moved.json || fail "a run to be resumed"
+ranks 3 --checkpoint moved --resume --steps 6 --quiet --json >moved.json || fail "2 ranks do not go on as 3"
+"$program" train lm --checkpoint moved --resume --steps 8 --quiet --json >moved.json || fail "3 ranks do not go on as one process"
+ranks 1 --checkpoint moved --resume --steps 9 --quiet --json >moved.json || fail "one process does not go on as one rank"
+ranks 4 --checkpoint moved --resume --steps 10 --quiet --json >moved.json || fail "one rank does not go on as 4"
+"$program" train lm $resumable --accumulator tree --steps 10 --checkpoint still >still.json || fail "a run that is not resumed"
+same "hash after 2, 3, no, 1 and 4 ranks" "$(hash_of moved.json)" "$(hash_of still.json)"
+cmp moved/optimizer.safetensors still/optimizer.safetensors || fail "resuming on other ranks left another checkpoint"
+echo "ok   2 -> 3 -> without MPI -> 1 -> 4 ranks: the bits of a run that went through"
+
+# ---- What is refused at the start -----------------------------------------------------------------------------------------------------
+
+# refused STATUS TEXT MPIRUN-ARGUMENTS...
+# mpirun need not wait for those that are left.
+refused() {
+    local -x OMPI_MCA_odls_base_sigkill_timeout=0
+    local status=$1 text=$2 got=0
+    shift 2
+    timeout 60 mpirun "$@" >refused.out 2>refused.err || got=$?
+    [ "$got" = "$status" ] && grep -qF -- "$text" refused.err || { cat refused.err; fail "expected status $status and \"$text\", got $got"; }
+    same "lines of that error" "$(grep -c '^halfstep:' refused.err)" 1
+}
+run="$program train lm $resumable --steps 3"
+refused 2 "rank 2 of 3 was started with another --lr: 0.002, not 0.001 as rank 0" -n 2 $run : -n 1 $run --lr 0.002
+head -c 100000 "$data" >other.txt
+refused 2 "rank 1 of 2 was started with another data:" -n 1 $run : -n 1 $run --data other.txt
+refused 1 "rank 1 of 2: nowhere.txt: No such file" -n 1 $run : -n 1 $run --data nowhere.txt
+cp halfstep another
+printf x >>another
+refused 2 "rank 1 of 2 was started with another build:" -n 1 $run : -n 1 "$scratch/another" train lm $resumable --steps 3
+refused 2 "unknown option --step-size" -n 1 $run : -n 1 $run --step-size 3
+refused 2 "--micro-steps 2 cannot be shared out among 3 processes" -n 3 $run --micro-steps 2
+refused 2 "--release:" -n 2 $run --release
+mkdir held
+exec 9>held/.halfstep-train.lock
+flock -n 9
+refused 1 "rank 0 of 2: held: another run is training there" -n 2 $run --checkpoint held
+exec 9>&-
+# The data may lie elsewhere on another machine.
+cp "$data" copy.txt
+timeout 60 mpirun -n 1 $run : -n 1 $run --data copy.txt >copy.json || fail "the same data under another name"
+# A weight that explodes is the same error on all: one line, of the first rank.
+got=0
+"$program" train lm $resumable --recipe sgd/f32 --accumulator tree --lr 1e6 --steps 60 >bad.out 2>bad.err || got=$?
+refused $got "$(tail -1 bad.err)" -n 3 $run --recipe sgd/f32 --lr 1e6 --steps 60
+[ "$got" = 1 ] && grep -q "20 steps in a row" bad.err || { cat bad.err; fail "weights did not explode"; }
+echo "ok   ranks with other options, data or builds, and what several cannot do, are named at the start"
+
+# ---- Signals and deaths ---------------------------------------------------------------------------------------------------------------
+
+lasting="--data $data --recipe adamw/bf16-sr/int8 --micro-steps 6 $small --val-every 0"
+# start N ARGUMENTS...: mpirun in the background; its ranks are its children.
+start() {
+    mpirun -n "$1" "$program" train lm "${@:2}" >job.out 2>job.err &
+    job=$!
+}
+# finish: waits for the job, at most a minute; its status is in `ended`.
+finish() {
+    local left=600
+    while kill -0 "$job" 2>/dev/null; do
+        left=$((left - 1))
+        [ $left -gt 0 ] || { kill -9 "$job"; fail "the job did not end within a minute of $1"; }
+        sleep 0.1
+    done
+    ended=0
+    wait "$job" || ended=$?
+}
+a_rank() { pgrep -P "$job" | shuf -n 1; }
+saved() {
+    for _ in $(seq 600); do
+        [ ! -e "$1/manifest.json" ] || return 0
+        kill -0 "$job" 2>/dev/null || { cat job.err; fail "the job has ended by itself"; }
+        sleep 0.1
+    done
+    fail "nothing was saved in a minute"
+}
+
+for whom in job rank; do
+    rm -rf told
+    # How long mpirun leaves its processes alone before SIGKILL follows SIGTERM; it waits that long whenever a rank fails, too.
+    [ $whom = rank ] || export OMPI_MCA_odls_base_sigkill_timeout=5
+    start 3 $lasting --steps 1000000 --checkpoint told --checkpoint-every 4
+    saved told
+    if [ $whom = job ]; then kill -TERM "$job"; else kill -TERM "$(a_rank)"; fi
+    finish "SIGTERM"
+    unset OMPI_MCA_odls_base_sigkill_timeout
+    # mpirun has a status of its own for a signal that it was sent.
+    same "status after SIGTERM to the $whom" $ended "$([ $whom = rank ] && echo 143 || echo 1)"
+    same "lines after SIGTERM to the $whom" "$(grep -c '^halfstep:.*interrupted after step .*; saved in told' job.err)" 1
+    step=$(sed -nE 's/.*interrupted after step ([0-9]+);.*/\1/p' job.err)
+    same "saved step" "$(step_of told)" "$step"
+done
+"$program" train lm $lasting --accumulator tree --steps $((step + 3)) >straight.json
+ranks 2 --checkpoint told --resume --steps $((step + 3)) --quiet --json >resumed.json || fail "what a signal saved does not go on"
+same "hash after SIGTERM" "$(hash_of resumed.json)" "$(hash_of straight.json)"
+echo "ok   SIGTERM, to mpirun or to one rank, saves once, at one step"
+
+# One run, killed and resumed on changing numbers of ranks until there were enough kills.
+if [ -z "$kills" ]; then kills=$([ "$mode" = long ] && echo 50 || echo 3); fi
+deaths=0 between=0 longest=0
+while [ $deaths -lt "$kills" ]; do
+    n=$((2 + deaths % 3))
+    if [ -e killed/manifest.json ]; then start $n --checkpoint killed --resume --steps 1000000 --quiet --json
+    else start $n $lasting --steps 1000000 --checkpoint killed --checkpoint-every 2; fi
+    # From before the start is over to some steps after it.
+    sleep "$(awk "BEGIN { srand($RANDOM); print rand() * 1.6 }")"
+    victim=$(a_rank)
+    [ -n "$victim" ] && kill -KILL "$victim" || { sleep 0.3; victim=$(a_rank); kill -KILL "$victim"; }
+    since=$(date +%s%N)
+    finish "the death of a rank"
+    took=$((($(date +%s%N) - since) / 1000000))
+    [ $took -le $longest ] || longest=$took
+    [ $ended != 0 ] || fail "a job that lost a rank says that it succeeded"
+    grep -qE "rank [0-9]+ .*(signal 9|Killed)|process rank [0-9]+|Process name: \[\[[0-9]+,[0-9]+\],[0-9]+\]" job.err || { cat job.err; fail "the rank that died is not named"; }
+    deaths=$((deaths + 1))
+    if [ -e killed/manifest.json ]; then
+        "$program" inspect killed >/dev/null || fail "kill $deaths left a checkpoint that does not load"
+        [ "$(step_of killed)" -gt "$between" ] && between=$(step_of killed)
+    fi
+done
+[ -e killed/manifest.json ] || fail "no run came as far as a checkpoint"
+ranks 3 --checkpoint killed --resume --steps $((between + 2)) --quiet --json >killed.json || fail "a killed run does not go on"
+"$program" train lm $lasting --accumulator tree --steps $((between + 2)) >undisturbed.json
+same "hash after $deaths kills" "$(hash_of killed.json)" "$(hash_of undisturbed.json)"
+echo "ok   $deaths kills of a random rank, $((between + 2)) steps: each job ended within $longest ms, and the run has the hash of an undisturbed one"
