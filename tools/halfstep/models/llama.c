@@ -71,14 +71,13 @@ static void layout(struct lm *m, struct arena *a)
         struct scratch *k = &m->scratch[i];
         k->wide = carve(a, BLOCK * larger(2 * w, larger(f, c->vocab)), sizeof(float));
         k->narrow = carve(a, BLOCK * w, sizeof(float));
-        k->rows = carve(a, 6 * larger(larger(w, f), c->vocab), sizeof(float));
         k->stored = carve(a, BLOCK * w, s);
         k->stored2 = carve(a, BLOCK * f, s);
-        k->scores = carve(a, ATTENTION_ROWS * t, sizeof(float));
-        k->p = carve(a, ATTENTION_ROWS * t, s);
+        k->scores = carve(a, ATTENTION_ROWS * (t + ROW_LANES), sizeof(float));
+        k->p = carve(a, ATTENTION_ROWS * (t + ROW_LANES), s);
         if (!o->training) continue;
-        k->dscores = carve(a, ATTENTION_ROWS * t, sizeof(float));
-        k->dp = carve(a, ATTENTION_ROWS * t, s);
+        k->dscores = carve(a, ATTENTION_ROWS * (t + ROW_LANES), sizeof(float));
+        k->dp = carve(a, ATTENTION_ROWS * (t + ROW_LANES), s);
         k->dk = carve(a, t * d, sizeof(float));
         k->dv = carve(a, t * d, sizeof(float));
         k->dq = carve(a, ATTENTION_ROWS * d, sizeof(float));
@@ -375,8 +374,8 @@ static void qkv_task(void *arg, int64_t task, int thread)
     int type = m->options.compute, w = m->config.width, heads = m->config.heads, half = w / heads / 2;
     int64_t first, n = block_rows(m, task, &first);
     for (int64_t r = 0; r < n; r++) {
-        l->in_r[first + r] = row_norm(k->rows, l->x + (first + r) * w, m->gains[0], (float)m->config.rms_norm_eps, w);
-        row_store(at(k->stored, type, r * w), type, k->rows, w);
+        l->in_r[first + r] = row_norm(at(k->stored, type, r * w), type, l->x + (first + r) * w, m->gains[0],
+                                      (float)m->config.rms_norm_eps, w);
     }
     float *q = k->wide, *key = k->wide + (int64_t)BLOCK * w;
     forward_product(m, thread, n, w, w, k->stored, w, m->matrix[Q], q, LM_F32, w);
@@ -385,19 +384,14 @@ static void qkv_task(void *arg, int64_t task, int thread)
                     3 * w);
     for (int64_t r = 0; r < n; r++) {
         int64_t position = (first + r) % m->length;
-        row_rotate(q + r * w, m->cosine + position * half, m->sine + position * half, 1.0f, heads, half);
-        row_rotate(key + r * w, m->cosine + position * half, m->sine + position * half, 1.0f, heads, half);
-        row_store(at(l->qkv, type, (first + r) * 3 * w), type, q + r * w, w);
-        row_store(at(l->qkv, type, (first + r) * 3 * w + w), type, key + r * w, w);
+        const float *cosine = m->cosine + position * half, *sine = m->sine + position * half;
+        row_rotate(at(l->qkv, type, (first + r) * 3 * w), type, q + r * w, cosine, sine, 1.0f, heads, half);
+        row_rotate(at(l->qkv, type, (first + r) * 3 * w + w), type, key + r * w, cosine, sine, 1.0f, heads, half);
     }
 }
 
-/* Stores the first `valid` of n values and zeros after them: positions that lie in the future. */
-static void store_causal(void *out, int type, const float *in, int valid, int n)
-{
-    row_store(out, type, in, valid);
-    memset(at(out, type, valid), 0, (size_t)(n - valid) * lm_dtype_bytes(type));
-}
+/* Rows of scores are as long as the row functions want them. */
+static int64_t score_row(int64_t end) { return (end + ROW_LANES - 1) / ROW_LANES * ROW_LANES; }
 
 /* scores[n, end] = a[n, d] b[end, d]^T, both slices of one head inside wider rows */
 static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, const void *a, int64_t a_row,
@@ -411,7 +405,7 @@ static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, con
                                  .a_column = 1,
                                  .b_row = 1,
                                  .b_column = b_row,
-                                 .c_row = end,
+                                 .c_row = score_row(end),
                                  .type = m->options.compute,
                                  .c_type = LM_F32};
     product(m, thread, &shape, a, b, scores);
@@ -430,14 +424,13 @@ static void attention_task(void *arg, int64_t task, int thread)
         int n = length - begin < ATTENTION_ROWS ? length - begin : ATTENTION_ROWS, end = begin + n;
         scores_product(m, thread, n, end, at(q, type, (int64_t)begin * 3 * w), 3 * w, key, 3 * w, k->scores);
         for (int r = 0; r < n; r++) {
-            float *row = k->scores + (int64_t)r * end;
-            log_sum[begin + r] = row_softmax(row, scale, begin + r + 1);
-            store_causal(at(k->p, type, (int64_t)r * end), type, row, begin + r + 1, end);
+            log_sum[begin + r] = row_softmax(at(k->p, type, r * score_row(end)), type, k->scores + r * score_row(end), scale,
+                                             begin + r + 1, end);
         }
         struct matmul_shape shape = {.m = n,
                                      .n = d,
                                      .k = end,
-                                     .a_row = end,
+                                     .a_row = score_row(end),
                                      .a_column = 1,
                                      .b_row = 3 * w,
                                      .b_column = 1,
@@ -461,18 +454,12 @@ static void mlp_task(void *arg, int64_t task, int thread)
     for (int64_t r = 0; r < n; r++) {
         float *mid = l->mid + (first + r) * w;
         row_add(mid, l->x + (first + r) * w, k->narrow + r * w, w);
-        l->post_r[first + r] = row_norm(k->rows, mid, m->gains[1], (float)m->config.rms_norm_eps, w);
-        row_store(at(k->stored, type, r * w), type, k->rows, w);
+        l->post_r[first + r] =
+            row_norm(at(k->stored, type, r * w), type, mid, m->gains[1], (float)m->config.rms_norm_eps, w);
     }
     forward_product(m, thread, n, f, w, k->stored, w, m->matrix[GATE], at(l->gate, type, first * f), type, f);
     forward_product(m, thread, n, f, w, k->stored, w, m->matrix[UP], at(l->up, type, first * f), type, f);
-    float *gate = k->rows, *up = gate + f, *activated = up + f;
-    for (int64_t r = 0; r < n; r++) {
-        row_load(gate, at(l->gate, type, (first + r) * f), type, f);
-        row_load(up, at(l->up, type, (first + r) * f), type, f);
-        row_swiglu(activated, gate, up, f);
-        row_store(at(k->stored2, type, r * f), type, activated, f);
-    }
+    row_swiglu(k->stored2, at(l->gate, type, first * f), at(l->up, type, first * f), type, (int)(n * f));
     forward_product(m, thread, n, w, f, k->stored2, f, m->matrix[DOWN], k->narrow, LM_F32, w);
     for (int64_t r = 0; r < n; r++) row_add(out + (first + r) * w, l->mid + (first + r) * w, k->narrow + r * w, w);
 }
@@ -485,8 +472,8 @@ static void head_task(void *arg, int64_t task, int thread)
     int64_t first, n = block_rows(m, task, &first);
     const float *x = residual_after(m, m->config.depth - 1);
     for (int64_t r = 0; r < n; r++) {
-        m->final_r[first + r] = row_norm(k->rows, x + (first + r) * w, m->gains[2], (float)m->config.rms_norm_eps, w);
-        row_store(at(k->stored, type, r * w), type, k->rows, w);
+        m->final_r[first + r] = row_norm(at(k->stored, type, r * w), type, x + (first + r) * w, m->gains[2],
+                                         (float)m->config.rms_norm_eps, w);
     }
     forward_product(m, thread, n, vocab, w, k->stored, w, m->head, k->wide, LM_F32, vocab);
     double loss = 0;
@@ -648,7 +635,7 @@ static void embedding_task(void *arg, int64_t task, int thread)
 /* ---- backward ---- */
 
 /* The norm's output again into `hidden`, and the way back through it into the residual stream. */
-static void norm_backward(struct lm *m, struct scratch *k, int64_t block, const float *x, const float *r,
+static void norm_backward(struct lm *m, int64_t block, const float *x, const float *r,
                           const float *gain, const float *dout)
 {
     int type = m->options.compute, w = m->config.width;
@@ -656,8 +643,7 @@ static void norm_backward(struct lm *m, struct scratch *k, int64_t block, const 
     float *share = m->partial + block * w;
     memset(share, 0, (size_t)w * sizeof *share);
     for (int64_t i = first; i < first + n; i++) {
-        row_norm_again(k->rows, x + i * w, gain, r[i], w);
-        row_store(at(m->hidden, type, i * w), type, k->rows, w);
+        row_norm_again(at(m->hidden, type, i * w), type, x + i * w, gain, r[i], w);
         row_norm_backward(m->dx + i * w, share, dout + (i - first) * w, x + i * w, gain, r[i], w);
     }
 }
@@ -670,7 +656,7 @@ static void head_backward_task(void *arg, int64_t task, int thread)
     int64_t first, n = block_rows(m, task, &first);
     backward_product(m, thread, n, vocab, w, at(m->dlogits, type, first * vocab), vocab, m->head, k->narrow, LM_F32, 0);
     memset(m->dx + first * w, 0, (size_t)(n * w) * sizeof *m->dx);
-    norm_backward(m, k, task, m->layers[m->config.depth].x, m->final_r, m->gains[2], k->narrow);
+    norm_backward(m, task, m->layers[m->config.depth].x, m->final_r, m->gains[2], k->narrow);
 }
 
 static void store_rows(void *out, int type, const float *in, int64_t first, int64_t n, int w)
@@ -688,19 +674,11 @@ static void mlp_backward_task(void *arg, int64_t task, int thread)
 
     store_rows(m->dx_mlp, type, m->dx, first, n, w);
     backward_product(m, thread, n, w, f, at(m->dx_mlp, type, first * w), w, m->matrix[DOWN], k->wide, LM_F32, 0);
-    float *gate = k->rows, *up = gate + f, *activated = up + f, *dgate = activated + f, *dup = dgate + f;
-    for (int64_t r = 0; r < n; r++) {
-        int64_t begin = (first + r) * f;
-        row_load(gate, at(l->gate, type, begin), type, f);
-        row_load(up, at(l->up, type, begin), type, f);
-        row_swiglu_backward(activated, dgate, dup, k->wide + r * f, gate, up, f);
-        row_store(at(m->activated, type, begin), type, activated, f);
-        row_store(at(l->gate, type, begin), type, dgate, f);
-        row_store(at(l->up, type, begin), type, dup, f);
-    }
+    row_swiglu_backward(at(m->activated, type, first * f), at(l->gate, type, first * f), at(l->up, type, first * f), k->wide,
+                        type, (int)(n * f));
     backward_product(m, thread, n, f, w, at(l->gate, type, first * f), f, m->matrix[GATE], k->narrow, LM_F32, 0);
     backward_product(m, thread, n, f, w, at(l->up, type, first * f), f, m->matrix[UP], k->narrow, LM_F32, 1);
-    norm_backward(m, k, task, l->mid, l->post_r, m->gains[1], k->narrow);
+    norm_backward(m, task, l->mid, l->post_r, m->gains[1], k->narrow);
 
     store_rows(m->dx_attention, type, m->dx, first, n, w);
     backward_product(m, thread, n, w, w, at(m->dx_attention, type, first * w), w, m->matrix[O],
@@ -725,16 +703,14 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
         scores_product(m, thread, n, end, q_rows, 3 * w, key, 3 * w, k->scores);
         scores_product(m, thread, n, end, dout, w, v, 3 * w, k->dscores);
         for (int r = 0; r < n; r++) {
-            float *p = k->scores + (int64_t)r * end, *dp = k->dscores + (int64_t)r * end;
-            row_softmax_again(p, scale, log_sum[begin + r], begin + r + 1);
-            row_softmax_backward(dp, p, scale, begin + r + 1);
-            store_causal(at(k->p, type, (int64_t)r * end), type, p, begin + r + 1, end);
-            store_causal(at(k->dp, type, (int64_t)r * end), type, dp, begin + r + 1, end);
+            int64_t row = r * score_row(end);
+            row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row, scale,
+                                 log_sum[begin + r], begin + r + 1, end);
         }
         struct matmul_shape dq = {.m = n,
                                   .n = d,
                                   .k = end,
-                                  .a_row = end,
+                                  .a_row = score_row(end),
                                   .a_column = 1,
                                   .b_row = 3 * w,
                                   .b_column = 1,
@@ -745,7 +721,7 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
                                   .n = d,
                                   .k = n,
                                   .a_row = 1,
-                                  .a_column = end,
+                                  .a_column = score_row(end),
                                   .b_row = 3 * w,
                                   .b_column = 1,
                                   .c_row = d,
@@ -759,13 +735,13 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
         product(m, thread, &dv, k->p, dout, k->dv);
         for (int r = 0; r < n; r++) {
             int64_t angle = (int64_t)(begin + r) * half;
-            row_rotate(k->dq + (int64_t)r * d, m->cosine + angle, m->sine + angle, -1.0f, 1, half);
-            row_store(at(q_rows, type, (int64_t)r * 3 * w), type, k->dq + (int64_t)r * d, d);
+            row_rotate(at(q_rows, type, (int64_t)r * 3 * w), type, k->dq + (int64_t)r * d, m->cosine + angle,
+                       m->sine + angle, -1.0f, 1, half);
         }
     }
     for (int64_t t = 0; t < length; t++) {
-        row_rotate(k->dk + t * d, m->cosine + t * half, m->sine + t * half, -1.0f, 1, half);
-        row_store(at(key, type, t * 3 * w), type, k->dk + t * d, d);
+        row_rotate(at(key, type, t * 3 * w), type, k->dk + t * d, m->cosine + t * half, m->sine + t * half, -1.0f, 1,
+                   half);
         row_store(at(v, type, t * 3 * w), type, k->dv + t * d, d);
     }
 }
@@ -780,13 +756,13 @@ static void qkv_backward_task(void *arg, int64_t task, int thread)
     for (int part = 0; part < 3; part++)
         backward_product(m, thread, n, w, w, at(l->qkv, type, first * 3 * w + part * w), 3 * w, m->matrix[Q + part],
                          k->narrow, LM_F32, part > 0);
-    norm_backward(m, k, task, l->x, l->in_r, m->gains[0], k->narrow);
+    norm_backward(m, task, l->x, l->in_r, m->gains[0], k->narrow);
 }
 
 static void scale_dlogits(struct lm *m, float factor)
 {
     int type = m->options.compute, vocab = m->config.vocab;
-    float *row = m->scratch[0].rows;
+    float *row = m->scratch[0].wide;
     for (int64_t r = 0; r < m->rows; r++) {
         row_load(row, at(m->dlogits, type, r * vocab), type, vocab);
         row_scale(row, factor, vocab);

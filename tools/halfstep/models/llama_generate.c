@@ -12,7 +12,7 @@
 struct cache {
     float *keys, *values; /* [depth, context, width] */
     float *x, *hidden, *q, *out, *gate, *up, *activated, *logits, *row;
-    float *scores; /* [heads, context] */
+    float *scores; /* [heads, context + ROW_LANES] */
     double *p;
 };
 
@@ -33,7 +33,7 @@ static int create_cache(struct lm *m)
     size_t t = (size_t)m->config.context, kept = (size_t)m->config.depth * t * w;
     size_t widest = w > f ? w : f;
     if (widest < v) widest = v;
-    size_t floats = 2 * kept + 9 * widest + (size_t)m->config.heads * t;
+    size_t floats = 2 * kept + 9 * widest + (size_t)m->config.heads * (t + ROW_LANES);
     struct cache *c = calloc(1, sizeof *c + v * sizeof *c->p);
     float *next = c ? malloc(floats * sizeof *next) : NULL;
     if (!next) {
@@ -79,7 +79,7 @@ static void multiply(struct lm *m, const struct lm_weight *weight, const float *
 static void norm(struct lm *m, const struct lm_weight *gain, const float *x, float *out)
 {
     row_load(m->cache->row, gain->data, gain->dtype, m->config.width);
-    row_norm(out, x, m->cache->row, (float)m->config.rms_norm_eps, m->config.width);
+    row_norm(out, LM_F32, x, m->cache->row, (float)m->config.rms_norm_eps, m->config.width);
 }
 
 struct attention {
@@ -95,10 +95,10 @@ static void attend_task(void *arg, int64_t head, int thread)
     struct lm *m = a->model;
     struct cache *c = m->cache;
     int w = m->config.width, d = w / m->config.heads;
-    float *scores = c->scores + head * m->config.context, *out = c->out + head * d;
+    float *scores = c->scores + head * (m->config.context + ROW_LANES), *out = c->out + head * d;
     for (int t = 0; t <= a->position; t++)
         scores[t] = row_dot(a->keys + (int64_t)t * w + head * d, LM_F32, c->q + head * d, d);
-    row_softmax(scores, 1.0f / sqrtf((float)d), a->position + 1);
+    row_softmax(scores, LM_F32, scores, 1.0f / sqrtf((float)d), a->position + 1, a->position + 1);
     memset(out, 0, (size_t)d * sizeof *out);
     for (int t = 0; t <= a->position; t++) {
         const float *value = a->values + (int64_t)t * w + head * d;
@@ -122,8 +122,8 @@ static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token
         multiply(m, &l[Q], c->hidden, c->q, w, w);
         multiply(m, &l[K], c->hidden, key, w, w);
         multiply(m, &l[V], c->hidden, value, w, w);
-        row_rotate(c->q, cosine, sine, 1.0f, heads, half);
-        row_rotate(key, cosine, sine, 1.0f, heads, half);
+        row_rotate(c->q, LM_F32, c->q, cosine, sine, 1.0f, heads, half);
+        row_rotate(key, LM_F32, key, cosine, sine, 1.0f, heads, half);
         struct attention attention = {m, c->keys + first, c->values + first, position};
         parallel_run(m->pool, heads, attend_task, &attention);
         multiply(m, &l[O], c->out, c->hidden, w, w);
@@ -131,7 +131,7 @@ static void advance(struct lm *m, const struct lm_weight *weights, uint8_t token
         norm(m, &l[POST_NORM], c->x, c->hidden);
         multiply(m, &l[GATE], c->hidden, c->gate, f, w);
         multiply(m, &l[UP], c->hidden, c->up, f, w);
-        row_swiglu(c->activated, c->gate, c->up, f);
+        row_swiglu(c->activated, c->gate, c->up, LM_F32, f);
         multiply(m, &l[DOWN], c->activated, c->hidden, w, f);
         row_add_to(c->x, c->hidden, w);
     }

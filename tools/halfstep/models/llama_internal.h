@@ -23,9 +23,8 @@ struct layer {
 
 struct scratch {             /* one per thread */
     float *wide, *narrow;    /* fp32 results of products of one block of rows */
-    float *rows;             /* a few single rows */
     void *stored, *stored2;  /* inputs of products of one block of rows */
-    float *scores, *dscores; /* attention, [ATTENTION_ROWS, length] */
+    float *scores, *dscores; /* attention, [ATTENTION_ROWS, length + ROW_LANES] */
     void *p, *dp;            /* the same, stored */
     float *dk, *dv, *dq;
 };

@@ -5,39 +5,31 @@
 
 #include <stdint.h>
 
-/* fp32 from and to a stored type (enum lm_dtype): to nearest even, finite values stay finite, Inf and NaN stay. */
-void row_load(float *restrict out, const void *restrict in, int type, int n);
-void row_store(void *restrict out, int type, const float *restrict in, int n);
-
-void row_add(float *out, const float *a, const float *b, int n);
-void row_add_to(float *restrict sum, const float *restrict in, int n);
-void row_scale(float *row, float factor, int n);
-float row_dot(const void *restrict weights, int type, const float *restrict x, int n);
-
-/* out = x * r * gain, r = 1 / sqrt(mean(x^2) + eps), which is returned. */
-float row_norm(float *restrict out, const float *restrict x, const float *restrict gain, float eps, int n);
-void row_norm_again(float *restrict out, const float *restrict x, const float *restrict gain, float r, int n);
-/* Adds to dx and to dgain. */
-void row_norm_backward(float *restrict dx, float *restrict dgain, const float *restrict dout, const float *restrict x,
-                       const float *restrict gain, float r, int n);
-
-/* Rotary positions: element i of a head pairs with i + half. direction -1 turns back. */
-void row_rotate(float *restrict row, const float *restrict cosine, const float *restrict sine, float direction,
-                int heads, int half);
-
-void row_swiglu(float *restrict out, const float *restrict gate, const float *restrict up, int n);
-/* From d(out): out again, dgate and dup. */
-void row_swiglu_backward(float *restrict out, float *restrict dgate, float *restrict dup, const float *restrict dout,
-                         const float *restrict gate, const float *restrict up, int n);
-
-/* row = softmax(scale * row) in place; returns log(sum(exp(scale * row))) as it was. */
-float row_softmax(float *row, float scale, int n);
-void row_softmax_again(float *row, float scale, float log_sum, int n);
-/* dp = scale * p * (dp - sum(p * dp)) */
-void row_softmax_backward(float *restrict dp, const float *restrict p, float scale, int n);
-
-/* Returns -log(softmax(logits)[target]); logits become factor * (softmax - onehot(target)). */
-float row_cross_entropy(float *logits, int target, float factor, int n);
+/* Types are those of enum lm_dtype; stored values are rounded to nearest even, finite values stay finite, Inf and NaN stay.
+ *
+ * load, store      fp32 from and to a stored type
+ * add              out = a + b
+ * add_to           sum += in
+ * scale            row *= factor
+ * dot              the sum of weights * x
+ * norm             out = x * r * gain, r = 1 / sqrt(mean(x^2) + eps), which is returned
+ * norm_again       the same with the r of before
+ * norm_backward    adds to dx and to dgain
+ * rotate           rotary positions: element i of a head pairs with i + half; direction -1 turns back; out may be in
+ * swiglu           out = gate / (1 + exp(-gate)) * up
+ * swiglu_backward  from d(out): out again; gate and up become their gradients
+ * softmax          out = softmax(scale * row) over the first `valid`, 0 after them; returns log(sum(exp(scale * row))); row is
+ *                  overwritten, and may be out where the type is fp32
+ * softmax_backward p = exp(scale * row - log_sum), ds = scale * p * (dp - sum(p * dp)), 0 from `valid` on; row is overwritten
+ * cross_entropy    returns -log(softmax(logits)[target]); logits become factor * (softmax - onehot(target))
+ *
+ * Rows of the two softmaxes have room for n rounded up to ROW_LANES values, and all of it is written. */
+enum { ROW_LANES = 16 };
+#define ROW(name, parameters, arguments) void row_##name parameters;
+#define ROW_FLOAT(name, parameters, arguments) float row_##name parameters;
+#include "rows.def"
+#undef ROW
+#undef ROW_FLOAT
 
 /* Natural functions in double by + - * / only: the same bits everywhere. x > 0 and normal; |x| < 1e6; |x| < 700. */
 double exact_log(double x);
