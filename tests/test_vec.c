@@ -474,6 +474,18 @@ static void test_definitions(const struct vec_unit *scalar)
     for (int64_t i = 0; i < n; i++)
         CHECK(out[i] == b[i / 16 * 16 + (a[i] & 15)], "v_lookup16, element %d, of index %d: %08x", (int)i,
               (int)(a[i] & 15), out[i]);
+    for (uint32_t first = 0; first < 0x10000; first += 32) {
+        ALIGNED uint16_t words[32], stored[32];
+        ALIGNED uint32_t half[2][16];
+        for (uint32_t i = 0; i < 32; i++) words[i] = (uint16_t)(first + i);
+        find_load(scalar, "vi_load_u16")->run((const char *)words, half[0], half[1]);
+        for (uint32_t i = 0; i < 32; i++) {
+            CHECK(half[i / 16][i % 16] == first + i, "vi_load_u16 of %04x: %08x", first + i, half[i / 16][i % 16]);
+            half[i / 16][i % 16] |= 0xa5c30000u;
+        }
+        find_store(scalar, "vi_store_u16")->run((char *)stored, half[0], half[1]);
+        CHECK(!memcmp(words, stored, sizeof words), "vi_store_u16 of codes from %04x", first);
+    }
     for (uint32_t first = 0; first < 256; first += 32) {
         ALIGNED uint8_t bytes[32], stored[32];
         ALIGNED uint32_t half[2][16];

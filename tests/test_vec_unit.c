@@ -257,30 +257,34 @@ static void store_v_storeu(char *p, const uint32_t *e, const uint32_t *o)
     }
 }
 
-static void load_vi_load_u8(const char *p, uint32_t *e, uint32_t *o)
-{
-    for (int i = 0; i < 16; i += VL) {
-        vi_store(e + i, vi_load_u8(p + i));
-        vi_store(o + i, vi_load_u8(p + i + 16));
+#define IN_ORDER(size, bytes)                                                        \
+    static void load_vi_load_##size(const char *p, uint32_t *e, uint32_t *o)         \
+    {                                                                                \
+        for (int i = 0; i < 16; i += VL) {                                           \
+            vi_store(e + i, vi_load_##size(p + bytes * i));                          \
+            vi_store(o + i, vi_load_##size(p + bytes * (i + 16)));                   \
+        }                                                                            \
+    }                                                                                \
+    static void store_vi_store_##size(char *p, const uint32_t *e, const uint32_t *o) \
+    {                                                                                \
+        for (int i = 0; i < 16; i += VL) {                                           \
+            vi_store_##size(p + bytes * i, vi_load(e + i));                          \
+            vi_store_##size(p + bytes * (i + 16), vi_load(o + i));                   \
+        }                                                                            \
     }
-}
-static void store_vi_store_u8(char *p, const uint32_t *e, const uint32_t *o)
-{
-    for (int i = 0; i < 16; i += VL) {
-        vi_store_u8(p + i, vi_load(e + i));
-        vi_store_u8(p + i + 16, vi_load(o + i));
-    }
-}
+IN_ORDER(u8, 1)
+IN_ORDER(u16, 2)
 
 static const struct vec_load load_table[] = {
 #define LOAD_ROW(op, bytes) {#op, bytes, load_##op},
-    LOADS_OF_INTEGERS(LOAD_ROW) LOADS_OF_FLOATS(LOAD_ROW) LOAD_ROW(v_loadu, 4) LOAD_ROW(vi_load_u8, 1){NULL, 0, NULL},
+    LOADS_OF_INTEGERS(LOAD_ROW) LOADS_OF_FLOATS(LOAD_ROW) LOAD_ROW(v_loadu, 4) LOAD_ROW(vi_load_u8, 1)
+        LOAD_ROW(vi_load_u16, 2){NULL, 0, NULL},
 };
 
 static const struct vec_store store_table[] = {
 #define STORE_ROW(op, bytes) {#op, bytes, store_##op},
-    STORES_OF_INTEGERS(STORE_ROW) STORES_OF_FLOATS(STORE_ROW) STORE_ROW(v_storeu, 4)
-        STORE_ROW(vi_store_u8, 1){NULL, 0, NULL},
+    STORES_OF_INTEGERS(STORE_ROW) STORES_OF_FLOATS(STORE_ROW) STORE_ROW(v_storeu, 4) STORE_ROW(vi_store_u8, 1)
+        STORE_ROW(vi_store_u16, 2){NULL, 0, NULL},
 };
 
 #define SUM(op, add)                                                                        \

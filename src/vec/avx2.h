@@ -107,6 +107,14 @@ V_OP void vi_store_u8(void *p, vi x)
     vi words = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x, bytes), _mm256_setr_epi32(0, 4, 1, 1, 1, 1, 1, 1));
     _mm_storel_epi64((__m128i *)p, _mm256_castsi256_si128(words));
 }
+V_OP vi vi_load_u16(const void *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+/* The low words of each 128 bits become their first half. */
+V_OP void vi_store_u16(void *p, vi x)
+{
+    const vi words = _mm256_broadcastsi128_si256(_mm_setr_epi32(0x05040100, 0x0d0c0908, -1, -1));
+    vi halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x, words), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(halves));
+}
 
 V_OP vf v_gather(const float *table, vi index) { return _mm256_i32gather_ps(table, index, 4); }
 /* A permutation takes the lower three bits of an index; the fourth, moved to the sign, chooses the half. */

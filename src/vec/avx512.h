@@ -103,6 +103,8 @@ V_OP vi vi_load(const uint32_t *p) { return _mm512_load_si512(p); }
 V_OP void vi_store(uint32_t *p, vi x) { _mm512_store_si512(p, x); }
 V_OP vi vi_load_u8(const void *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 V_OP void vi_store_u8(void *p, vi x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
+V_OP vi vi_load_u16(const void *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+V_OP void vi_store_u16(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); }
 
 V_OP vf v_gather(const float *table, vi index) { return _mm512_i32gather_ps(index, table, 4); }
 V_OP vf v_lookup16(const float *table, vi index) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }

@@ -117,6 +117,17 @@ V_OP void vi_store_u8(void *p, vi x)
     uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(w, w))), 0);
     memcpy(p, &bytes, 4);
 }
+V_OP vi vi_load_u16(const void *p)
+{
+    uint64_t words;
+    memcpy(&words, p, 8);
+    return vmovl_u16(vcreate_u16(words));
+}
+V_OP void vi_store_u16(void *p, vi x)
+{
+    uint64_t words = vget_lane_u64(vreinterpret_u64_u16(vmovn_u32(x)), 0);
+    memcpy(p, &words, 8);
+}
 
 V_OP vf v_gather(const float *table, vi index)
 {

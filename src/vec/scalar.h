@@ -92,6 +92,17 @@ V_OP vi vi_load(const uint32_t *p) { return *p; }
 V_OP void vi_store(uint32_t *p, vi x) { *p = x; }
 V_OP vi vi_load_u8(const void *p) { return *(const uint8_t *)p; }
 V_OP void vi_store_u8(void *p, vi x) { *(uint8_t *)p = (uint8_t)x; }
+V_OP vi vi_load_u16(const void *p)
+{
+    uint16_t word;
+    memcpy(&word, p, 2);
+    return word;
+}
+V_OP void vi_store_u16(void *p, vi x)
+{
+    uint16_t word = (uint16_t)x;
+    memcpy(p, &word, 2);
+}
 
 V_OP vf v_gather(const float *table, vi index) { return table[index]; }
 V_OP vf v_lookup16(const float *table, vi index) { return table[index]; }

@@ -424,8 +424,8 @@ static void attention_task(void *arg, int64_t task, int thread)
         int n = length - begin < ATTENTION_ROWS ? length - begin : ATTENTION_ROWS, end = begin + n;
         scores_product(m, thread, n, end, at(q, type, (int64_t)begin * 3 * w), 3 * w, key, 3 * w, k->scores);
         for (int r = 0; r < n; r++) {
-            log_sum[begin + r] = row_softmax(at(k->p, type, r * score_row(end)), type, k->scores + r * score_row(end), scale,
-                                             begin + r + 1, end);
+            log_sum[begin + r] = row_softmax(at(k->p, type, r * score_row(end)), type, k->scores + r * score_row(end),
+                                             scale, begin + r + 1, end);
         }
         struct matmul_shape shape = {.m = n,
                                      .n = d,
@@ -635,8 +635,8 @@ static void embedding_task(void *arg, int64_t task, int thread)
 /* ---- backward ---- */
 
 /* The norm's output again into `hidden`, and the way back through it into the residual stream. */
-static void norm_backward(struct lm *m, int64_t block, const float *x, const float *r,
-                          const float *gain, const float *dout)
+static void norm_backward(struct lm *m, int64_t block, const float *x, const float *r, const float *gain,
+                          const float *dout)
 {
     int type = m->options.compute, w = m->config.width;
     int64_t first, n = block_rows(m, block, &first);
@@ -674,8 +674,8 @@ static void mlp_backward_task(void *arg, int64_t task, int thread)
 
     store_rows(m->dx_mlp, type, m->dx, first, n, w);
     backward_product(m, thread, n, w, f, at(m->dx_mlp, type, first * w), w, m->matrix[DOWN], k->wide, LM_F32, 0);
-    row_swiglu_backward(at(m->activated, type, first * f), at(l->gate, type, first * f), at(l->up, type, first * f), k->wide,
-                        type, (int)(n * f));
+    row_swiglu_backward(at(m->activated, type, first * f), at(l->gate, type, first * f), at(l->up, type, first * f),
+                        k->wide, type, (int)(n * f));
     backward_product(m, thread, n, f, w, at(l->gate, type, first * f), f, m->matrix[GATE], k->narrow, LM_F32, 0);
     backward_product(m, thread, n, f, w, at(l->up, type, first * f), f, m->matrix[UP], k->narrow, LM_F32, 1);
     norm_backward(m, task, l->mid, l->post_r, m->gains[1], k->narrow);
@@ -704,8 +704,8 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
         scores_product(m, thread, n, end, dout, w, v, 3 * w, k->dscores);
         for (int r = 0; r < n; r++) {
             int64_t row = r * score_row(end);
-            row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row, scale,
-                                 log_sum[begin + r], begin + r + 1, end);
+            row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row,
+                                 scale, log_sum[begin + r], begin + r + 1, end);
         }
         struct matmul_shape dq = {.m = n,
                                   .n = d,

@@ -1,319 +1,390 @@
-/* The loops of rows.h over vectors of 16 lanes. Compiled once for each instruction set, without the fusing of products and
- * sums, so that all of them give the same bits. */
+/* The loops of rows.h, over the library's vector vocabulary (src/vec/README.md). Compiled once for each instruction set; all
+ * of them give the same bits. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#include HSTEP_VEC_HEADER
+
 #include "llama.h"
 #include "row_kernels.h"
 #include "rows.h"
 
-enum { LANES = ROW_LANES };
+/* What all instruction sets have the same number of: values that are neighbours in memory. */
+enum { LANES = ROW_LANES, PARTS = LANES / VL };
+typedef struct {
+    vf part[PARTS];
+} lanes;
 
-typedef float vf __attribute__((vector_size(64)));
-typedef float vf8 __attribute__((vector_size(32)));
-typedef float vf4 __attribute__((vector_size(16)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-
-/* Vectors are values here, never arguments of a call between files. */
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vf splat(float x) { return x - (vf){0}; }
-
-INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-
-INLINE vu choose_u(vi mask, vu a, vu b) { return (vu)((mask & (vi)a) | (~mask & (vi)b)); }
-
-/* Lanes from `n` on are 0. */
-INLINE vf first_lanes(vf x, int n)
-{
-    static const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vf)((vi)x & (lane < n));
-}
-
-/* The sum of the lanes, as a tree. */
-INLINE float total(vf s)
-{
-    vf8 half[2];
-    vf4 quarter[2];
-    memcpy(half, &s, sizeof half);
-    half[0] += half[1];
-    memcpy(quarter, half, sizeof quarter);
-    quarter[0] += quarter[1];
-    return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
-}
-
-/* Where rounding could reach infinity, and for Inf and NaN, the high half is taken as it is. */
-INLINE vh to_bf16(vf x)
-{
-    vu u = (vu)x, magnitude = u & 0x7FFFFFFF, rounded = u + 0x7FFF + (u >> 16 & 1);
-    rounded = choose_u(magnitude > 0x7F7F7FFF, u, rounded);
-    return __builtin_convertvector(choose_u(magnitude > 0x7F800000, rounded | 0x400000, rounded) >> 16, vh);
-}
-
-INLINE vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
-
-INLINE vh to_f16(vf x)
-{
-    vu u = (vu)x, magnitude = u & 0x7FFFFFFF;
-    /* 0.5 is 2^24 subnormal steps; adding it lets the fp32 addition round. */
-    vu small = (vu)((vf)magnitude + 0.5f) - 0x3F000000;
-    vu half = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
-    half = choose_u(magnitude < 0x38800000, small, half);
-    half = choose_u(magnitude >= 0x477FE000, (vu){0} + 0x7BFF, half);
-    half = choose_u(magnitude == 0x7F800000, (vu){0} + 0x7C00, half);
-    half = choose_u(magnitude > 0x7F800000, (vu){0} + 0x7E00, half);
-    return __builtin_convertvector((u >> 16 & 0x8000) | half, vh);
-}
-
-INLINE vf from_f16(vh h)
-{
-    vu u = __builtin_convertvector(h, vu), sign = (u & 0x8000) << 16, magnitude = u & 0x7FFF;
-    vu small = (vu)(__builtin_convertvector((vi)magnitude, vf) * 0x1p-24f);
-    vu all = choose_u(magnitude < 0x400, small, (magnitude << 13) + 0x38000000);
-    all = choose_u(magnitude >= 0x7C00, 0x7F800000 | (magnitude & 0x3FF) << 13, all);
-    return (vf)(sign | all);
-}
-
-/* The next n values, all 16 of them where n allows; lanes beyond are 0. */
-INLINE vf get(const void *row, int type, int i, int n)
-{
-    int size = type == LM_F32 ? 4 : 2, count = n - i < LANES ? n - i : LANES;
-    const char *from = (const char *)row + (ptrdiff_t)i * size;
-    vf x = {0};
-    vh h = {0};
-    void *to = type == LM_F32 ? (void *)&x : (void *)&h;
-    if (count == LANES) memcpy(to, from, (size_t)(LANES * size));
-    else memcpy(to, from, (size_t)(count * size));
-    return type == LM_F32 ? x : type == LM_BF16 ? from_bf16(h) : from_f16(h);
-}
-
-INLINE void put(void *row, int type, int i, int n, vf x)
-{
-    int size = type == LM_F32 ? 4 : 2, count = n - i < LANES ? n - i : LANES;
-    char *to = (char *)row + (ptrdiff_t)i * size;
-    vh h = {0};
-    if (type != LM_F32) h = type == LM_BF16 ? to_bf16(x) : to_f16(x);
-    const void *from = type == LM_F32 ? (void *)&x : (void *)&h;
-    if (count == LANES) memcpy(to, from, (size_t)(LANES * size));
-    else memcpy(to, from, (size_t)(count * size));
-}
-
-INLINE vf get_f32(const float *row, int i, int n) { return get(row, LM_F32, i, n); }
-
-INLINE void put_f32(float *row, int i, int n, vf x) { put(row, LM_F32, i, n, x); }
-
-/* A function's body once for each type, so that no loop asks for it. */
-#define FOR_TYPE(call)                              \
-    switch (type) {                                 \
-    case LM_F32: call(LM_F32); break;               \
-    case LM_BF16: call(LM_BF16); break;             \
-    default: call(LM_F16); break;                   \
-    }
-
+#define EACH_PART(k) for (int k = 0; k < PARTS; k++)
 #define EACH(i, n) for (int i = 0; i < (n); i += LANES)
 
-static void load(float *restrict out, const void *restrict in, int type, int n)
+/* ---- values ---- */
+
+V_OP lanes splat(float x)
 {
-#define BODY(t) EACH (i, n) put_f32(out, i, n, get(in, t, i, n))
-    FOR_TYPE(BODY)
-#undef BODY
+    lanes out;
+    EACH_PART(k) out.part[k] = v_set(x);
+    return out;
 }
 
-static void store(void *restrict out, int type, const float *restrict in, int n)
+#define LANEWISE(name)                                           \
+    V_OP lanes l_##name(lanes a, lanes b)                        \
+    {                                                            \
+        EACH_PART(k) a.part[k] = v_##name(a.part[k], b.part[k]); \
+        return a;                                                \
+    }
+LANEWISE(add)
+LANEWISE(sub)
+LANEWISE(mul)
+LANEWISE(div)
+LANEWISE(max)
+LANEWISE(min)
+
+V_OP lanes l_mul_add(lanes a, lanes b, lanes c) { return l_add(l_mul(a, b), c); }
+
+/* Lanes from `n` on are 0. */
+V_OP lanes first_lanes(lanes x, int n)
 {
-#define BODY(t) EACH (i, n) put(out, t, i, n, get_f32(in, i, n))
-    FOR_TYPE(BODY)
-#undef BODY
+    if (n >= LANES) return x;
+    EACH_PART(k)
+    {
+        vm in = vi_gt(vi_set((uint32_t)(n - k * VL)), vi_iota());
+        x.part[k] = v_select(in, x.part[k], v_set(0.0f));
+    }
+    return x;
 }
 
-static void add(float *out, const float *a, const float *b, int n)
+V_OP void spread(float out[LANES], lanes x) { EACH_PART(k) v_storeu(out + k * VL, x.part[k]); }
+
+/* The sum of the lanes, as a tree. */
+V_OP float total(lanes x)
 {
-    EACH (i, n) put_f32(out, i, n, get_f32(a, i, n) + get_f32(b, i, n));
+    float s[LANES], a[8], b[4];
+    spread(s, x);
+    for (int j = 0; j < 8; j++) a[j] = s[j] + s[j + 8];
+    for (int j = 0; j < 4; j++) b[j] = a[j] + a[j + 4];
+    return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-static void add_to(float *restrict sum, const float *restrict in, int n)
+/* ---- memory ---- */
+
+/* Where rounding could reach infinity, and for Inf and NaN, the high half is taken as it is. */
+V_OP vi to_bf16(vf x)
 {
-    EACH (i, n) put_f32(sum, i, n, get_f32(sum, i, n) + get_f32(in, i, n));
+    vi u = v_bits(x), magnitude = vi_and(u, vi_set(0x7FFFFFFF));
+    vi rounded = vi_add(vi_add(u, vi_set(0x7FFF)), vi_and(vi_shr(u, 16), vi_set(1)));
+    rounded = vi_select(vi_gt(magnitude, vi_set(0x7F7F7FFF)), u, rounded);
+    rounded = vi_select(vi_gt(magnitude, vi_set(0x7F800000)), vi_or(rounded, vi_set(0x400000)), rounded);
+    return vi_shr(rounded, 16);
 }
 
-static void scale(float *row, float factor, int n)
+V_OP vi to_f16(vf x)
 {
-    EACH (i, n) put_f32(row, i, n, get_f32(row, i, n) * factor);
+    vi u = v_bits(x), magnitude = vi_and(u, vi_set(0x7FFFFFFF));
+    /* 0.5 is 2^24 subnormal steps; adding it lets the fp32 addition round. */
+    vi small = vi_sub(v_bits(v_add(v_from_bits(magnitude), v_set(0.5f))), vi_set(0x3F000000));
+    vi half = vi_add(vi_add(magnitude, vi_set(0xFFF)), vi_and(vi_shr(magnitude, 13), vi_set(1)));
+    half = vi_shr(vi_sub(half, vi_set(0x38000000)), 13);
+    half = vi_select(vi_gt(vi_set(0x38800000), magnitude), small, half);
+    half = vi_select(vi_gt(magnitude, vi_set(0x477FDFFF)), vi_set(0x7BFF), half);
+    half = vi_select(vi_eq(magnitude, vi_set(0x7F800000)), vi_set(0x7C00), half);
+    half = vi_select(vi_gt(magnitude, vi_set(0x7F800000)), vi_set(0x7E00), half);
+    return vi_or(vi_and(vi_shr(u, 16), vi_set(0x8000)), half);
 }
 
-static float dot(const void *restrict weights, int type, const float *restrict x, int n)
+V_OP vf from_f16(vi h)
 {
-    vf s = {0};
-#define BODY(t) EACH (i, n) s += get(weights, t, i, n) * get_f32(x, i, n)
-    FOR_TYPE(BODY)
-#undef BODY
+    vi sign = vi_shl(vi_and(h, vi_set(0x8000)), 16), magnitude = vi_and(h, vi_set(0x7FFF));
+    vi small = v_bits(v_mul(v_from_int(magnitude), v_set(0x1p-24f)));
+    vi all = vi_add(vi_shl(magnitude, 13), vi_set(0x38000000));
+    all = vi_select(vi_gt(vi_set(0x400), magnitude), small, all);
+    vi special = vi_or(vi_set(0x7F800000), vi_shl(vi_and(magnitude, vi_set(0x3FF)), 13));
+    all = vi_select(vi_gt(magnitude, vi_set(0x7BFF)), special, all);
+    return v_from_bits(vi_or(sign, all));
+}
+
+V_OP lanes get_whole(const void *row, int type, int i)
+{
+    lanes x;
+    EACH_PART(k)
+    {
+        int at = i + k * VL;
+        if (type == LM_F32) x.part[k] = v_loadu((const float *)row + at);
+        else if (type == LM_BF16) x.part[k] = v_from_bits(vi_shl(vi_load_u16((const uint16_t *)row + at), 16));
+        else x.part[k] = from_f16(vi_load_u16((const uint16_t *)row + at));
+    }
+    return x;
+}
+
+V_OP void put_whole(void *row, int type, int i, lanes x)
+{
+    EACH_PART(k)
+    {
+        int at = i + k * VL;
+        if (type == LM_F32) v_storeu((float *)row + at, x.part[k]);
+        else if (type == LM_BF16) vi_store_u16((uint16_t *)row + at, to_bf16(x.part[k]));
+        else vi_store_u16((uint16_t *)row + at, to_f16(x.part[k]));
+    }
+}
+
+/* The 16 values from i on; what lies behind a row of n is 0. */
+V_OP lanes get(const void *row, int type, int i, int n)
+{
+    if (i + LANES <= n) return get_whole(row, type, i);
+    char rest[LANES * sizeof(float)] = {0};
+    size_t size = type == LM_F32 ? 4 : 2;
+    memcpy(rest, (const char *)row + (size_t)i * size, (size_t)(n - i) * size);
+    return get_whole(rest, type, 0);
+}
+
+V_OP void put(void *row, int type, int i, int n, lanes x)
+{
+    if (i + LANES <= n) {
+        put_whole(row, type, i, x);
+        return;
+    }
+    char rest[LANES * sizeof(float)];
+    size_t size = type == LM_F32 ? 4 : 2;
+    put_whole(rest, type, 0, x);
+    memcpy((char *)row + (size_t)i * size, rest, (size_t)(n - i) * size);
+}
+
+V_OP lanes get_f32(const float *row, int i, int n) { return get(row, LM_F32, i, n); }
+
+V_OP void put_f32(float *row, int i, int n, lanes x) { put(row, LM_F32, i, n, x); }
+
+/* A loop once for each type, so that none asks for it. */
+#define FOR_TYPE(LOOP)                 \
+    switch (type) {                    \
+    case LM_F32: LOOP(LM_F32) break;   \
+    case LM_BF16: LOOP(LM_BF16) break; \
+    default: LOOP(LM_F16) break;       \
+    }
+
+/* ---- rows ---- */
+
+static void row_load_(float *restrict out, const void *restrict in, int type, int n)
+{
+#define LOOP(t) EACH(i, n) put_f32(out, i, n, get(in, t, i, n));
+    FOR_TYPE(LOOP)
+#undef LOOP
+}
+
+static void row_store_(void *restrict out, int type, const float *restrict in, int n)
+{
+#define LOOP(t) EACH(i, n) put(out, t, i, n, get_f32(in, i, n));
+    FOR_TYPE(LOOP)
+#undef LOOP
+}
+
+static void row_add_(float *out, const float *a, const float *b, int n)
+{
+    EACH(i, n) put_f32(out, i, n, l_add(get_f32(a, i, n), get_f32(b, i, n)));
+}
+
+static void row_add_to_(float *restrict sum, const float *restrict in, int n) { row_add_(sum, sum, in, n); }
+
+static void row_scale_(float *row, float factor, int n)
+{
+    EACH(i, n) put_f32(row, i, n, l_mul(get_f32(row, i, n), splat(factor)));
+}
+
+static float row_dot_(const void *restrict weights, int type, const float *restrict x, int n)
+{
+    lanes s = splat(0.0f);
+#define LOOP(t) EACH(i, n) s = l_mul_add(get(weights, t, i, n), get_f32(x, i, n), s);
+    FOR_TYPE(LOOP)
+#undef LOOP
     return total(s);
 }
 
-static void norm_again(void *restrict out, int type, const float *restrict x, const float *restrict gain, float r, int n)
+static void row_norm_again_(void *restrict out, int type, const float *restrict x, const float *restrict gain, float r,
+                            int n)
 {
-#define BODY(t) EACH (i, n) put(out, t, i, n, get_f32(x, i, n) * r * get_f32(gain, i, n))
-    FOR_TYPE(BODY)
-#undef BODY
+#define LOOP(t) EACH(i, n) put(out, t, i, n, l_mul(l_mul(get_f32(x, i, n), splat(r)), get_f32(gain, i, n)));
+    FOR_TYPE(LOOP)
+#undef LOOP
 }
 
-static float norm(void *restrict out, int type, const float *restrict x, const float *restrict gain, float eps, int n)
+static float row_norm_(void *restrict out, int type, const float *restrict x, const float *restrict gain, float eps,
+                       int n)
 {
-    float r = 1.0f / sqrtf(dot(x, LM_F32, x, n) / (float)n + eps);
-    norm_again(out, type, x, gain, r, n);
+    float r = 1.0f / sqrtf(row_dot_(x, LM_F32, x, n) / (float)n + eps);
+    row_norm_again_(out, type, x, gain, r, n);
     return r;
 }
 
-static void norm_backward(float *restrict dx, float *restrict dgain, const float *restrict dout, const float *restrict x,
-                          const float *restrict gain, float r, int n)
+static void row_norm_backward_(float *restrict dx, float *restrict dgain, const float *restrict dout,
+                               const float *restrict x, const float *restrict gain, float r, int n)
 {
-    vf s = {0};
-    EACH (i, n) s += get_f32(dout, i, n) * get_f32(gain, i, n) * get_f32(x, i, n);
-    float c = total(s) * r * r * r / (float)n;
-    EACH (i, n) {
-        vf d = get_f32(dout, i, n), v = get_f32(x, i, n);
-        put_f32(dgain, i, n, get_f32(dgain, i, n) + d * (v * r));
-        put_f32(dx, i, n, get_f32(dx, i, n) + (d * get_f32(gain, i, n) * r - v * c));
+    lanes s = splat(0.0f);
+    EACH(i, n) s = l_mul_add(l_mul(get_f32(dout, i, n), get_f32(gain, i, n)), get_f32(x, i, n), s);
+    lanes c = splat(total(s) * r * r * r / (float)n), rate = splat(r);
+    EACH(i, n)
+    {
+        lanes d = get_f32(dout, i, n), v = get_f32(x, i, n);
+        put_f32(dgain, i, n, l_add(get_f32(dgain, i, n), l_mul(d, l_mul(v, rate))));
+        lanes way = l_sub(l_mul(l_mul(d, get_f32(gain, i, n)), rate), l_mul(v, c));
+        put_f32(dx, i, n, l_add(get_f32(dx, i, n), way));
     }
 }
 
-static void rotate(void *out, int type, const float *in, const float *cosine, const float *sine, float direction, int heads,
-                   int half)
+static void row_rotate_(void *out, int type, const float *in, const float *cosine, const float *sine, float direction,
+                        int heads, int half)
 {
-#define BODY(t)                                                                                           \
-    EACH (i, half) {                                                                                      \
-        vf x = get_f32(a, i, half), y = get_f32(a + half, i, half);                                         \
-        vf c = get_f32(cosine, i, half), s = direction * get_f32(sine, i, half);                            \
-        put(out, t, first + i, first + half, x * c - y * s);                                               \
-        put(out, t, first + half + i, first + 2 * half, y * c + x * s);                                 \
+#define LOOP(t)                                                                                  \
+    EACH(i, half)                                                                                \
+    {                                                                                            \
+        lanes x = get_f32(in + begin, i, half), y = get_f32(in + begin + half, i, half);         \
+        lanes c = get_f32(cosine, i, half), s = l_mul(splat(direction), get_f32(sine, i, half)); \
+        put(out, t, begin + i, begin + half, l_sub(l_mul(x, c), l_mul(y, s)));                   \
+        put(out, t, begin + half + i, begin + 2 * half, l_add(l_mul(y, c), l_mul(x, s)));        \
     }
-    for (int h = 0; h < heads; h++) {
-        int first = h * 2 * half;
-        const float *a = in + first;
-        FOR_TYPE(BODY)
-    }
-#undef BODY
+    for (int begin = 0; begin < heads * 2 * half; begin += 2 * half) FOR_TYPE(LOOP)
+#undef LOOP
 }
 
 /* exp to about 2 ulp; below -87 it stays at exp(-87). NaN stays NaN. */
-INLINE vf exp_of(vf x)
+V_OP lanes exp_of(lanes x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    x = choose(x < -87.0f, splat(-87.0f), x);
-    x = choose(x > 88.0f, splat(88.0f), x);
-    vf t = x * 1.44269504f + shift;
-    vf n = t - shift;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vf)(((vu)t - 0x4B400000u + 127u) << 23);
+    static const float series[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                   5.0000001201e-1f};
+    lanes shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    x = l_min(splat(88.0f), l_max(splat(-87.0f), x));
+    lanes t = l_mul_add(x, splat(1.44269504f), shift), n = l_sub(t, shift);
+    lanes r = l_add(l_sub(x, l_mul(n, splat(0.693359375f))), l_mul(n, splat(2.12194440e-4f)));
+    lanes p = splat(1.9875691500e-4f);
+    for (int j = 0; j < 5; j++) p = l_mul_add(p, r, splat(series[j]));
+    p = l_add(l_add(l_mul(l_mul(p, r), r), r), splat(1.0f));
+    EACH_PART(k)
+    {
+        vi power = vi_shl(vi_sub(v_bits(t.part[k]), vi_set(0x4B400000u - 127u)), 23);
+        p.part[k] = v_mul(p.part[k], v_from_bits(power));
+    }
+    return p;
 }
 
-static void swiglu(void *restrict out, const void *restrict gate, const void *restrict up, int type, int n)
+/* 1 / (1 + exp(-x)) is 1 over this. */
+V_OP lanes one_and_exp_minus(lanes x)
 {
-#define BODY(t)                                                                       \
-    EACH (i, n) {                                                                     \
-        vf g = get(gate, t, i, n);                                                  \
-        put(out, t, i, n, g / (1.0f + exp_of(-g)) * get(up, t, i, n));            \
-    }
-    FOR_TYPE(BODY)
-#undef BODY
+    EACH_PART(k) x.part[k] = v_neg(x.part[k]);
+    return l_add(splat(1.0f), exp_of(x));
 }
 
-static void swiglu_backward(void *restrict out, void *restrict gate, void *restrict up, const float *restrict dout, int type,
-                            int n)
+static void row_swiglu_(void *restrict out, const void *restrict gate, const void *restrict up, int type, int n)
 {
-#define BODY(t)                                                                                  \
-    EACH (i, n) {                                                                                \
-        vf g = get(gate, t, i, n), u = get(up, t, i, n), d = get_f32(dout, i, n);          \
-        vf s = 1.0f / (1.0f + exp_of(-g)), silu = g * s;                                         \
-        put(out, t, i, n, silu * u);                                                           \
-        put(up, t, i, n, d * silu);                                                            \
-        put(gate, t, i, n, d * u * (s + silu * (1.0f - s)));                                   \
+#define LOOP(t)                                                                     \
+    EACH(i, n)                                                                      \
+    {                                                                               \
+        lanes g = get(gate, t, i, n);                                               \
+        put(out, t, i, n, l_mul(l_div(g, one_and_exp_minus(g)), get(up, t, i, n))); \
     }
-    FOR_TYPE(BODY)
-#undef BODY
+    FOR_TYPE(LOOP)
+#undef LOOP
 }
 
-INLINE float largest(const float *x, int n)
-{
-    vf m = splat(x[0]);
-    EACH (i, n) {
-        /* Lanes beyond the end see x[0] again. */
-        vf v = m;
-        if (n - i >= LANES) v = get_f32(x, i, n);
-        else memcpy(&v, x + i, (size_t)(n - i) * sizeof *x);
-        m = choose(v > m, v, m);
+static void row_swiglu_backward_(void *restrict out, void *restrict gate, void *restrict up, const float *restrict dout,
+                                 int type, int n){
+#define LOOP(t)                                                                                         \
+    EACH(i, n)                                                                                          \
+    {                                                                                                   \
+        lanes one = splat(1.0f), g = get(gate, t, i, n), u = get(up, t, i, n), d = get_f32(dout, i, n); \
+        lanes s = l_div(one, one_and_exp_minus(g)), silu = l_mul(g, s);                                 \
+        put(out, t, i, n, l_mul(silu, u));                                                              \
+        put(up, t, i, n, l_mul(d, silu));                                                               \
+        put(gate, t, i, n, l_mul(l_mul(d, u), l_mul_add(silu, l_sub(one, s), s)));                      \
     }
-    float all = m[0];
-    for (int j = 1; j < LANES; j++) all = m[j] > all ? m[j] : all;
+    FOR_TYPE(LOOP)
+#undef LOOP
+}
+
+V_OP float largest(const float *x, int n)
+{
+    lanes m = splat(x[0]);
+    int whole = n / LANES * LANES;
+    EACH(i, whole) m = l_max(get_whole(x, LM_F32, i), m);
+    float s[LANES], all;
+    spread(s, m);
+    for (int i = whole; i < n; i++) s[i - whole] = x[i] > s[i - whole] ? x[i] : s[i - whole];
+    all = s[0];
+    for (int j = 1; j < LANES; j++) all = s[j] > all ? s[j] : all;
     return all;
 }
 
-/* x = exp(scale * x - offset); returns their sum. */
-INLINE float exponentials(float *x, float factor, float offset, int n)
+/* exp(factor * x - offset) */
+V_OP lanes exponentials(lanes x, float factor, float offset)
 {
-    vf s = {0};
-    EACH (i, n) {
-        vf e = exp_of(factor * get_f32(x, i, n) - offset);
-        put_f32(x, i, n, e);
-        s += first_lanes(e, n - i);
-    }
-    return total(s);
+    return exp_of(l_sub(l_mul(splat(factor), x), splat(offset)));
 }
 
-static float softmax(void *out, int type, float *row, float factor, int valid, int n)
+static float row_softmax_(void *out, int type, float *row, float scale, int valid, int n)
 {
-    float top = factor * largest(row, valid);
-    float sum = exponentials(row, factor, top, valid), inverse = 1.0f / sum;
-#define BODY(t)                                                                                                      \
-    for (int i = 0; i < n; i += LANES)                                                                               \
-        put(out, t, i, i + LANES, first_lanes(get_f32(row, i, i + LANES) * inverse, valid - i))
-    FOR_TYPE(BODY)
-#undef BODY
+    float top = scale * largest(row, valid);
+    lanes s = splat(0.0f);
+    EACH(i, valid)
+    {
+        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, top), valid - i);
+        put_whole(row, LM_F32, i, e);
+        s = l_add(s, e);
+    }
+    float sum = total(s);
+    lanes inverse = splat(1.0f / sum);
+    int written = (valid + LANES - 1) / LANES * LANES;
+#define LOOP(t)                                                                       \
+    EACH(i, written) put_whole(out, t, i, l_mul(get_whole(row, LM_F32, i), inverse)); \
+    for (int i = written; i < n; i += LANES) put_whole(out, t, i, splat(0.0f));
+    FOR_TYPE(LOOP)
+#undef LOOP
     return top + (float)exact_log(sum);
 }
 
-static void softmax_backward(void *restrict p, void *restrict ds, int type, float *restrict row, const float *restrict dp,
-                             float factor, float log_sum, int valid, int n)
+static void row_softmax_backward_(void *restrict p, void *restrict ds, int type, float *restrict row,
+                                  const float *restrict dp, float scale, float log_sum, int valid, int n)
 {
-    vf s = {0};
-    for (int i = 0; i < n; i += LANES) {
-        vf e = first_lanes(exp_of(factor * get_f32(row, i, i + LANES) - log_sum), valid - i);
-        put_f32(row, i, i + LANES, e);
-        s += e * first_lanes(get_f32(dp, i, i + LANES), valid - i);
+    lanes s = splat(0.0f);
+    EACH(i, valid)
+    {
+        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, log_sum), valid - i);
+        put_whole(row, LM_F32, i, e);
+        s = l_mul_add(e, first_lanes(get_whole(dp, LM_F32, i), valid - i), s);
     }
-    float mean = total(s);
-#define BODY(t)                                                                                                    \
-    for (int i = 0; i < n; i += LANES) {                                                                           \
-        vf e = get_f32(row, i, i + LANES);                                                                         \
-        put(p, t, i, i + LANES, e);                                                                                \
-        put(ds, t, i, i + LANES, first_lanes(e * (get_f32(dp, i, i + LANES) - mean) * factor, valid - i));         \
+    lanes mean = splat(total(s)), factor = splat(scale);
+    int written = (valid + LANES - 1) / LANES * LANES;
+#define LOOP(t)                                                                           \
+    EACH(i, written)                                                                      \
+    {                                                                                     \
+        lanes e = get_whole(row, LM_F32, i), way = l_sub(get_whole(dp, LM_F32, i), mean); \
+        put_whole(p, t, i, e);                                                            \
+        put_whole(ds, t, i, first_lanes(l_mul(l_mul(e, way), factor), valid - i));        \
+    }                                                                                     \
+    for (int i = written; i < n; i += LANES) {                                            \
+        put_whole(p, t, i, splat(0.0f));                                                  \
+        put_whole(ds, t, i, splat(0.0f));                                                 \
     }
-    FOR_TYPE(BODY)
-#undef BODY
+    FOR_TYPE(LOOP)
+#undef LOOP
 }
 
-static float cross_entropy(float *logits, int target, float factor, int n)
+static float row_cross_entropy_(float *logits, int target, float factor, int n)
 {
     float top = largest(logits, n), aim = logits[target];
-    float sum = exponentials(logits, 1.0f, top, n);
-    scale(logits, factor / sum, n);
+    lanes s = splat(0.0f);
+    EACH(i, n)
+    {
+        lanes e = exponentials(get_f32(logits, i, n), 1.0f, top);
+        put_f32(logits, i, n, e);
+        s = l_add(s, first_lanes(e, n - i));
+    }
+    float sum = total(s);
+    row_scale_(logits, factor / sum, n);
     logits[target] -= factor;
     return top - aim + (float)exact_log(sum);
 }
 
-#define ROW(name, parameters, arguments) .name = name,
-#define ROW_FLOAT(name, parameters, arguments) .name = name,
+#define ROW(name, parameters, arguments) .name = row_##name##_,
+#define ROW_FLOAT ROW
 const struct row_kernels ROW_KERNELS(HSTEP_ISA) = {
 #include "rows.def"
 };
