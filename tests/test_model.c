@@ -687,7 +687,7 @@ static void test_rows(void)
     }
     for (int i = -8700; i < 8800; i++) {
         float p[ROW_LANES], ds[ROW_LANES], row[ROW_LANES] = {(float)i * 0.01f}, zero[ROW_LANES] = {0}, x;
-        row_softmax_backward(p, ds, LM_F32, row, zero, 1.0f, 0.0f, 1, 1);
+        row_softmax_backward(p, ds, LM_F32, row, zero, &(struct row_softmax){0.0f, 1.0f}, 1.0f, 1, 1);
         x = p[0];
         CHECK(fabs((double)x / exp((double)((float)i * 0.01f)) - 1) < 2.5e-7, "exp(%g) = %g", i * 0.01, (double)x);
     }

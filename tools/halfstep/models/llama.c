@@ -90,7 +90,7 @@ static void layout(struct lm *m, struct arena *a)
         l->post_r = carve(a, rows, sizeof(float));
         l->qkv = carve(a, rows * 3 * w, s);
         l->o = carve(a, rows * w, s);
-        l->log_sum = carve(a, rows * c->heads, sizeof(float));
+        l->softmax = carve(a, rows * c->heads, sizeof *l->softmax);
         l->gate = carve(a, rows * f, s);
         l->up = carve(a, rows * f, s);
     }
@@ -418,14 +418,15 @@ static void attention_task(void *arg, int64_t task, int thread)
     struct scratch *k = &m->scratch[thread];
     int type = m->options.compute, w = m->config.width, d = w / m->config.heads, length = m->length;
     int64_t first = task / m->config.heads * length, head = task % m->config.heads;
-    float scale = 1.0f / sqrtf((float)d), *log_sum = l->log_sum + task * length;
+    float scale = 1.0f / sqrtf((float)d);
+    struct row_softmax *kept = l->softmax + task * length;
     const void *q = at(l->qkv, type, first * 3 * w + head * d), *key = at(q, type, w), *v = at(q, type, 2 * w);
     for (int begin = 0; begin < length; begin += ATTENTION_ROWS) {
         int n = length - begin < ATTENTION_ROWS ? length - begin : ATTENTION_ROWS, end = begin + n;
         scores_product(m, thread, n, end, at(q, type, (int64_t)begin * 3 * w), 3 * w, key, 3 * w, k->scores);
         for (int r = 0; r < n; r++) {
-            log_sum[begin + r] = row_softmax(at(k->p, type, r * score_row(end)), type, k->scores + r * score_row(end),
-                                             scale, begin + r + 1, end);
+            int64_t row = r * score_row(end);
+            row_softmax(at(k->p, type, row), type, k->scores + row, &kept[begin + r], scale, begin + r + 1, end);
         }
         struct matmul_shape shape = {.m = n,
                                      .n = d,
@@ -692,7 +693,8 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
     struct scratch *k = &m->scratch[thread];
     int type = m->options.compute, w = m->config.width, d = w / m->config.heads, half = d / 2, length = m->length;
     int64_t first = task / m->config.heads * length, head = task % m->config.heads;
-    float scale = 1.0f / sqrtf((float)d), *log_sum = l->log_sum + task * length;
+    float scale = 1.0f / sqrtf((float)d);
+    struct row_softmax *kept = l->softmax + task * length;
     void *q = at(l->qkv, type, first * 3 * w + head * d), *key = at(q, type, w), *v = at(q, type, 2 * w);
     memset(k->dk, 0, (size_t)length * (size_t)d * sizeof *k->dk);
     memset(k->dv, 0, (size_t)length * (size_t)d * sizeof *k->dv);
@@ -705,7 +707,7 @@ static void attention_backward_task(void *arg, int64_t task, int thread)
         for (int r = 0; r < n; r++) {
             int64_t row = r * score_row(end);
             row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row,
-                                 scale, log_sum[begin + r], begin + r + 1, end);
+                                 &kept[begin + r], scale, begin + r + 1, end);
         }
         struct matmul_shape dq = {.m = n,
                                   .n = d,

@@ -98,7 +98,8 @@ static void attend_task(void *arg, int64_t head, int thread)
     float *scores = c->scores + head * (m->config.context + ROW_LANES), *out = c->out + head * d;
     for (int t = 0; t <= a->position; t++)
         scores[t] = row_dot(a->keys + (int64_t)t * w + head * d, LM_F32, c->q + head * d, d);
-    row_softmax(scores, LM_F32, scores, 1.0f / sqrtf((float)d), a->position + 1, a->position + 1);
+    struct row_softmax kept;
+    row_softmax(scores, LM_F32, scores, &kept, 1.0f / sqrtf((float)d), a->position + 1, a->position + 1);
     memset(out, 0, (size_t)d * sizeof *out);
     for (int t = 0; t <= a->position; t++) {
         const float *value = a->values + (int64_t)t * w + head * d;

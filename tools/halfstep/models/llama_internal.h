@@ -7,18 +7,19 @@
 #include "llama.h"
 #include "matmul.h"
 #include "parallel.h"
+#include "rows.h"
 
 /* Tensors of one layer, in the order of the tensor list. */
 enum { IN_NORM, Q, K, V, O, POST_NORM, GATE, UP, DOWN, PER_LAYER };
 
 /* What a layer keeps for the way back. "Stored" values are in the matrix-product type. */
 struct layer {
-    float *x, *mid;       /* residual stream before attention and before the MLP, [rows, width] */
-    float *in_r, *post_r; /* 1 / root mean square of each row of these */
-    void *qkv;            /* stored, rotated, [rows, 3 width]; on the way back their gradients */
-    void *o;              /* stored attention output, [rows, width] */
-    float *log_sum;       /* of each softmax row, [batch, heads, length] */
-    void *gate, *up;      /* stored, [rows, intermediate]; on the way back their gradients */
+    float *x, *mid;              /* residual stream before attention and before the MLP, [rows, width] */
+    float *in_r, *post_r;        /* 1 / root mean square of each row of these */
+    void *qkv;                   /* stored, rotated, [rows, 3 width]; on the way back their gradients */
+    void *o;                     /* stored attention output, [rows, width] */
+    struct row_softmax *softmax; /* of each row, [batch, heads, length] */
+    void *gate, *up;             /* stored, [rows, intermediate]; on the way back their gradients */
 };
 
 struct scratch {             /* one per thread */

@@ -9,7 +9,6 @@
 
 #include "llama.h"
 #include "row_kernels.h"
-#include "rows.h"
 
 /* What all instruction sets have the same number of: values that are neighbours in memory. */
 enum { LANES = ROW_LANES, PARTS = LANES / VL };
@@ -319,34 +318,35 @@ V_OP lanes exponentials(lanes x, float factor, float offset)
     return exp_of(l_sub(l_mul(splat(factor), x), splat(offset)));
 }
 
-static float row_softmax_(void *out, int type, float *row, float scale, int valid, int n)
+static void row_softmax_(void *out, int type, float *row, struct row_softmax *kept, float scale, int valid, int n)
 {
-    float top = scale * largest(row, valid);
     lanes s = splat(0.0f);
+    kept->largest = scale * largest(row, valid);
     EACH(i, valid)
     {
-        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, top), valid - i);
+        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, kept->largest), valid - i);
         put_whole(row, LM_F32, i, e);
         s = l_add(s, e);
     }
-    float sum = total(s);
-    lanes inverse = splat(1.0f / sum);
+    kept->inverse_sum = 1.0f / total(s);
+    lanes inverse = splat(kept->inverse_sum);
     int written = (valid + LANES - 1) / LANES * LANES;
 #define LOOP(t)                                                                       \
     EACH(i, written) put_whole(out, t, i, l_mul(get_whole(row, LM_F32, i), inverse)); \
     for (int i = written; i < n; i += LANES) put_whole(out, t, i, splat(0.0f));
     FOR_TYPE(LOOP)
 #undef LOOP
-    return top + (float)exact_log(sum);
 }
 
 static void row_softmax_backward_(void *restrict p, void *restrict ds, int type, float *restrict row,
-                                  const float *restrict dp, float scale, float log_sum, int valid, int n)
+                                  const float *restrict dp, const struct row_softmax *kept, float scale, int valid,
+                                  int n)
 {
-    lanes s = splat(0.0f);
+    lanes s = splat(0.0f), inverse = splat(kept->inverse_sum);
     EACH(i, valid)
     {
-        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, log_sum), valid - i);
+        lanes e = first_lanes(exponentials(get_whole(row, LM_F32, i), scale, kept->largest), valid - i);
+        e = l_mul(e, inverse);
         put_whole(row, LM_F32, i, e);
         s = l_mul_add(e, first_lanes(get_whole(dp, LM_F32, i), valid - i), s);
     }

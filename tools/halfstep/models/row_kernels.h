@@ -2,6 +2,8 @@
 #ifndef HALFSTEP_ROW_KERNELS_H
 #define HALFSTEP_ROW_KERNELS_H
 
+#include "rows.h"
+
 #define ROW(name, parameters, arguments) void(*name) parameters;
 #define ROW_FLOAT(name, parameters, arguments) float(*name) parameters;
 struct row_kernels {

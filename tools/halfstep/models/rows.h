@@ -18,13 +18,19 @@
  * rotate           rotary positions: element i of a head pairs with i + half; direction -1 turns back; out may be in
  * swiglu           out = gate / (1 + exp(-gate)) * up
  * swiglu_backward  from d(out): out again; gate and up become their gradients
- * softmax          out = softmax(scale * row) over the first `valid`, 0 after them; returns log(sum(exp(scale * row))); row is
- *                  overwritten, and may be out where the type is fp32
- * softmax_backward p = exp(scale * row - log_sum), ds = scale * p * (dp - sum(p * dp)), 0 from `valid` on; row is overwritten
+ * softmax          out = softmax(scale * row) over the first `valid`, 0 after them; row is overwritten, and may be out where
+ *                  the type is fp32
+ * softmax_backward p = softmax(scale * row) again by what was kept, ds = scale * p * (dp - sum(p * dp)), 0 from `valid` on;
+ *                  row is overwritten
  * cross_entropy    returns -log(softmax(logits)[target]); logits become factor * (softmax - onehot(target))
  *
  * Rows of the two softmaxes have room for n rounded up to ROW_LANES values, and all of it is written. */
 enum { ROW_LANES = 16 };
+
+struct row_softmax {
+    float largest, inverse_sum; /* of scale * row; 1 / the sum of exp(scale * row - largest) */
+};
+
 #define ROW(name, parameters, arguments) void row_##name parameters;
 #define ROW_FLOAT(name, parameters, arguments) float row_##name parameters;
 #include "rows.def"
