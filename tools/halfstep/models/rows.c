@@ -22,15 +22,21 @@ static const struct {
 #undef X
 };
 
+const struct row_kernels *row_kernels_of(const char *isa)
+{
+    for (size_t i = 0; i < sizeof compiled / sizeof *compiled; i++)
+        if (!strcmp(compiled[i].isa, isa)) return compiled[i].kernels;
+    return NULL;
+}
+
 /* Those of the library's instruction set, which HALFSTEP_ISA may name. All give the same bits. */
 static const struct row_kernels *kernels(void)
 {
     static _Atomic(const struct row_kernels *) chosen;
     const struct row_kernels *use = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (use) return use;
-    use = compiled[0].kernels;
-    for (size_t i = 0; i < sizeof compiled / sizeof *compiled; i++)
-        if (!strcmp(compiled[i].isa, halfstep_isa())) use = compiled[i].kernels;
+    use = row_kernels_of(halfstep_isa());
+    if (!use) use = compiled[0].kernels;
     atomic_store_explicit(&chosen, use, memory_order_relaxed);
     return use;
 }
