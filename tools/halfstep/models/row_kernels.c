@@ -1,5 +1,5 @@
-/* The loops of rows.h, over the library's vector vocabulary (src/vec/README.md). Compiled once for each instruction set; all
- * of them give the same bits. */
+/* The loops of rows.h, over the library's vector vocabulary (src/vec/README.md). Compiled once for each instruction
+ * set; all of them give the same bits. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -8,7 +8,7 @@
 #include "halfstep.h"
 #include "row_kernels.h"
 
-/* The build says which instruction sets it has compiled row_kernels.c for, best last: -DROW_ISAS="X(scalar) X(avx2)". */
+/* The build says which instruction sets it has compiled row_kernels.c for: -DROW_ISAS="X(scalar) X(avx2)". */
 #define X(isa) extern const struct row_kernels ROW_KERNELS(isa);
 ROW_ISAS
 #undef X

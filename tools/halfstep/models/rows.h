@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-/* Types are those of enum lm_dtype; stored values are rounded to nearest even, finite values stay finite, Inf and NaN stay.
+/* Types are those of enum lm_dtype. Stored values are rounded to nearest even; finite ones stay so, Inf and NaN too.
  *
  * load, store      fp32 from and to a stored type
  * add              out = a + b
@@ -18,10 +18,10 @@
  * rotate           rotary positions: element i of a head pairs with i + half; direction -1 turns back; out may be in
  * swiglu           out = gate / (1 + exp(-gate)) * up
  * swiglu_backward  from d(out): out again; gate and up become their gradients
- * softmax          out = softmax(scale * row) over the first `valid`, 0 after them; row is overwritten, and may be out where
- *                  the type is fp32
- * softmax_backward p = softmax(scale * row) again by what was kept, ds = scale * p * (dp - sum(p * dp)), 0 from `valid` on;
- *                  row is overwritten
+ * softmax          out = softmax(scale * row) over the first `valid`, 0 after them; row is overwritten, and may be out
+ *                  where the type is fp32
+ * softmax_backward p = softmax(scale * row) again by what was kept, ds = scale * p * (dp - sum(p * dp)), 0 from `valid`
+ *                  on; row is overwritten
  * cross_entropy    returns -log(softmax(logits)[target]); logits become factor * (softmax - onehot(target))
  *
  * Rows of the two softmaxes have room for n rounded up to ROW_LANES values, and all of it is written. */
