@@ -39,6 +39,13 @@ def windows(part, seed, step, batch, context):
     return part[starts.astype(numpy.int64)[:, None] + numpy.arange(context + 1)]
 
 
+def evaluation_windows(part, count, context):
+    """The sequences of a validation of `train lm` (data_eval_window in tools/halfstep/data.c); count: of those that fit side by side, at most."""
+    last, count = len(part) - context - 1, max(1, min(count, len(part) // (context + 1)))
+    starts = [int(last * i / (count - 1)) for i in range(count)] if count > 1 else [last // 2]
+    return part[numpy.array(starts)[:, None] + numpy.arange(context + 1)]
+
+
 def image_order(seed, epoch, n):
     """The order of the images in an epoch of `train mnist` (shuffle in tools/halfstep/train_mnist.c)."""
     order = list(range(n))
@@ -98,7 +105,7 @@ class Attention(nn.Module):
     @staticmethod
     def rotated(x, cosine, sine):
         """Positions in the half-split layout: element i of a head turns with element i + half."""
-        a, b = x.float().chunk(2, -1)
+        a, b = x.to(cosine.dtype).chunk(2, -1)
         return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1).to(x.dtype)
 
 
@@ -139,7 +146,7 @@ class Llama(nn.Module):
         half = shape.width // shape.heads // 2
         frequency = shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequency
-        self.rotation = (angle.cos().float(), angle.sin().float())  # stays in fp32 where the model is converted
+        self.rotation = (angle.cos().float(), angle.sin().float())  # these, and the loss, stay in fp32 where the model is converted
 
     def forward(self, tokens):
         """The mean loss over sequences of context + 1 bytes."""
@@ -148,7 +155,7 @@ class Llama(nn.Module):
         for layer in self.model.layers:
             x = layer(x, cosine, sine)
         logits = self.lm_head(self.model.norm(x))
-        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(logits.to(cosine.dtype).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Text:
@@ -161,6 +168,11 @@ class Text:
 
     def batch(self, step):
         return (torch.from_numpy(windows(self.part, self.seed, step, self.shape.batch, self.shape.context).astype(numpy.int64)),)
+
+    def evaluation(self, batches):
+        """Of --eval-batches so many."""
+        tokens = evaluation_windows(self.rest, batches * self.shape.batch, self.shape.context).astype(numpy.int64)
+        return [(torch.from_numpy(tokens[i:i + self.shape.batch]),) for i in range(0, len(tokens), self.shape.batch)]
 
 
 # ---- The network for digits --------------------------------------------------------------------------------------------------------
@@ -180,7 +192,7 @@ class Digits(nn.Module):
         x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
         x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
         x = self.fc2(functional.relu(self.fc1(x.flatten(1))))
-        return functional.cross_entropy(x.float(), labels)
+        return functional.cross_entropy(x.to(torch.promote_types(x.dtype, torch.float32)), labels)
 
     @torch.no_grad()
     def initialize(self, seed):
@@ -213,12 +225,13 @@ class Images:
 
 
 def write_images(folder, train, test):
-    """Drawn from ten blots with noise over them: a task that is learned in some steps, in the four files of MNIST."""
+    """Ten blots with noise over them, one label of ten wrong: a task that is learned in some steps but for that, in the four files of MNIST."""
     random = numpy.random.default_rng(1)
     blots = numpy.kron(random.integers(0, 256, (10, 7, 7)), numpy.ones((4, 4)))
     for name, n in (("train", train), ("t10k", test)):
         labels = random.integers(0, 10, n)
         pixels = (0.4 * blots[labels] + 0.6 * random.integers(0, 256, (n, 28, 28))).astype(numpy.uint8)
+        labels = numpy.where(random.random(n) < 0.1, random.integers(0, 10, n), labels)
         with open(os.path.join(folder, f"{name}-images-idx3-ubyte"), "wb") as file:
             file.write(numpy.array([2051, n, 28, 28], dtype=">u4").tobytes() + pixels.tobytes())
         with open(os.path.join(folder, f"{name}-labels-idx1-ubyte"), "wb") as file:
