@@ -208,13 +208,13 @@ class Images:
     """The batches of `train mnist` with this seed from a folder that write_images() made. Orders are made beforehand, for so many epochs,
     and then come again."""
 
-    def __init__(self, folder, batch, seed, epochs=4):
+    def __init__(self, folder, batch, seed, epochs=4, part="train"):
         def read(name, header):
             with open(os.path.join(folder, name), "rb") as file:
                 return numpy.frombuffer(file.read(), dtype=numpy.uint8, offset=header)
 
-        self.labels = torch.from_numpy(read("train-labels-idx1-ubyte", 8).astype(numpy.int64))
-        self.pixels = torch.from_numpy(read("train-images-idx3-ubyte", 16).copy()).view(-1, 1, 28, 28)
+        self.labels = torch.from_numpy(read(f"{part}-labels-idx1-ubyte", 8).astype(numpy.int64))
+        self.pixels = torch.from_numpy(read(f"{part}-images-idx3-ubyte", 16).copy()).view(-1, 1, 28, 28)
         self.size, self.steps = batch, -(-len(self.labels) // batch)
         self.orders = [torch.tensor(image_order(seed, epoch, len(self.labels))) for epoch in range(epochs)]
 
@@ -222,6 +222,9 @@ class Images:
         epoch, number = divmod(step, self.steps)
         some = self.orders[epoch % len(self.orders)][number * self.size:(number + 1) * self.size]
         return self.pixels[some], self.labels[some]
+
+    def whole(self):
+        return self.pixels, self.labels
 
 
 def write_images(folder, train, test):
