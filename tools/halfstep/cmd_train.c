@@ -64,6 +64,7 @@ void print_held(const struct run_result *r)
     print_bytes_line("gradients", r->gradient_bytes, n);
     print_bytes_line("states", r->state_bytes, n);
     print_bytes_line("total", r->weight_bytes + r->gradient_bytes + r->state_bytes, n);
+    if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
     if (r->fell_back)
         printf("  (%d tensors are too small for the block format asked for and keep plain states)\n", r->fell_back);
     printf("weights changed %.2f %%, state hash %016llx\n", 100 * r->weights_changed,
@@ -125,6 +126,7 @@ static int train(const struct run_config *config, const struct output *output, i
         interrupt_install();
         progress_open(&progress, silent ? silent : stderr, config->quiet);
         status = train_run(config, &data, &progress, &result, error, error_bytes);
+        result.peak_process_bytes = process_peak_bytes();
     }
     if (status && dist && dist->ranks > 1 && !result.agreed) {
         char line[1024];

@@ -67,6 +67,7 @@ static int train(const struct run_config *config, const struct output *output)
     interrupt_install();
     progress_open(&progress, stderr, config->quiet);
     int status = mnist_run(config, &data, &progress, &result, error, sizeof error);
+    result.run.peak_process_bytes = process_peak_bytes();
     if (status != 0) complain(command.name, status, error);
     else if (output->json) status = print_object(&result);
     else print_result(&result);

@@ -60,6 +60,17 @@ int run_result_note(struct run_result *result, const char *note)
     return 1;
 }
 
+/* getrusage() would count what the process that started this one held before it became this program. */
+uint64_t process_peak_bytes(void)
+{
+    unsigned long long kib = 0;
+    char line[128];
+    FILE *file = fopen("/proc/self/status", "r");
+    while (file && !kib && fgets(line, sizeof line, file)) sscanf(line, "VmHWM: %llu kB", &kib);
+    if (file) fclose(file);
+    return (uint64_t)kib * 1024;
+}
+
 /* ---- Bytes as text ----------------------------------------------------------------------------------------------- */
 
 void print_bytes(const uint8_t *bytes, size_t n)
@@ -117,6 +128,7 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_number(d, bytes, "total", (double)(r->weight_bytes + r->gradient_bytes + r->state_bytes) / n);
     put_integer(d, object, "peak_gradient_bytes", (int64_t)r->peak_gradient_bytes);
     put_integer(d, object, "activation_bytes", (int64_t)r->activation_bytes);
+    if (r->peak_process_bytes) put_integer(d, object, "peak_process_bytes", (int64_t)r->peak_process_bytes);
     put_integer(d, object, "tensors_fell_back", r->fell_back);
     put_number(d, object, "weights_changed_percent", 100 * r->weights_changed);
     put_text(d, object, "isa", r->isa);

@@ -127,8 +127,9 @@ struct run_result {
     uint64_t skipped_steps;
     uint64_t weight_bytes, gradient_bytes, state_bytes; /* held; gradients with their accumulators */
     uint64_t peak_gradient_bytes, activation_bytes;
-    int32_t fell_back;      /* tensors too small for the block format asked for */
-    double weights_changed; /* fraction of the weights whose stored bits differ from the start, NaN: not known */
+    uint64_t peak_process_bytes; /* most memory that the process has had, 0: not known, or of several runs */
+    int32_t fell_back;           /* tensors too small for the block format asked for */
+    double weights_changed;      /* fraction of the weights whose stored bits differ from the start, NaN: not known */
     uint64_t state_hash;
     char checkpoint[1024]; /* where it was saved last, "" if nowhere */
     char **note;           /* what went wrong beside the saves that succeeded, each once */
@@ -147,6 +148,9 @@ int train_run(const struct run_config *config, const struct run_data *data, stru
 /* The result as a new document. */
 void run_result_document(struct document *document, const struct run_result *result);
 void run_result_free(struct run_result *result);
+/* The most memory that this process has had in RAM since it started; 0 where the kernel does not say. */
+uint64_t process_peak_bytes(void);
+
 /* Adds a note unless it is there already. Whether it is a new one. */
 int run_result_note(struct run_result *result, const char *note);
 
