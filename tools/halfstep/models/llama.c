@@ -15,7 +15,7 @@
 
 #include "rows.h"
 
-enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 128, COLUMNS = 64, MOST_THREADS = 1024 };
+enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 64, COLUMNS = 64, MOST_THREADS = 1024 };
 
 __attribute__((format(printf, 2, 3))) static int fail(struct lm *m, const char *format, ...)
 {
