@@ -59,6 +59,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         judge(failed, error);
         demand(failed || file.n > 0, "an empty file is taken");
         for (size_t i = 0; i < file.n; i++) sum += file.bytes[i];
+        char path[1024];
+        snprintf(path, sizeof path, "%s/text", scratch);
+        struct data_file joined;
+        size_t files;
+        int refused = data_load_all((const char *[]){path, path}, 2, &joined, &files, error, sizeof error);
+        demand(!refused == !failed, "two of it are judged otherwise");
+        demand(failed || (joined.n == 2 * file.n && !memcmp(joined.bytes, file.bytes, file.n) &&
+                          !memcmp(joined.bytes + file.n, file.bytes, file.n)),
+               "not twice the same");
+        data_free(&joined);
         if (failed) return 0;
         data_split(&file, &train, &validation);
         demand(train.n + validation.n == file.n, "the parts are not the whole");

@@ -63,6 +63,8 @@ expect 2 'bytes' plan --params 7e9 --memory 24Q
 expect 2 'prodigy/f32/f32 needs the gradients of all' plan --params 7e9 --release --recipes adamw/f32,prodigy/f32
 expect 2 'prodigy needs the gradients of all' plan --params 7e9 --release --rule prodigy
 expect 1 'nowhere' train lm --data nowhere
+expect 1 'nowhere: No such file or directory; elsewhere: No such file or directory' train lm --data nowhere "$data" --data elsewhere
+expect 2 'a name with a line break' train lm --data "$data" $'a\nb'
 expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
 expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv
 expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere --resume
@@ -283,6 +285,40 @@ rm -rf cosine
 lm --steps 6 --quiet --checkpoint cosine --schedule cosine >out
 expect 1 'the cosine schedule of the steps already made depends on it' train lm --checkpoint cosine --resume --steps 9
 ok "resuming names what differs, and continues the log"
+
+# Files and folders are one text, as cat joins them, whatever they are called.
+mkdir -p text/b text/.git
+head -c 100000 "$data" >text/a
+head -c 200000 "$data" | tail -c +100001 >text/b/1
+tail -c +200001 "$data" | gzip >text/b/2.gz
+echo nothing >text/.git/config
+joined=(train lm "${small[@]:4}" --quiet --json)
+lm --steps 4 --quiet --json >a.json
+for words in text 'text/a text/b' 'text/a --data text/b/1 text/b/2.gz'; do
+    # shellcheck disable=SC2086
+    "$halfstep" "${joined[@]}" --steps 4 --data $words >b.json || fail "--data $words"
+    [ "$(value a.json state_hash)" = "$(value b.json state_hash)" ] || fail "--data $words has not the bits of the whole file"
+    [ "$(value b.json data_files) $(value b.json data_bytes)" = "3 $(wc -c <"$data")" ] || fail "--data $words: how many files"
+done
+"$halfstep" "${joined[@]}" --steps 4 --data text/b text/a >b.json
+[ "$(value a.json state_hash)" != "$(value b.json state_hash)" ] || fail "the order of --data does not matter"
+lm --steps 4 --quiet --json --val "$data" >a.json
+"$halfstep" "${joined[@]}" --steps 4 --data "$data" --val text >b.json
+[ "$(value a.json val_loss)" = "$(value b.json val_loss)" ] || fail "--val text has not the loss of the whole file"
+lm --steps 6 --quiet --json >a.json
+"$halfstep" "${joined[@]}" --steps 4 --data text --checkpoint joined >out
+"$halfstep" train lm --checkpoint joined --resume --steps 5 --quiet --json >b.json || fail "a resumed list of files"
+echo more >text/b/0
+expect 1 '--data holds other bytes' train lm --checkpoint joined --resume --steps 6
+rm text/b/0
+"$halfstep" train lm --checkpoint joined --resume --steps 6 --quiet --json --data text/a text/b >b.json || fail "the same text by other names"
+[ "$(value a.json state_hash)" = "$(value b.json state_hash)" ] || fail "resuming with several files"
+for output in '--log text/log.csv' '--checkpoint text/b/run' '--checkpoint text'; do
+    # shellcheck disable=SC2086
+    expect 2 'lies in text, a folder of --data, and would be read' train lm --data text $output
+done
+[ "$(find text | wc -l)" = 7 ] || fail "something was written into the folder of --data: $(find text)"
+ok "several files and folders are one text, and resume as such"
 
 "$halfstep" generate --checkpoint run --prompt 'The ' --bytes 50 --seed 3 --json >text.json
 valid text.json "generate --json"

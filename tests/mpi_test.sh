@@ -120,7 +120,12 @@ refused 1 "rank 0 of 2: held: another run is training there" -n 2 $run --checkpo
 exec 9>&-
 # The data may lie elsewhere on another machine.
 cp "$data" copy.txt
-timeout 60 mpirun -n 1 $run : -n 1 $run --data copy.txt >copy.json || fail "the same data under another name"
+timeout 60 mpirun -n 1 $run : -n 1 ${run/"$data"/copy.txt} >copy.json || fail "the same data under another name"
+mkdir parts
+head -c 1000 "$data" >parts/1
+tail -c +1001 "$data" | gzip >parts/2.gz
+timeout 60 mpirun -n 1 $run : -n 1 ${run/"$data"/parts} >parts.json || fail "the same data in a folder"
+same "hash of the data in a folder" "$(hash_of parts.json)" "$(hash_of copy.json)"
 # A weight that explodes is the same error on all: one line, of the first rank.
 got=0
 "$program" train lm $resumable --recipe sgd/f32 --accumulator tree --lr 1e6 --steps 60 >bad.out 2>bad.err || got=$?

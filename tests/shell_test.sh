@@ -55,6 +55,9 @@ expect 'adam/ adamw/ adamw-delayed/' train lm --recipe adam
 expect 'adamw/bf16-ecc8 adamw/bf16-ecc16' train lm --recipe adamw/bf16-ecc
 expect 'adamw/bf16-sr/int8 adamw/bf16-sr/int4' train lm --recipe adamw/bf16-sr/int
 expect '' train lm --data ''
+expect '' train lm --data one ''
+expect '--steps' train lm --data one two --step
+expect 'constant cosine' train lm --data one --steps 3 --schedule co
 expect '' nonsense --x
 echo "ok   bash completes commands, options, choices and recipes"
 for shell in bash zsh fish; do

@@ -189,6 +189,58 @@ static void test_tables(void)
     args_free(&args);
 }
 
+/* Lists of paths take words up to the next option, and come back from the text that a checkpoint keeps. */
+static void test_path_lists(void)
+{
+    struct {
+        struct path_list paths, others;
+        int64_t number;
+    } target, again;
+#define IN(member) ((size_t)((char *)&target.member - (char *)&target))
+    const struct option rows[] = {
+        {"paths", OPTION_PATHS, IN(paths), "FILE...", NULL, 0, 0, 0, NULL, "a list"},
+        {"others", OPTION_PATHS, IN(others), "FILE...", NULL, 0, 0, 0, NULL, "another"},
+        {"number", OPTION_INTEGER, IN(number), "N", "3", 0, 9, 0, NULL, "a number"},
+    };
+#undef IN
+    static const struct command command = {"try", "", "", NULL, 0, 0};
+    static char names[1000][16];
+    static char *words[1100] = {"try", "--paths",   "a,b", "-c",       "d e", "--number",
+                                "4",   "--paths=f", "g",   "--others", "h",   "--paths"};
+    int n = 12;
+    for (int i = 0; i < 1000; i++) {
+        snprintf(names[i], sizeof names[i], "n%d", i);
+        words[n++] = names[i];
+    }
+    const struct option_group group = {"Options", rows, OPTION_COUNT(rows), &target};
+    struct args args;
+    /* A dash begins the first of the words after an option, and no other. */
+    CHECK(args_parse(&args, &command, &group, 1, n, words) == 2, "-c is a path");
+    words[3] = "./c";
+    demand(args_parse(&args, &command, &group, 1, n, words) == ARGS_RUN, "not taken");
+    CHECK(target.paths.n == 1005 && target.others.n == 1 && target.number == 4 && args_given(&args, "paths"),
+          "%d and %d paths", target.paths.n, target.others.n);
+    static const char *const first[] = {"a,b", "./c", "d e", "f", "g", "n0", "n1"};
+    for (int i = 0; i < 7 && i < target.paths.n; i++)
+        CHECK(!strcmp(target.paths.item[i], first[i]), "%s in the place of %s", target.paths.item[i], first[i]);
+    struct text text = {0};
+    char why[200];
+    const struct option_group other = {"Options", rows, OPTION_COUNT(rows), &again};
+    memset(&again, 0, sizeof again);
+    args_text(&group, &rows[0], &text);
+    CHECK(args_set(&args, &other, &rows[0], text_string(&text), why, sizeof why) == 0 && again.paths.n == 1005, "%s",
+          why);
+    for (int i = 0; i < 1005 && i < again.paths.n; i++)
+        CHECK(!strcmp(target.paths.item[i], again.paths.item[i]), "%d: %s", i, again.paths.item[i]);
+    text_free(&text);
+    args_free(&args);
+    static char *none[] = {"try", "--paths", "--number", "1"}, *empty[] = {"try", "--paths", "a", ""},
+                *broken[] = {"try", "--paths", "a", "b\nc"};
+    CHECK(args_parse(&args, &command, &group, 1, 4, none) == 2, "no path");
+    CHECK(args_parse(&args, &command, &group, 1, 4, empty) == 2, "an empty path");
+    CHECK(args_parse(&args, &command, &group, 1, 4, broken) == 2, "a line break");
+}
+
 /* ---- plan -------------------------------------------------------------------------------------------------------- */
 
 static void test_plan(void)
@@ -611,6 +663,7 @@ int main(int argc, char **argv)
     demand(!program(LM "--quiet --steps 2 --hyper beta1=0.8 --beta2 0.9 --checkpoint hyper"), program_errors);
     TEST("words") test_words();
     TEST("options of any table") test_tables();
+    TEST("lists of paths") test_path_lists();
     TEST("plan") test_plan();
     TEST("forged checkpoints") test_forged();
     TEST("resuming") test_resume();

@@ -15,18 +15,17 @@ static void *variable(const struct option_group *group, const struct option *opt
     return (char *)group->target + option->offset;
 }
 
-const char *args_keep(struct args *args, const char *text)
+/* Takes memory over, until the end. NULL, and it is freed, when memory is out. */
+static void *own(struct args *args, void *memory)
 {
-    size_t n = strlen(text) + 1;
-    char **grown = realloc(args->owned, (size_t)(args->n_owned + 1) * sizeof *grown);
-    if (!grown) return NULL;
-    args->owned = grown;
-    char *copy = malloc(n);
-    if (!copy) return NULL;
-    memcpy(copy, text, n);
-    args->owned[args->n_owned++] = copy;
-    return copy;
+    char **grown = memory ? realloc(args->owned, (size_t)(args->n_owned + 1) * sizeof *grown) : NULL;
+    if (grown) args->owned = grown;
+    if (grown) args->owned[args->n_owned++] = memory;
+    else free(memory);
+    return grown ? memory : NULL;
 }
+
+const char *args_keep(struct args *args, const char *text) { return own(args, strdup(text)); }
 
 static int no_memory(char *error, size_t error_bytes)
 {
@@ -210,6 +209,23 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
     return status;
 }
 
+/* One name a line. The array doubles; the smaller ones stay until the end. */
+static int set_paths(struct args *args, struct path_list *list, const char *text, char *error, size_t error_bytes)
+{
+    char *rest = own(args, strdup(text)), *name;
+    if (!rest) return no_memory(error, error_bytes);
+    while ((name = strsep(&rest, "\n")) != NULL) {
+        if ((list->n & (list->n - 1)) == 0) {
+            const char **grown = own(args, malloc((list->n ? 2 * (size_t)list->n : 1) * sizeof *grown));
+            if (!grown) return no_memory(error, error_bytes);
+            if (list->n) memcpy(grown, list->item, (size_t)list->n * sizeof *grown);
+            list->item = grown;
+        }
+        if (*name) list->item[list->n++] = name;
+    }
+    return 0;
+}
+
 int args_set(struct args *args, const struct option_group *group, const struct option *option, const char *text,
              char *error, size_t error_bytes)
 {
@@ -231,6 +247,7 @@ int args_set(struct args *args, const struct option_group *group, const struct o
     case OPTION_RECIPES: return set_recipes(args, option, target, text, error, error_bytes);
     case OPTION_HYPER:
     case OPTION_HYPER_AS: return set_hyper(args, option, target, text, error, error_bytes);
+    case OPTION_PATHS: return set_paths(args, target, text, error, error_bytes);
     case OPTION_HEADING: break;
     }
     return 2;
@@ -266,6 +283,11 @@ void args_text(const struct option_group *group, const struct option *option, st
     case OPTION_HYPER: {
         const struct string_list *list = target;
         for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "," : "", list->item[i]);
+        return;
+    }
+    case OPTION_PATHS: {
+        const struct path_list *list = target;
+        for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "\n" : "", list->item[i]);
         return;
     }
     case OPTION_HYPER_AS:
@@ -340,6 +362,7 @@ int args_defaults(struct args *args, const struct command *command, const struct
             case OPTION_RECIPES:
             case OPTION_HYPER:
             case OPTION_HYPER_AS: ((struct string_list *)target)->n = 0; break;
+            case OPTION_PATHS: *(struct path_list *)target = (struct path_list){NULL, 0}; break;
             case OPTION_HEADING: continue;
             }
             if (option->initial && option->kind != OPTION_HYPER_AS &&
@@ -374,9 +397,16 @@ static int read_option(struct args *args, int argc, char **argv, int *at)
         value = argv[++*at];
     }
     char error[1024];
-    if (option->kind != OPTION_FLAG && !*value && option->kind != OPTION_STRING)
-        return usage_error(args->command->name, "--%s needs a value, it is empty", option->name);
-    int status = args_set(args, group, option, value, error, sizeof error);
+    int status = 0, more;
+    do {
+        if (option->kind != OPTION_FLAG && !*value && option->kind != OPTION_STRING)
+            return usage_error(args->command->name, "--%s needs a value, it is empty", option->name);
+        if (option->kind == OPTION_PATHS && strchr(value, '\n'))
+            return usage_error(args->command->name, "--%s: a name with a line break", option->name);
+        status = args_set(args, group, option, value, error, sizeof error);
+        more = status == 0 && option->kind == OPTION_PATHS && *at + 1 < argc && argv[*at + 1][0] != '-';
+        if (more) value = argv[++*at];
+    } while (more);
     if (status == 2) return usage_error(args->command->name, "%s", error);
     return status ? failure(args->command->name, "%s", error) : ARGS_RUN;
 }
@@ -425,7 +455,7 @@ int args_parse(struct args *args, const struct command *command, const struct op
 {
     if (argc > 1 && (strcmp(argv[1], ARGS_CANDIDATES) == 0 || strcmp(argv[1], ARGS_MANUAL) == 0)) {
         if (strcmp(argv[1], ARGS_MANUAL) == 0) args_manual(command, groups, n_groups);
-        else if (argc > 3) args_candidates(groups, n_groups, argv[2], argv[3]);
+        else if (argc > 4) args_candidates(groups, n_groups, argv[2], argv[3], argv[4]);
         memset(args, 0, sizeof *args);
         return 0;
     }

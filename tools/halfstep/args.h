@@ -20,7 +20,8 @@
  *
  * Every option takes its value as the next word or after "=": --steps 100, --steps=100, --steps 1e2. Numbers take the
  * suffixes k, M, G, T, B (powers of 1000; B is 10^9), bytes take K, M, G, T (powers of 1024) and KB, MB, GB, TB (of
- * 1000). --help is there without a row. After a repeated option the last one counts, except for lists. */
+ * 1000). --help is there without a row. After a repeated option the last one counts, except for lists; --data and other
+ * lists of paths take words up to the next that begins with a dash. */
 #ifndef HALFSTEP_ARGS_H
 #define HALFSTEP_ARGS_H
 
@@ -41,6 +42,7 @@ enum option_kind {
     OPTION_RECIPES,  /* struct string_list: recipes between commas, full forms */
     OPTION_HYPER,    /* struct string_list: the words of a repeatable --hyper NAME=VALUE */
     OPTION_HYPER_AS, /* the same list, for an option that is itself called NAME: --beta1 0.8 adds "beta1=0.8" */
+    OPTION_PATHS,    /* struct path_list: names of files or folders, one or more words each time it is given */
     OPTION_HEADING   /* no option: a heading in --help, its text in help, its name "" */
 };
 
@@ -53,6 +55,12 @@ enum option_kind {
 #define STRING_LIST_MAX 64
 struct string_list {
     const char *item[STRING_LIST_MAX];
+    int n;
+};
+
+/* As text one a line, so no name may have a line break. */
+struct path_list {
+    const char **item;
     int n;
 };
 
@@ -102,8 +110,8 @@ struct args {
 };
 
 #define ARGS_RUN (-1)
-/* First words by which main() asks for a command's part of the manual page, and for what a word (the third) after
- * another (the second) may become. */
+/* First words by which main() asks for a command's part of the manual page, and for what a word (the fourth) after
+ * another (the third) may become, the second being the last option before it. */
 #define ARGS_MANUAL "--man-page"
 #define ARGS_CANDIDATES "--candidates"
 

@@ -12,7 +12,9 @@ void args_describe(const struct option *option, char *text, size_t text_bytes);
 void args_help(const struct command *command, const struct option_group *groups, int n_groups);
 /* The same for man(1). */
 void args_manual(const struct command *command, const struct option_group *groups, int n_groups);
-/* What `word`, which comes after `previous`, may become, a line each: names and values of options. */
-void args_candidates(const struct option_group *groups, int n_groups, const char *previous, const char *word);
+/* What `word`, which comes after `previous`, may become, a line each: names and values of options. `option` is the last
+ * word before it that begins with a dash. */
+void args_candidates(const struct option_group *groups, int n_groups, const char *option, const char *previous,
+                     const char *word);
 
 #endif

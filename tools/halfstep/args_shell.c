@@ -29,13 +29,16 @@ static void offer_recipes(const char *word)
         if (parts > 1 || format.roles & HALFSTEP_ROLE_WEIGHT) offer(before, format.name, "", word);
 }
 
-void args_candidates(const struct option_group *groups, int n_groups, const char *previous, const char *word)
+void args_candidates(const struct option_group *groups, int n_groups, const char *last, const char *previous,
+                     const char *word)
 {
     for (int g = 0; g < n_groups; g++)
         for (int i = 0; i < groups[g].n; i++) {
             const struct option *option = &groups[g].rows[i];
             if (option->kind == OPTION_HEADING || option->kind == OPTION_FLAG) continue;
-            if (strncmp(previous, "--", 2) != 0 || strcmp(previous + 2, option->name) != 0) continue;
+            /* A list of paths may still go on. */
+            const char *asked = option->kind == OPTION_PATHS && word[0] != '-' ? last : previous;
+            if (strncmp(asked, "--", 2) != 0 || strcmp(asked + 2, option->name) != 0) continue;
             const char *name;
             for (int32_t c = 0; option->kind == OPTION_CHOICE && (name = option->choice(c)) != NULL; c++)
                 offer("", name, "", word);

@@ -8,7 +8,7 @@
 int cmd_compare(int argc, char **argv)
 {
     if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
-        printf("Usage: halfstep compare lm --data FILE --recipes R,R,... [options]\n"
+        printf("Usage: halfstep compare lm --data FILE... --recipes R,R,... [options]\n"
                "       halfstep compare mnist [--data DIR] --recipes R@LR,R@LR,... [options]\n\n"
                "  lm      a byte-level language model; see halfstep compare lm --help\n"
                "  mnist   a network that reads digits; see halfstep compare mnist --help\n");

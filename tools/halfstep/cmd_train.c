@@ -30,11 +30,12 @@ static const char notes[] =
     "Exit status: 0 done, 1 failure, 2 usage, 128 and the number of the signal (130, 143) interrupted.\n"
     "\n"
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
+    "  halfstep train lm --data books/ more.txt.gz --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n"
     "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
 static const struct command command = {"train lm",
-                                       "--data FILE [options]",
+                                       "--data FILE... [options]",
                                        "Trains a byte-level language model of the Llama type. Weights, gradients and "
                                        "optimizer states are stored as --recipe "
                                        "and --gradients say; the update is computed in fp32.",
@@ -88,6 +89,9 @@ static void print_result(const struct run_result *r)
     if (r->steps > r->first_step)
         printf("%.0f tokens/s, %.1f %% of the time in the optimizer; %s, %d threads\n", r->tokens_per_s,
                100 * r->optimizer_seconds / r->seconds, r->isa, r->threads);
+    if (r->data_files > 1)
+        printf("--data was %llu files, %llu bytes in all\n", (unsigned long long)r->data_files,
+               (unsigned long long)r->data_bytes);
     if (r->ranks > 1)
         printf("%d processes, which have received %.2f MiB in all; what follows is of the first\n", r->ranks,
                (double)r->job_received / 0x1p20);
@@ -176,7 +180,7 @@ int cmd_train(int argc, char **argv)
     if (argc > 1 && strcmp(argv[1], "lm") == 0) return train_lm(argc - 1, argv + 1);
     if (argc > 1 && strcmp(argv[1], "mnist") == 0) return train_mnist(argc - 1, argv + 1);
     if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
-        printf("Usage: halfstep train lm --data FILE [options]\n"
+        printf("Usage: halfstep train lm --data FILE... [options]\n"
                "       halfstep train mnist [--data DIR] [options]\n\n"
                "  lm      a byte-level language model; see halfstep train lm --help\n"
                "  mnist   a network that reads digits; see halfstep train mnist --help\n");

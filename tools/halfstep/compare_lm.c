@@ -67,7 +67,7 @@ static void describe(struct compare *compare, struct text *subtitle)
     const struct run_config *base = &compare->base;
     const struct run_data *data = &compare->data.lm;
     struct lm_config shape = run_shape(base);
-    char error[256];
+    char error[256], title[280];
     if (lm_config_check(&shape, error, sizeof error) == 0) {
         text_add(subtitle, "a language model of ");
         text_add_count(subtitle, (double)lm_parameter_count(&shape));
@@ -75,15 +75,19 @@ static void describe(struct compare *compare, struct text *subtitle)
     }
     text_add_count(subtitle, (double)base->steps);
     text_add(subtitle, " steps of %lld × %lld bytes of %s", (long long)(base->batch * base->micro_steps),
-             (long long)base->context, compare_file_name(base->data));
-    describe_file(compare, "data", base->data, data->data_file.n, data->data_hash);
-    if (base->val) describe_file(compare, "val", base->val, data->val_file.n, data->val_hash);
+             (long long)base->context, compare_file_name(base->data.item[0]));
+    if (base->data.n > 1) text_add(subtitle, " and %d more", base->data.n - 1);
+    run_data_title(&base->data, title, sizeof title);
+    describe_file(compare, "data", title, data->data_file.n, data->data_hash);
+    if (!base->val.n) return;
+    run_data_title(&base->val, title, sizeof title);
+    describe_file(compare, "val", title, data->val_file.n, data->val_hash);
 }
 
 int compare_lm(const struct comparison *comparison, int argc, char **argv)
 {
     static const struct compare_kind kind = {
-        .usage = "--data FILE --recipes R,R,... [options]",
+        .usage = "--data FILE... --recipes R,R,... [options]",
         .summary = "Trains the same model under several recipes and reports what the storage does to it: a table, one "
                    "sentence, "
                    "and a page with curves.",

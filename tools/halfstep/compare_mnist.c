@@ -74,9 +74,9 @@ static void describe(struct compare *compare, struct text *subtitle)
     }
     text_add(subtitle, "%lld epochs of ", (long long)base->epochs);
     text_add_count(subtitle, (double)data->train.n);
-    text_add(subtitle, base->data ? " images of %s" : " %s digits",
-             base->data ? compare_file_name(base->data) : "drawn");
-    text_add(&text, "%s, ", base->data ? base->data : "drawn digits");
+    text_add(subtitle, base->digits ? " images of %s" : " %s digits",
+             base->digits ? compare_file_name(base->digits) : "drawn");
+    text_add(&text, "%s, ", base->digits ? base->digits : "drawn digits");
     text_add_count(&text, (double)data->train.n);
     text_add(&text, " images to learn from, ");
     text_add_count(&text, (double)data->test.n);

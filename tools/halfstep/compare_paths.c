@@ -68,7 +68,7 @@ int compare_check_paths(const struct compare *compare, char *error, size_t error
 {
     enum { REPORTS = 4 };
     const struct run_config *base = &compare->base;
-    const struct named_path inputs[] = {{"--data", base->data}, {"--val", base->val}, {"--init", base->init}};
+    const struct named_path digits = {"--data", base->digits};
     struct text report[REPORTS] = {{0}};
     struct named_path outputs[REPORTS + 1];
     int status = base->log || base->checkpoint ? check_names(compare, error, error_bytes) : 0;
@@ -81,7 +81,8 @@ int compare_check_paths(const struct compare *compare, char *error, size_t error
         struct run_paths paths;
         status = compare_name_paths(compare, &compare->report.run[i], &paths) == 0 ? 0 : no_memory(error, error_bytes);
         outputs[REPORTS] = (struct named_path){"--log", paths.log.data};
-        if (!status) status = paths_check(inputs, 3, outputs, REPORTS + 1, error, error_bytes);
+        if (!status) status = run_paths_check(base, NULL, outputs, REPORTS + 1, error, error_bytes);
+        if (!status) status = paths_check(&digits, 1, outputs, REPORTS + 1, error, error_bytes);
         compare_free_paths(&paths);
         if (!base->log) break;
     }

@@ -9,11 +9,12 @@
 
 #include "models/rows.h"
 
-/* Makes room for at least one more byte: first `hint` bytes, then twice as many each time. */
+/* Makes room for at least one more byte: for `hint` of them, and for a quarter more than there was. */
 static int reserve(struct data_file *out, size_t *capacity, size_t hint)
 {
     if (out->n < *capacity) return 0;
-    size_t wanted = *capacity ? *capacity * 2 : hint;
+    size_t wanted = out->n + hint;
+    if (wanted < *capacity + *capacity / 4) wanted = *capacity + *capacity / 4;
     uint8_t *bytes = wanted > *capacity ? realloc(out->bytes, wanted) : NULL;
     if (!bytes) return -1;
     out->bytes = bytes;
@@ -21,9 +22,10 @@ static int reserve(struct data_file *out, size_t *capacity, size_t hint)
     return 0;
 }
 
-static int read_all(FILE *file, const char *path, struct data_file *out, char *error, size_t error_bytes)
+static int read_all(FILE *file, const char *path, struct data_file *out, size_t *capacity, char *error,
+                    size_t error_bytes)
 {
-    size_t capacity = 0, hint = 1 << 16;
+    size_t hint = 1 << 16;
     struct stat status;
     if (fstat(fileno(file), &status) == 0 && S_ISDIR(status.st_mode)) {
         snprintf(error, error_bytes, "%s: is a directory", path);
@@ -31,11 +33,11 @@ static int read_all(FILE *file, const char *path, struct data_file *out, char *e
     }
     if (fstat(fileno(file), &status) == 0 && status.st_size > 0) hint = (size_t)status.st_size + 1;
     for (;;) {
-        if (reserve(out, &capacity, hint)) {
+        if (reserve(out, capacity, hint)) {
             snprintf(error, error_bytes, "%s: out of memory after %zu bytes", path, out->n);
             return -1;
         }
-        size_t got = fread(out->bytes + out->n, 1, capacity - out->n, file);
+        size_t got = fread(out->bytes + out->n, 1, *capacity - out->n, file);
         out->n += got;
         if (ferror(file)) {
             snprintf(error, error_bytes, "%s: cannot be read: %s", path, strerror(errno));
@@ -45,23 +47,23 @@ static int read_all(FILE *file, const char *path, struct data_file *out, char *e
     }
 }
 
-static int unpack(const char *path, const struct data_file *packed, struct data_file *out, char *error,
-                  size_t error_bytes)
+static int unpack(const char *path, const struct data_file *packed, struct data_file *out, size_t *capacity,
+                  char *error, size_t error_bytes)
 {
     z_stream stream = {0};
     if (inflateInit2(&stream, 15 + 16) != Z_OK) {
         snprintf(error, error_bytes, "%s: zlib cannot be started", path);
         return -1;
     }
-    size_t capacity = 0, used = 0;
+    size_t used = 0;
     const char *wrong = NULL;
     for (;;) {
-        if (reserve(out, &capacity, packed->n * 4 + 4096)) {
+        if (reserve(out, capacity, packed->n * 4 + 4096)) {
             wrong = "out of memory while unpacking";
             break;
         }
         /* zlib counts in unsigned int. */
-        size_t space = capacity - out->n, input = packed->n - used;
+        size_t space = *capacity - out->n, input = packed->n - used;
         stream.next_out = out->bytes + out->n;
         stream.avail_out = space > 1 << 30 ? 1 << 30 : (uInt)space;
         stream.next_in = packed->bytes + used;
@@ -92,28 +94,42 @@ static int unpack(const char *path, const struct data_file *packed, struct data_
     return -1;
 }
 
-int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes)
+int data_append(const char *path, struct data_file *out, size_t *room, char *error, size_t error_bytes)
 {
-    struct data_file content = {0}, unpacked = {0};
-    *out = unpacked;
+    size_t before = out->n;
     FILE *file = fopen(path, "rb");
     if (!file) {
         snprintf(error, error_bytes, "%s: %s", path, strerror(errno));
         return -1;
     }
-    int status = read_all(file, path, &content, error, error_bytes);
+    int status = read_all(file, path, out, room, error, error_bytes);
     fclose(file);
-    if (!status && content.n >= 2 && content.bytes[0] == 0x1F && content.bytes[1] == 0x8B) {
-        status = unpack(path, &content, &unpacked, error, error_bytes);
-        data_free(&content);
-        content = unpacked;
+    if (!status && out->n - before >= 2 && out->bytes[before] == 0x1F && out->bytes[before + 1] == 0x8B) {
+        struct data_file packed = {malloc(out->n - before), out->n - before};
+        if (packed.bytes) {
+            memcpy(packed.bytes, out->bytes + before, packed.n);
+            out->n = before;
+            status = unpack(path, &packed, out, room, error, error_bytes);
+        } else {
+            snprintf(error, error_bytes, "%s: out of memory while unpacking", path);
+            status = -1;
+        }
+        data_free(&packed);
     }
-    if (!status && !content.n) {
+    if (status) out->n = before;
+    return status;
+}
+
+int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes)
+{
+    size_t room = 0;
+    *out = (struct data_file){0};
+    int status = data_append(path, out, &room, error, error_bytes);
+    if (!status && !out->n) {
         snprintf(error, error_bytes, "%s: is empty", path);
         status = -1;
     }
-    if (status) data_free(&content);
-    *out = content;
+    if (status) data_free(out);
     return status;
 }
 

@@ -1,4 +1,4 @@
-/* Training text: a whole file of bytes in memory, cut into a training and a validation part, and the windows taken from
+/* Training text: whole files of bytes in memory, cut into a training and a validation part, and the windows taken from
  * it. Windows are a function of (seed, step, micro-step, sequence): every recipe of a comparison sees the same data in
  * the same order, and a resumed run needs the step number only. */
 #ifndef HALFSTEP_DATA_H
@@ -21,6 +21,27 @@ struct data_part {
  * one line that names the file; then out is empty. An empty file is an error. */
 int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes);
 void data_free(struct data_file *file);
+/* The same after what out holds already, room bytes of which are allocated: what cannot be read leaves it as it was. An
+ * empty file adds nothing and is no error. */
+int data_append(const char *path, struct data_file *out, size_t *room, char *error, size_t error_bytes);
+
+/* The files behind names: a name is that file, of whatever kind, or a folder, which stands for the regular files in it
+ * and in its folders, in the order of the bytes of their names. In a folder, names that begin with a dot, empty files,
+ * links to folders and what is no file are passed over. */
+struct data_list {
+    struct {
+        char *path;
+        int named; /* itself, and not a folder that it is in */
+    } *file;
+    size_t n, room;
+};
+/* 0, or -1 and one line that names all that are not there or cannot be read; then out is empty. */
+int data_list(const char *const *names, int n, struct data_list *out, char *error, size_t error_bytes);
+void data_list_free(struct data_list *list);
+/* All of them joined in their order, with nothing in between. files: how many. Likewise; a file of no bytes is wrong
+ * where it was named. */
+int data_load_all(const char *const *names, int n, struct data_file *out, size_t *files, char *error,
+                  size_t error_bytes);
 
 /* The first nine tenths for training, the rest for validation. */
 void data_split(const struct data_file *file, struct data_part *train, struct data_part *validation);

@@ -80,12 +80,15 @@ static int complete(int n, char **words)
         for (int k = 0; kinds && n == 2 && k < 2; k++)
             if (strncmp(commands[i].kind[k], word, strlen(word)) == 0) puts(commands[i].kind[k]);
         if (kinds && n == 2) return 0;
-        char *asked[5] = {words[0], words[1]};
+        char *asked[6] = {words[0], words[1]};
         char **rest = asked + 1 + kinds;
+        int last = n - 2;
+        while (last > 0 && words[last][0] != '-') last--;
         rest[0] = (char[]){ARGS_CANDIDATES};
-        rest[1] = words[n - 2];
-        rest[2] = word;
-        return commands[i].run(4 + kinds, asked);
+        rest[1] = words[last];
+        rest[2] = words[n - 2];
+        rest[3] = word;
+        return commands[i].run(5 + kinds, asked);
     }
     return 0;
 }

@@ -57,6 +57,43 @@ static int holds(const char *folder, const struct identity *file, int deeper)
     return found;
 }
 
+/* Where a path leads, as far as it is there already: to be freed, NULL where nothing can be said. */
+static char *whereabouts(const char *path)
+{
+    char *part = path[0] ? strdup(path) : NULL, *found = NULL;
+    while (part && !(found = realpath(part, NULL))) {
+        size_t n = strlen(part);
+        while (n > 1 && part[n - 1] == '/') n--;
+        while (n && part[n - 1] != '/') n--;
+        if (!n && strcmp(part, ".") == 0) break;
+        if (n) part[n == 1 ? 1 : n - 1] = 0;
+        else strcpy(part, ".");
+    }
+    free(part);
+    return found;
+}
+
+int paths_outside(struct named_path input, const struct named_path *outputs, int n_outputs, char *error,
+                  size_t error_bytes)
+{
+    struct stat status;
+    int found = 0;
+    if (!input.path || stat(input.path, &status) != 0 || !S_ISDIR(status.st_mode)) return 0;
+    char *folder = realpath(input.path, NULL);
+    size_t n = folder ? strlen(folder) : 0;
+    if (n == 1) n = 0; /* the root: everything begins with it */
+    for (int o = 0; o < n_outputs && folder && !found; o++) {
+        char *place = outputs[o].path ? whereabouts(outputs[o].path) : NULL;
+        found = place && strncmp(place, folder, n) == 0 && (place[n] == '/' || !place[n]);
+        free(place);
+        if (found)
+            snprintf(error, error_bytes, "%s %s lies in %s, a folder of %s, and would be read as one of its files",
+                     outputs[o].what, outputs[o].path, input.path, input.what);
+    }
+    free(folder);
+    return found ? 2 : 0;
+}
+
 int paths_check(const struct named_path *inputs, int n_inputs, const struct named_path *outputs, int n_outputs,
                 char *error, size_t error_bytes)
 {

@@ -16,4 +16,8 @@ struct named_path {
 int paths_check(const struct named_path *inputs, int n_inputs, const struct named_path *outputs, int n_outputs,
                 char *error, size_t error_bytes);
 
+/* An output in the folder `input`, or in one below it, is refused; where input is no folder, none is. Likewise. */
+int paths_outside(struct named_path input, const struct named_path *outputs, int n_outputs, char *error,
+                  size_t error_bytes);
+
 #endif

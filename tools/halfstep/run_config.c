@@ -45,10 +45,12 @@ const struct option run_recipe_option = {"recipe",
 
 static const struct option fixed_rows[] = {
     HEADING("Data"),
-    {"data", OPTION_STRING, AT(data), "FILE", NULL, 0, 0, OPTION_SAVED, NULL,
-     "any file to learn from, as bytes; gzip is unpacked"},
-    {"val", OPTION_STRING, AT(val), "FILE", NULL, 0, 0, OPTION_SAVED, NULL,
-     "file for the validation loss (default: the last tenth of --data, which is then not trained on)"},
+    {"data", OPTION_PATHS, AT(data), "FILE...", NULL, 0, 0, OPTION_SAVED, NULL,
+     "any files to learn from, as bytes, joined in this order with nothing in between; gzip is unpacked. Of a folder "
+     "all regular files in it and in its folders, sorted by name; hidden and empty ones and links to folders are "
+     "passed over. Repeatable"},
+    {"val", OPTION_PATHS, AT(val), "FILE...", NULL, 0, 0, OPTION_SAVED, NULL,
+     "the same for the validation loss (default: the last tenth of --data, which is then not trained on)"},
     HEADING("Model (taken from --init where that is given)"),
     {"width", OPTION_INTEGER, AT(width), "N", "128", 2, 65536, SAME, NULL, "width of the model, a multiple of --heads"},
     {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, SAME, NULL, "layers"},
@@ -380,7 +382,7 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
     } else if (config->init && shape_from_init(args, config, error, error_bytes) != 0) {
         return 1;
     }
-    if (!config->data) {
+    if (!config->data.n) {
         snprintf(error, error_bytes, "--data FILE is missing");
         return 2;
     }
@@ -393,23 +395,65 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
 
 /* ---- Data -------------------------------------------------------------------------------------------------------- */
 
+void run_data_title(const struct path_list *list, char *text, size_t text_bytes)
+{
+    if (list->n == 1) snprintf(text, text_bytes, "%.250s", list->item[0]);
+    else snprintf(text, text_bytes, "%.250s and %d more", list->item[0], list->n - 1);
+}
+
+int run_paths_check(const struct run_config *config, const char *resumed, const struct named_path *outputs,
+                    int n_outputs, char *error, size_t error_bytes)
+{
+    static const char *const names[] = {"--data", "--val"};
+    const struct path_list *const lists[] = {&config->data, &config->val};
+    struct data_list files[2] = {{0}};
+    int status = 0;
+    size_t n = 0;
+    for (int l = 0; l < 2 && !status; l++) {
+        const struct path_list *list = lists[l];
+        status = data_list(list->item, list->n, &files[l], error, error_bytes) != 0;
+        for (int i = 0; i < list->n && !status; i++)
+            status =
+                paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
+    }
+    struct named_path *inputs = calloc(files[0].n + files[1].n + 2, sizeof *inputs);
+    if (!inputs && !status) {
+        snprintf(error, error_bytes, "out of memory");
+        status = 1;
+    }
+    for (int l = 0; l < 2 && inputs; l++)
+        for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};
+    if (!status) {
+        inputs[n++] = (struct named_path){"--init", config->init};
+        inputs[n++] = (struct named_path){"--resume", resumed};
+        status = paths_check(inputs, (int)n, outputs, n_outputs, error, error_bytes);
+    }
+    free(inputs);
+    data_list_free(&files[0]);
+    data_list_free(&files[1]);
+    return status;
+}
+
 static int load(const struct run_config *config, struct run_data *data, char *error, size_t error_bytes)
 {
-    char what[300];
-    if (data_load(config->data, &data->data_file, error, error_bytes) != 0) return -1;
+    char what[320], title[280];
+    if (data_load_all(config->data.item, config->data.n, &data->data_file, &data->files, error, error_bytes) != 0)
+        return -1;
     data->data_hash = hash_finish(hash_bytes(HASH_START, data->data_file.bytes, data->data_file.n));
-    if (config->val) {
-        if (data_load(config->val, &data->val_file, error, error_bytes) != 0) return -1;
+    if (config->val.n) {
+        size_t files;
+        if (data_load_all(config->val.item, config->val.n, &data->val_file, &files, error, error_bytes) != 0) return -1;
         data->val_hash = hash_finish(hash_bytes(HASH_START, data->val_file.bytes, data->val_file.n));
         data->train = (struct data_part){data->data_file.bytes, data->data_file.n};
         data->validation = (struct data_part){data->val_file.bytes, data->val_file.n};
     } else {
         data_split(&data->data_file, &data->train, &data->validation);
     }
-    snprintf(what, sizeof what, "%s%.250s", config->val ? "" : "training part of ", config->data);
+    run_data_title(&config->data, title, sizeof title);
+    snprintf(what, sizeof what, "%s%s", config->val.n ? "" : "training part of ", title);
     if (data_check(&data->train, (int)config->context, what, error, error_bytes) != 0) return -1;
-    snprintf(what, sizeof what, "%s%.250s", config->val ? "" : "validation part of ",
-             config->val ? config->val : config->data);
+    if (config->val.n) run_data_title(&config->val, title, sizeof title);
+    snprintf(what, sizeof what, "%s%s", config->val.n ? "" : "validation part of ", title);
     return data_check(&data->validation, (int)config->context, what, error, error_bytes);
 }
 

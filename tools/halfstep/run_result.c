@@ -129,6 +129,10 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_integer(d, object, "peak_gradient_bytes", (int64_t)r->peak_gradient_bytes);
     put_integer(d, object, "activation_bytes", (int64_t)r->activation_bytes);
     if (r->peak_process_bytes) put_integer(d, object, "peak_process_bytes", (int64_t)r->peak_process_bytes);
+    if (r->data_files) {
+        put_integer(d, object, "data_files", (int64_t)r->data_files);
+        put_integer(d, object, "data_bytes", (int64_t)r->data_bytes);
+    }
     put_integer(d, object, "tensors_fell_back", r->fell_back);
     put_number(d, object, "weights_changed_percent", 100 * r->weights_changed);
     put_text(d, object, "isa", r->isa);

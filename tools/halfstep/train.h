@@ -20,6 +20,7 @@
 #include "data.h"
 #include "dist.h"
 #include "models/llama.h"
+#include "paths.h"
 #include "recipes.h"
 #include "ui/document.h"
 #include "ui/progress.h"
@@ -27,7 +28,7 @@
 /* ---- What a run is told ------------------------------------------------------------------------------------------ */
 
 struct run_config {
-    const char *data, *val; /* files; val NULL: the last tenth of data */
+    struct path_list data, val; /* files and folders; no val: the last tenth of data */
     int64_t width, depth, heads, context;
     int64_t steps, batch, micro_steps; /* batch sequences in each micro-step */
     uint64_t seed;
@@ -53,7 +54,8 @@ struct run_config {
     const char *resume_from; /* what to open then: checkpoint, or one of those in it. NULL: checkpoint */
     int64_t sample_bytes;    /* text the trained model writes at the end */
     int quiet;
-    int64_t epochs, train_images, test_images; /* of train mnist; images: 0: all of --data */
+    const char *digits; /* of train mnist, like what follows: the folder that is its --data, NULL: they are drawn */
+    int64_t epochs, train_images, test_images; /* images: 0: all of them */
     uint64_t digits_seed;
     struct dist *dist; /* the processes of the job that the run is, NULL: it is alone */
 };
@@ -84,6 +86,7 @@ int run_adds_up(const struct run_config *config);
 struct lm_config run_shape(const struct run_config *config);
 
 struct run_data {
+    size_t files; /* of --data */
     struct data_file data_file, val_file;
     struct data_part train, validation;
     uint64_t data_hash, val_hash;
@@ -92,6 +95,13 @@ struct run_data {
 /* 0, or -1 and one line. */
 int run_data_load(const struct run_config *config, struct run_data *data, char *error, size_t error_bytes);
 void run_data_free(struct run_data *data);
+/* A name for what --data or --val is: "a.txt", "a.txt and 2 more". */
+void run_data_title(const struct path_list *list, char *text, size_t text_bytes);
+/* No output may be a file that the run reads (those of --data, --val and --init and what `resumed` names, which may be
+ * NULL), nor another output, nor lie in a folder of --data or --val, whose next reader would take it for text. 0, or
+ * the exit status and one line. */
+int run_paths_check(const struct run_config *config, const char *resumed, const struct named_path *outputs,
+                    int n_outputs, char *error, size_t error_bytes);
 
 /* ---- What it leaves behind --------------------------------------------------------------------------------------- */
 
@@ -127,9 +137,10 @@ struct run_result {
     uint64_t skipped_steps;
     uint64_t weight_bytes, gradient_bytes, state_bytes; /* held; gradients with their accumulators */
     uint64_t peak_gradient_bytes, activation_bytes;
-    uint64_t peak_process_bytes; /* most memory that the process has had, 0: not known, or of several runs */
-    int32_t fell_back;           /* tensors too small for the block format asked for */
-    double weights_changed;      /* fraction of the weights whose stored bits differ from the start, NaN: not known */
+    uint64_t data_files, data_bytes; /* of --data of train lm */
+    uint64_t peak_process_bytes;     /* most memory that the process has had, 0: not known, or of several runs */
+    int32_t fell_back;               /* tensors too small for the block format asked for */
+    double weights_changed; /* fraction of the weights whose stored bits differ from the start, NaN: not known */
     uint64_t state_hash;
     char checkpoint[1024]; /* where it was saved last, "" if nowhere */
     char **note;           /* what went wrong beside the saves that succeeded, each once */

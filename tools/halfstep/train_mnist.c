@@ -138,7 +138,7 @@ static int build(struct mnist_run *m)
     m->model = cnn_create(&m->shape, &options, run->error, run->error_bytes);
     if (!m->model) return 1;
     status = initialize(m);
-    const struct named_path data = {"--data", c->data}, log = {"--log", c->log};
+    const struct named_path data = {"--data", c->digits}, log = {"--log", c->log};
     if (!status) status = paths_check(&data, 1, &log, 1, run->error, run->error_bytes);
     if (!status && c->log) status = open_log(m);
     return status;

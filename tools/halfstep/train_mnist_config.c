@@ -12,7 +12,7 @@ enum { DRAWN_TRAIN = 60000, DRAWN_TEST = 10000, TRAIN_PART = 0, TEST_PART = 1 };
 #define SAME (OPTION_IDENTITY | OPTION_SAVED)
 
 static const struct option own_rows[] = {
-    {"data", OPTION_STRING, AT(data), "DIR", NULL, 0, 0, SAME, NULL,
+    {"data", OPTION_STRING, AT(digits), "DIR", NULL, 0, 0, SAME, NULL,
      "folder with the four IDX files of MNIST, as they are or as gzip (default: digits are drawn)"},
     {"train-images", OPTION_INTEGER, AT(train_images), "N", "0", 0, 1e8, SAME, NULL,
      "images to learn from, the first of --data; 0: all, or 60000 drawn ones"},
@@ -109,8 +109,8 @@ static int keep_first(struct image_set *set, int64_t n, const char *option, char
 
 static int load(const struct run_config *config, struct mnist_data *data, char *error, size_t error_bytes)
 {
-    if (config->data)
-        return idx_load(config->data, &data->train, &data->test, error, error_bytes) ||
+    if (config->digits)
+        return idx_load(config->digits, &data->train, &data->test, error, error_bytes) ||
                keep_first(&data->train, config->train_images, "train-images", error, error_bytes) ||
                keep_first(&data->test, config->test_images, "test-images", error, error_bytes);
     int64_t train = config->train_images ? config->train_images : DRAWN_TRAIN;

@@ -90,6 +90,8 @@ static void fill_result(struct run *run)
     if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
     r->activation_bytes = lm_activation_bytes(run->model);
     r->ranks = run->ranks;
+    r->data_files = run->data->files;
+    r->data_bytes = run->data->data_file.n;
 }
 
 /* What is known of the optimizer as a whole. */

@@ -63,7 +63,7 @@ static int trainer_text(const struct run *run, struct text *text)
                                 .threads = (uint64_t)run->threads,
                                 .data_bytes = run->data->data_file.n,
                                 .data_hash = hash[0],
-                                .val_hash = run->config->val ? hash[1] : "",
+                                .val_hash = run->config->val.n ? hash[1] : "",
                                 .released_norm = run->released_norm,
                                 .seconds = run->trained_seconds};
     struct saving saving = {&file, 0};
@@ -156,9 +156,9 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     int status = run_each_option(c, compare_option, &comparing);
     if (status < 0) return run_fail(run, "out of memory");
     if (!status) status = same_data(run, saved->data_hash, run->data->data_hash, "data");
-    if (!status && (saved->val_hash[0] != 0) != (c->val != NULL))
-        status = run_fail(run, "--val is %s here but not in %s", c->val ? "given" : "missing", c->checkpoint);
-    if (!status && c->val) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
+    if (!status && (saved->val_hash[0] != 0) != (c->val.n != 0))
+        status = run_fail(run, "--val is %s here but not in %s", c->val.n ? "given" : "missing", c->checkpoint);
+    if (!status && c->val.n) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
     if (!status && (uint64_t)c->steps < saved->step)
         status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
                           (unsigned long long)saved->step);
@@ -276,8 +276,6 @@ static int check_paths(struct run *run)
 {
     enum { OUTPUTS = 16 };
     const struct run_config *c = run->config;
-    const struct named_path inputs[] = {
-        {"--data", c->data}, {"--val", c->val}, {"--init", c->init}, {"--resume", c->resume ? c->resume_from : NULL}};
     struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
     struct text path[OUTPUTS] = {{0}};
     const char *name;
@@ -291,8 +289,9 @@ static int check_paths(struct run *run)
     int status = failed ? run_fail(run, "out of memory") : 0;
     /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its
      * way. */
-    if (!status) status = paths_check(inputs, 4, outputs, 1, run->error, run->error_bytes);
-    if (!status) status = paths_check(inputs, 3, outputs, n, run->error, run->error_bytes);
+    const char *resumed = c->resume ? c->resume_from : NULL;
+    if (!status) status = run_paths_check(c, resumed, outputs, 1, run->error, run->error_bytes);
+    if (!status) status = run_paths_check(c, NULL, outputs, n, run->error, run->error_bytes);
     for (int i = 1; i < n; i++) text_free(&path[i]);
     return status;
 }
