@@ -126,7 +126,7 @@ static void step(int number)
 {
     void *weights[TENSORS];
     const void *sums[TENSORS];
-    /* Part p is computed by rank p * ranks / PARTS, and handed to all. A large model sends rows to their owners only. */
+    /* Part p is computed by rank p * ranks / PARTS, and handed to all. A large model sends rows to owners only. */
     for (int part = 0; part < PARTS; part++) {
         int of = part * ranks / PARTS;
         if (of == rank) backward(number, part);

@@ -323,8 +323,8 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *   centralize       0 .. 1: this fraction of the mean over all dimensions but the first is taken from the gradient of
  *                    tensors with two or more dimensions (Yong et al. 2020)
  *   cautious         1: only elements whose update has the sign of their gradient move, by the update over the fraction
- *                    that they are of the tensor (at least 1/1000); decay is left as it is (Liang et al. 2024). Of rules
- *                    with halfstep_rule_info.cautious; a step then needs a sum over each tensor first
+ *                    that they are of the tensor (at least 1/1000); decay is left as it is (Liang et al. 2024). Of
+ *                    rules with halfstep_rule_info.cautious; a step then needs a sum over each tensor first
  *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)), the norm over all tensors after

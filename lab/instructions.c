@@ -249,7 +249,8 @@ static void print_list(void)
             if (info.matrix && f == 1) printf("%s rows=8\n", full);
         }
     puts("adam/bf16-sr/bf16-sr decay=l2");
-    puts("adamw/f32/f32 scan=scan\nadamw/bf16-sr/bf16-sr scan=scan\nadamw/f16-sr/bf16-sr scan=scan\nadamw/bf16-sr/int8 cautious=1");
+    puts("adamw/f32/f32 scan=scan\nadamw/bf16-sr/bf16-sr scan=scan\nadamw/f16-sr/bf16-sr scan=scan\nadamw/bf16-sr/int8 "
+         "cautious=1");
 }
 
 int main(int argc, char **argv)

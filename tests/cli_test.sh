@@ -52,7 +52,7 @@ expect 2 'use --lr' train lm --data "$data" --hyper lr=1
 expect 2 'one of bf16, f32' train lm --data "$data" --compute f64
 expect 2 'needs --checkpoint' train lm --data "$data" --resume
 expect 2 'nothing to add up without --micro-steps' train lm --data "$data" --accumulator bf16
-expect 2 'one of f32, bf16, bf16-sr, states' train lm --data "$data" --micro-steps 2 --accumulator int8
+expect 2 'one of f32, bf16, bf16-sr, tree, states' train lm --data "$data" --micro-steps 2 --accumulator int8
 expect 2 'one of scan, per-tensor, known-finite' train lm --data "$data" --scan never
 expect 2 'sgd' train lm --data "$data" --micro-steps 2 --accumulator states --recipe sgd
 expect 2 'l2' train lm --data "$data" --micro-steps 2 --accumulator states --recipe adam --weight-decay 0.1

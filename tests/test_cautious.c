@@ -52,7 +52,7 @@ static void ref_cautious(const struct reference *ref, const struct ref_hyper *h,
     memcpy(r->scalar, with.scalar, sizeof r->scalar);
 }
 
-/* c_adamw.py, with eps beside the debiased root and decay of the weight before the step, where torch's AdamW has them. */
+/* c_adamw.py, with eps beside the debiased root and decay of the weight before the step, as in torch's AdamW. */
 static void c_adamw(struct ref_element *x, double t, double lr, double wd)
 {
     static double m[N], gradient[N];

@@ -60,7 +60,8 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define FACTORED_2(id)
 #define MATRIX(name) MATRIX_ROW
 #define MATRIX_ROW(id) [HSTEP_RULE_ROW_##id] = {{direction_##id##_0, direction_##id##_1}, change_##id},
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) kind(id)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    kind(id)
 #include "rules/rules.def"
 #undef RULE
     },
@@ -72,7 +73,8 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define FACTORED_PAIR(id, pair) [pair] = {{cross_##id##_##pair##_0, cross_##id##_##pair##_1}, vector_##id##_##pair},
 #define FACTORED_1(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0)},
 #define FACTORED_2(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0) FACTORED_PAIR(id, 1)},
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) kind(id)
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    kind(id)
 #include "rules/rules.def"
 #undef RULE
     },
