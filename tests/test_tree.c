@@ -56,7 +56,7 @@ static int log2_up(int64_t n)
 
 static float sum_by(int64_t leaves, int ranks)
 {
-    struct tree_node nodes[16 * MOST];
+    struct tree_node nodes[16 * MOST] = {{0}};
     struct tree_merge merges[16 * MOST];
     float sums[16 * MOST];
     int n = 0;

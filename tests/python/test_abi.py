@@ -252,6 +252,11 @@ def test_numbers_out_of_bounds_are_value_errors(rule):
                      hyper.maximum if hyper.exclusive_maximum else math.nextafter(hyper.maximum, math.inf)]
             right = [hyper.minimum, hyper.initial,
                      math.nextafter(hyper.maximum, 0) if hyper.exclusive_maximum else hyper.maximum]
+            if hyper.name == "cautious" and not _abi.rules[rule].cautious:
+                right = [0.0]
+                with pytest.raises(ValueError, match=f"{rule} cannot be cautious: ") as caught:
+                    h.call("set_hyper", group, b"cautious", 1.0)
+                assert caught.value.code == _abi.ERROR_UNSUPPORTED
             for value in right:
                 h.call("set_hyper", group, hyper.name.encode(), value)
                 kept = ctypes.c_double()
