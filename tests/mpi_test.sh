@@ -165,7 +165,7 @@ saved() {
 for whom in job rank; do
     rm -rf told
     # How long mpirun leaves its processes alone before SIGKILL follows SIGTERM; it waits that long whenever a rank fails, too.
-    [ $whom = rank ] || export OMPI_MCA_odls_base_sigkill_timeout=5
+    [ $whom = rank ] || export OMPI_MCA_odls_base_sigkill_timeout=15
     start 3 $lasting --steps 1000000 --checkpoint told --checkpoint-every 4
     saved told
     if [ $whom = job ]; then kill -TERM "$job"; else kill -TERM "$(a_rank)"; fi
@@ -184,15 +184,21 @@ echo "ok   SIGTERM, to mpirun or to one rank, saves once, at one step"
 
 # One run, killed and resumed on changing numbers of ranks until there were enough kills.
 if [ -z "$kills" ]; then kills=$([ "$mode" = long ] && echo 50 || echo 3); fi
+# On a machine with other things to do ranks come late: kills go on, and come later, until one run has saved something.
 deaths=0 between=0 longest=0
-while [ $deaths -lt "$kills" ]; do
+while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ]; do
+    [ $deaths -lt $((kills + 20)) ] || fail "no run came as far as a checkpoint"
     n=$((2 + deaths % 3))
     if [ -e killed/manifest.json ]; then start $n --checkpoint killed --resume --steps 1000000 --quiet --json
     else start $n $lasting --steps 1000000 --checkpoint killed --checkpoint-every 2; fi
     # From before the start is over to some steps after it.
-    sleep "$(awk "BEGIN { srand($RANDOM); print rand() * 1.6 }")"
-    victim=$(a_rank)
-    [ -n "$victim" ] && kill -KILL "$victim" || { sleep 0.3; victim=$(a_rank); kill -KILL "$victim"; }
+    sleep "$(awk "BEGIN { srand($RANDOM); print rand() * (1.6 + ($deaths > $kills) * ($deaths - $kills)) }")"
+    left=600
+    until victim=$(a_rank) && [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null; do
+        left=$((left - 1))
+        [ $left -gt 0 ] && kill -0 "$job" 2>/dev/null || { cat job.err; fail "there is no rank to kill"; }
+        sleep 0.1
+    done
     since=$(date +%s%N)
     finish "the death of a rank"
     took=$((($(date +%s%N) - since) / 1000000))
@@ -205,7 +211,6 @@ while [ $deaths -lt "$kills" ]; do
         [ "$(step_of killed)" -gt "$between" ] && between=$(step_of killed)
     fi
 done
-[ -e killed/manifest.json ] || fail "no run came as far as a checkpoint"
 ranks 3 --checkpoint killed --resume --steps $((between + 2)) --quiet --json >killed.json || fail "a killed run does not go on"
 "$program" train lm $lasting --accumulator tree --steps $((between + 2)) >undisturbed.json
 same "hash after $deaths kills" "$(hash_of killed.json)" "$(hash_of undisturbed.json)"

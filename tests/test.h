@@ -13,7 +13,8 @@
 #include <unistd.h>
 #endif
 
-static const char *test_program = "test", *test_filter = "", *test_group = "";
+static const char *test_program = "test", *test_filter = "";
+static char test_group[256]; /* a copy: a name may be gone when its group ends, where the next one begins */
 static int test_passed, test_failed, test_group_failed;
 
 static inline void test_init(int argc, char **argv)
@@ -33,14 +34,14 @@ static inline void test_close_group(void)
     } else {
         test_passed++;
     }
-    test_group = "";
+    test_group[0] = 0;
 }
 
 static inline int test_open_group(const char *name)
 {
     test_close_group();
     if (!strstr(name, test_filter)) return 0;
-    test_group = name;
+    snprintf(test_group, sizeof test_group, "%s", name);
     test_group_failed = 0;
     return 1;
 }
