@@ -453,6 +453,8 @@ def examine(contestant: common.Contestant, exact: Dict, short: float, patience: 
             with common.patience(patience):
                 if (name, half, reference.key) not in exact:
                     exact[name, half, reference.key] = trap(reference, short, half)
+                if not exact[name, half, reference.key]:
+                    raise NotApplicable  # it stands still with fp32 too, as Prodigy does without gradients
                 found[name] = trap(contestant, short, half) / exact[name, half, reference.key]
         except NotApplicable:
             continue

@@ -60,9 +60,9 @@ def by_recipe(report):
     """{recipe: {rate as typed: line of the table}} in the order of the report."""
     grid = {}
     for line in report["table"]:
-        recipe, _, special = line["name"].partition(":")
-        words = dict(word.split("=", 1) for word in special.split(":") if "=" in word)
-        grid.setdefault(recipe, {})[words["lr"]] = line
+        words = line["name"].split(":")
+        rate = next(word for word in words if word.startswith("lr="))
+        grid.setdefault(":".join(word for word in words if word is not rate), {})[rate.partition("=")[2]] = line
     return grid
 
 

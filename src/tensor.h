@@ -91,6 +91,7 @@ struct hstep_update {
     int micro;                    /* only states are written */
     float cautious;               /* 0, or what elements that agree with their gradient are scaled by, and */
     float decay;                  /* what the weight is then, apart from k[] */
+    int64_t every;                /* so many-th elements of the whole tensor are summed for TOTALS; below 2: all */
     int own;                      /* the constants come from the tensor itself: no other may take them over */
     double mean[HSTEP_MAX_PAIRS]; /* over the new vectors of rows, `means` of them so far */
     int means;

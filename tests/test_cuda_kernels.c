@@ -175,6 +175,52 @@ static struct hstep_device emulated = {
 
 /* ---- Tests ---- */
 
+enum { SLICED = 3 * 300 };
+
+/* Steps of Prodigy whose estimate is of every slice-th element: the weights, and the estimate. Rows are longer than a
+ * chunk, or, in one tensor of short rows, shorter than a group. */
+static double estimate_slices(const struct hstep_device *device, int64_t row, double slice, float *weights)
+{
+    const struct hstep_device *before = hstep_default_device;
+    struct source s = {11};
+    struct one t;
+    double d = 0;
+    hstep_default_device = device;
+    one_open(&t, "prodigy/f32/f32", 2, SLICED / row, row, "f32");
+    one_hyper(&t, "d0", 1e-3);
+    one_hyper(&t, "slice_p", slice);
+    one_start(&t);
+    for (int i = 0; i < SLICED; i++) weights[i] = (float)next_normal(&s);
+    one_write(&t, HALFSTEP_SLOT_WEIGHT, weights);
+    for (int step = 0; step < 8; step++) {
+        for (int i = 0; i < SLICED; i++) weights[i] = (float)(0.01 * (i % 7 - 2) * (1 + 0.1 * next_normal(&s)));
+        one_write(&t, HALFSTEP_SLOT_GRADIENT, weights);
+        MUST(one_step(&t));
+    }
+    one_read(&t, HALFSTEP_SLOT_WEIGHT, weights);
+    MUST(halfstep_get_scalar(t.o, 0, "d", &d));
+    one_close(&t);
+    hstep_default_device = before;
+    return d;
+}
+
+static void check_slices(const struct hstep_device *host)
+{
+    static float there[SLICED], here[SLICED];
+    static const int64_t rows[] = {300, 20};
+    for (int i = 0; i < 2; i++) {
+        double all = estimate_slices(host, rows[i], 1, here), seen = all;
+        for (double slice = 1; slice < 1e4; slice = slice * 7 + 1) {
+            double wanted = estimate_slices(host, rows[i], slice, here);
+            double found = estimate_slices(&emulated, rows[i], slice, there);
+            CHECK(found == wanted && !memcmp(there, here, sizeof here), "rows of %d, every %g-th: d is %.17g, not %.17g",
+                  (int)rows[i], slice, found, wanted);
+            if (wanted != all) seen = wanted;
+        }
+        CHECK(all > 1e-3 && seen != all, "rows of %d: the estimate is %g whatever is summed", (int)rows[i], all);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
@@ -182,6 +228,7 @@ int main(int argc, char **argv)
     char *list = test_source_text("tests/golden/hashes.txt");
     struct golden_case *cases = golden_cases(&n);
     if (!cases) return 1;
+    const struct hstep_device *host = hstep_default_device;
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
         {.threads = 1}, {.threads = 1, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
@@ -191,6 +238,7 @@ int main(int argc, char **argv)
             int stride = (all ? 1 : short_run ? 61 : 3) * (l ? 17 : 1);
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
         }
+    TEST("sums over slices") check_slices(host);
     TEST("any number of blocks") {
         grid_blocks = 1;
         check_golden(list, &cases[n / 2], &layouts[0]);

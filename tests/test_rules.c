@@ -67,6 +67,8 @@ static const struct {
     {"relative_step", 2, {1, 0}},
     {"warmup_init", 2, {0, 1}},
     {"scale_parameter", 2, {1, 0}},
+    /* What a sum of few elements keeps of one is no matter of that one alone: test_trajectories. */
+    {"slice_p", 0, {0}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},
     {"ns_c", 0, {0}},

@@ -19,7 +19,7 @@ _BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow")
 _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
 #: what prodigyopt's groups have that is a number of each tensor here, and what they have besides that is no option here
 _PRODIGY_SCALARS = _abi.rules["prodigy"].scalars
-_PRODIGY_TOLD = {*_PRODIGY_SCALARS, "beta3", "use_bias_correction", "decouple", "fsdp_in_use", "slice_p", "k", "d_hat", "d_denom"}
+_PRODIGY_TOLD = {*_PRODIGY_SCALARS, "beta3", "use_bias_correction", "decouple", "fsdp_in_use", "k", "d_hat", "d_denom"}
 #: elements that share a scale in FlashOptim
 _FLASH_BLOCK = 32
 
@@ -95,18 +95,19 @@ def _is_prodigyopt(state):
 
 
 def _prodigyopt(rule, state, group):
-    """States as here, but flat, the start weights one 0 where all were, no first moment where beta1 is 0, and the estimate in the groups."""
+    """States as here, but flat, of every slice_p-th element alone where the estimate is of those, the start weights one 0 where all were, no
+    first moment where beta1 is 0, and the estimate in the groups."""
     like = state["exp_avg_sq"]
     out = {"exp_avg": torch.zeros_like(like), **state, **{key: group[key] for key in _PRODIGY_SCALARS}}
-    out["s"] = state["s"].reshape(like.shape)
-    out["p0"] = state["p0"].reshape(like.shape) if state["p0"].numel() == like.numel() else torch.zeros_like(like)
+    for name in ("s", "p0"):
+        whole = torch.zeros_like(like, dtype=state[name].dtype).flatten()
+        whole[::group.get("slice_p", 1)] = state[name].flatten()
+        out[name] = whole.reshape(like.shape)
     return out, set()
 
 
 def prodigyopt_group(group, defaults=None):
     """Options of a group under the names of halfstep.Prodigy; those that already are stay. defaults: what a rate stands beside."""
-    if group.get("slice_p", 1) != 1:
-        raise ValueError(f"halfstep: slice_p={group['slice_p']!r}: Prodigy's sums are of all elements here; leave slice_p at 1")
     out = {key: value for key, value in group.items() if key not in _PRODIGY_TOLD}
     betas = tuple(group.get("betas") or (defaults or {}).get("betas", ()))
     if len(betas) in (2, 3) and ("betas" in group or "beta3" in group):

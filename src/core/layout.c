@@ -32,6 +32,12 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
     return (row * hstep_blocks_per_row(t, format) + column / f->block) * f->scale_bits / 8;
 }
 
+uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)
+{
+    int64_t row = t->first_row + element / t->n_columns, column = t->first_column + element % t->n_columns;
+    return (uint64_t)(row * t->row_length + column);
+}
+
 static int count_sums(const struct hstep_tensor *t)
 {
     int sums = hstep_rules[t->rule].norms + t->cautious;

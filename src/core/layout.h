@@ -19,6 +19,8 @@ int hstep_unit_of(int format);
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
 
+/* The number that an element held here has in the whole tensor, row by row. */
+uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
 /* How far into its unit an element lies. */
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
 /* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which

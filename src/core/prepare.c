@@ -260,6 +260,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
     if (same) memcpy(u->k, same->k, sizeof u->k);
     else hstep_prepare_rule(g, &p, u->k);
+    u->every = same ? same->every : p.every;
     if (t->cautious) {
         /* Decay is no part of what is compared and scaled. */
         float *place = &u->k[decay_places[t->rule]];

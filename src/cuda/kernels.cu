@@ -344,11 +344,14 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
     float x[HSTEP_MAX_SUMS][PLACES];
     struct lane l = lane_at(element, index, hstep_unit_lead(w->t, element, index), count, 0);
     values_of(w, -1, &l, x);
+    uint64_t number = 0; /* of place 0, which need not be held */
+    if (w->u->every > 1) number = hstep_number_of(w->t, element) + (uint64_t)(l.element - element);
     for (int j = 0; j < w->t->sums; j++) {
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        int squared = !rule->totals || j >= rule->norms;
+        int squared = !rule->totals || j >= rule->norms, thin = !squared && w->u->every > 1;
         for (int i = 0; i < PLACES; i++) {
             if (i < l.first || i >= l.last) x[j][i] = 0.0f;
+            else if (thin && (number + (uint64_t)i) % (uint64_t)w->u->every) x[j][i] = 0.0f;
             else if (singly && is_finite((double)x[j][i]))
                 add_shared(sum, (double)x[j][i] * (squared ? (double)x[j][i] : 1.0));
         }

@@ -64,6 +64,17 @@ int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint
     return lead;
 }
 
+/* Of `count` values, the first of which is that of element `number` of the whole tensor, only those of every so many-th
+ * element stay. */
+static void thin_out(float *x, uint64_t number, int64_t count, uint64_t every)
+{
+    uint64_t next = (every - number % every) % every;
+    for (uint64_t i = 0; i < (uint64_t)count; i++) {
+        if (i == next) next += every;
+        else x[i] = 0.0f;
+    }
+}
+
 /* `count` elements from `element` on, all in one chunk of columns. */
 static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t index, int64_t count, int singly,
                       int64_t *limbs)
@@ -75,6 +86,8 @@ static void add_chunk(const struct hstep_work *w, int64_t element, uint64_t inde
     for (int j = 0; j < w->t->sums; j++) {
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
         int squared = !rule->totals || j >= rule->norms;
+        if (!squared && w->u->every > 1)
+            thin_out(x[j] + lead, hstep_number_of(w->t, element), count, (uint64_t)w->u->every);
         /* What is not finite has no place in the limbs; the rule's own bounds keep the rest finite. */
         if (singly) {
             for (int64_t i = lead; i < lead + count; i++)

@@ -10,7 +10,8 @@
  * x0 are the weights it started from, and D' is the next D: max(D, E) while D is d0, then at most the largest E so far
  * and D growth_rate. Where all s are 0 nothing moves and D stays. m, v, s, x0 and the three numbers D, its bound
  * (d_max) and N are as in the authors' code, which counts an update by D before it. The three are kept for each tensor;
- * they agree where all tensors have a gradient in every step, and groups one lr. */
+ * they agree where all tensors have a gradient in every step, and groups one lr. Both sums are over every slice_p-th
+ * element of a tensor alone. */
 #ifndef HSTEP_PRODIGY_H
 #define HSTEP_PRODIGY_H
 
@@ -24,6 +25,7 @@ HSTEP_INLINE void prodigy_prepare(float *k, struct hstep_prepare *p)
     double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2], eps = p->hyper[3], d0 = p->hyper[4];
     int begun = own->scalar[0] > 0.0;
     double d = begun ? own->scalar[0] : d0, most = begun ? own->scalar[1] : d0, next = d, correction = 1.0;
+    p->every = (int64_t)p->hyper[9];
     if (beta3 == 0.0) beta3 = sqrt(beta2);
     if (p->hyper[8] != 0.0) correction = sqrt(1.0 - hstep_powi(beta2, p->t)) / (1.0 - hstep_powi(beta1, p->t));
     double step = d * p->lr * correction, decay = d * p->decay * correction;

@@ -68,6 +68,7 @@ struct hstep_prepare {
     const double *total; /* the sums that TOTALS asks for, likewise */
     const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
     int means;
+    int64_t every;       /* out: of TOTALS only every so many-th element of the tensor is summed; below 2: all */
     int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;

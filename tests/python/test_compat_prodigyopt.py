@@ -48,7 +48,8 @@ def test_signature():
 
 @pytest.mark.parametrize("options", [
     {}, {"use_bias_correction": True, "safeguard_warmup": True, "weight_decay": 0.01, "d0": 1e-3}, {"decouple": False, "weight_decay": 0.1},
-    {"beta3": 0.95, "betas": (0.9, 0.99), "growth_rate": 1.5, "d0": 1e-3}], ids=["default", "sd-scripts", "l2", "growth"])
+    {"beta3": 0.95, "betas": (0.9, 0.99), "growth_rate": 1.5, "d0": 1e-3}, {"slice_p": 11, "d0": 1e-3}, {"slice_p": 1000}],
+    ids=["default", "sd-scripts", "l2", "growth", "slices", "first elements"])
 def test_follows_the_package(options):
     ours, theirs = values(), values()
     opt, peer = Prodigy(ours.values(), **options), prodigyopt.Prodigy(theirs.values(), **options)
@@ -73,17 +74,19 @@ def test_options_of_groups():
 
 
 @pytest.mark.parametrize("cls", [Prodigy, halfstep.Prodigy])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99)])
-def test_what_the_package_saved(cls, betas):
+@pytest.mark.parametrize("betas, slice_p", [((0.9, 0.999), 1), ((0.0, 0.99), 1), ((0.9, 0.999), 7)])
+def test_what_the_package_saved(cls, betas, slice_p):
     """In the middle of a run: states, the estimate and the options go on."""
     ours, theirs = values(), values()
-    first, peer = Prodigy(ours.values(), betas=betas, d0=1e-3), prodigyopt.Prodigy(theirs.values(), betas=betas, d0=1e-3, weight_decay=0.01)
+    options = {"betas": betas, "slice_p": slice_p, "d0": 1e-3}
+    first, peer = Prodigy(ours.values(), **options), prodigyopt.Prodigy(theirs.values(), weight_decay=0.01, **options)
     steps(20, 0, ours, first, theirs, peer)
     for name, p in ours.items():
         p.data.copy_(theirs[name].data)
     opt = cls(ours.values())
     opt.load_state_dict(copy.deepcopy(peer.state_dict()))
     assert opt.param_groups[0]["weight_decay"] == 0.01 and opt.param_groups[0]["betas"] == (*betas, 0.0)
+    assert opt.param_groups[0]["slice_p"] == slice_p
     steps(20, 20, ours, opt, theirs, peer)
     assert all(opt.scalar(p, "d") == pytest.approx(peer.param_groups[0]["d"], rel=1e-3) for p in ours.values())
     for name, p in ours.items():
@@ -98,14 +101,12 @@ def test_what_the_package_saved(cls, betas):
 def test_errors():
     params = values()
     for option, what in (({"d0": 0.0}, "d0"), ({"lr": 0.0}, "learning rate"), ({"eps": 0.0}, "epsilon"), ({"betas": (1.0, 0.9)}, "index 0"),
-                         ({"slice_p": 11}, "slice_p=11")):
+                         ({"slice_p": 0}, "slice_p")):
         with pytest.raises(ValueError, match=what):
             Prodigy(params.values(), **option)
     opt = Prodigy([{"params": [params["w"]], "lr": 1.0}, {"params": [params["b"]], "lr": 0.5}])
     params["w"].grad = params["b"].grad = None
     with pytest.raises(RuntimeError, match="Setting different lr values"):
         opt.step()
-    with pytest.raises(ValueError, match="slice_p"):
-        opt.add_param_group({"params": [params["k"]], "slice_p": 2})
     with pytest.raises(ValueError, match="sums over the gradients"):
         Prodigy(params.values(), gradient_release=True)

@@ -179,6 +179,8 @@ def other_value(rule, key, value):
         return not value
     if isinstance(value, bool) or (key in hypers and hypers[key].switch):
         return not value
+    if key == "slice_p":
+        return 7
     if key in ("k", "ns_steps"):
         return int(value) - 2
     if key == "lr":
@@ -196,7 +198,7 @@ def other_value(rule, key, value):
 
 #: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have them)
 SILENT = {("adafactor", "eps"), ("adafactor", "relative_step"), ("adopt", "eps"), ("came", "eps"), ("came", "instability_eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
-          ("prodigy", "safeguard_warmup"), ("schedulefree", "weight_lr_power")}
+          ("prodigy", "safeguard_warmup"), ("prodigy", "slice_p"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
 

@@ -100,6 +100,7 @@ def test_rows_over_ranks(pool, size):
     cases = [(rule, recipe, {"clip_norm": 0.5} if i % 2 else {}) for i, (rule, recipe) in
              enumerate((rule, recipe) for rule in RULES if rule != "muon" for recipe in RECIPES)]
     cases += [(rule, recipe, {"cautious": True}) for rule in ("adamw", "adopt") for recipe in RECIPES]
+    cases += [("prodigy", recipe, {"slice_p": 7, "d0": 1e-3}) for recipe in RECIPES]
     found = pool.run(size, one_mesh, cases, SHAPES)
     for i, (rule, recipe, options) in enumerate(cases):
         wanted, norm = alone(rule, recipe, options)
@@ -185,7 +186,8 @@ def many(rank, size, layout, cases):
 
 LAYOUT_CASES = [("adamw", "ecc8-int8", {"clip_norm": 0.5}), ("lamb", "sr-int4", {}), ("stableadamw", "kahan", {"clip_norm": 0.1}),
                 ("schedulefree", "ecc8-int8", {}), ("lion", "f32", {"clip_norm": 1.0}), ("muon", "ecc8-int8", {"clip_norm": 0.5}),
-                ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}), ("lion", "sr-int4", {"cautious": True})]
+                ("adamw", "ecc8-int8", {"cautious": True, "clip_norm": 0.5}), ("lion", "sr-int4", {"cautious": True}),
+                ("prodigy", "ecc8-int8", {"slice_p": 7, "d0": 1e-3}), ("adafactor", "bf16-sr", {"beta1": 0.9}), ("came", "ecc8-int8", {"clip_norm": 0.5})]
 
 
 @pytest.mark.parametrize("layout, size", [("hsdp", 4), ("columns", 2), ("grid", 4), ("mixed", 4)])

@@ -114,7 +114,8 @@ def test_a_group_of_mars_without_correction_is_adamw():
     ({"safeguard_warmup": True, "betas": (0.9, 0.99, 0.95)}, {"safeguard_warmup": True, "betas": (0.9, 0.99), "beta3": 0.95}),
     ({"growth_rate": 1.5, "d0": 1e-3}, {"growth_rate": 1.5, "d0": 1e-3}),
     ({"d_coef": 0.5, "weight_decay": 0.1, "decay": "l2"}, {"d_coef": 0.5, "weight_decay": 0.1, "decouple": False}),
-], ids=["default", "debias", "decay", "warmup", "growth", "l2"])
+    ({"slice_p": 11, "d0": 1e-4}, {"slice_p": 11, "d0": 1e-4}),
+], ids=["default", "debias", "decay", "warmup", "growth", "l2", "slices"])
 def test_prodigy(ours_has, theirs_has):
     """One estimate of all tensors, which grows from 1e-6 by five orders of magnitude."""
     prodigyopt = pytest.importorskip("prodigyopt")

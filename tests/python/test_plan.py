@@ -56,6 +56,13 @@ def test_equal_to_what_an_optimizer_holds(rule):
         assert row.total == row.weights + row.extras + row.gradients + row.states and row.recipe == _abi.recipe_full(recipe)
 
 
+def test_adafactor_without_a_first_moment_adds_two_vectors():
+    """docs/choosing.md: 4 bytes a parameter, gradients included."""
+    row, = plan({"weight": (4096, 4096)}, "adafactor/bf16-sr").rows
+    assert row.states == 4 * (4096 + 4096) and row.extras == 0
+    assert row.total == 4 * 4096 * 4096 + row.states
+
+
 def test_the_readme_s_table():
     rows = plan({"weight": (4096, 4096)}).rows
     found = {row.recipe: row.total / 4096**2 for row in rows}

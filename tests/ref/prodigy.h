@@ -15,12 +15,13 @@ static inline void ref_prodigy(const struct ref_hyper *h, struct ref_tensor *r)
     for (int i = 0; i < r->n; i++) {
         struct ref_element *x = &r->x[i];
         double g = ref_gradient(h, x);
-        product += g * (x->s[3] - x->w);
+        int counts = i % (int)h->slice_p == 0;
+        if (counts) product += g * (x->s[3] - x->w);
         x->s_new[0] = F(h->beta1) * x->s[0] + (1 - h->beta1) * d * g;
         x->s_new[1] = F(h->beta2) * x->s[1] + (1 - h->beta2) * d * d * g * g;
         x->s_new[2] = F(beta3) * x->s[2] + fresh * g;
         x->s_new[3] = x->s[3];
-        length += fabs(x->s_new[2]);
+        if (counts) length += fabs(x->s_new[2]);
     }
     if (length > 0) {
         r->scalar[2] = beta3 * r->scalar[2] + d / h->d0 * dlr * product;

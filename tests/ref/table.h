@@ -54,6 +54,7 @@ static const struct reference references[] = {
     {"prodigy", ref_prodigy, 1e-3, "d0=1", 1},
     /* Gradients that no weight answers to would let the estimate grow without end. */
     {"prodigy", ref_prodigy, 1e-1, "d0=1e-2 growth_rate=1.001", 0},
+    {"prodigy", ref_prodigy, 1e-3, "d0=1 slice_p=11", 0},
     {"came", ref_came, 1e-3, "", 1},
     {"came", ref_came, 1e-3, "clip_threshold=0 beta3=0.99", 0},
     {"adafactor", ref_adafactor, 1e-2, "relative_step=0 beta1=0.9", 1},

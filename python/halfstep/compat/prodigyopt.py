@@ -23,8 +23,8 @@ class Prodigy(Optimizer):
     `["d_numerator"]` tell the estimate after the last step, as loggers read it; reading it waits for a GPU, as the package does.
 
     Unlike the package: sums are exact and the same however parameters are sharded, so `fsdp_in_use` is accepted and says nothing; a
-    gradient that is not finite changes nothing. `slice_p` other than 1 is refused: to save memory, give states of 8 bits. Further `options`
-    are those of every halfstep optimizer (`states="int8"`).
+    gradient that is not finite changes nothing. `slice_p` makes the package's estimate, but states stay whole: to save memory, give states of
+    8 bits. Further `options` are those of every halfstep optimizer (`states="int8"`).
     """
 
     rule = "prodigy"
