@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Whether a GPU takes roots and quotients as a processor does: the one thing about its bits that no emulation can tell.
 
-    gpu_arithmetic.py               all 2^32 roots and 2^33 quotients in fp32, 2^30 of each in double precision
+    gpu_arithmetic.py               all 2^32 roots and 2^33 quotients in fp32, 2^30 of each in double precision, 2^31 estimated roots of codes
     gpu_arithmetic.py --part 64     a 64th of that
     gpu_arithmetic.py --compile     without a GPU: makes the device code, and says what instructions it takes
 
 clang makes PTX of gpu_arithmetic.cu as the build makes it of the kernels, and the driver compiles that. The processor's side is numpy's.
 Quotients are of random bit patterns, half of them of numbers near each other, where roundings are close. NaN are equal whatever their bits.
+Codes of int8 come from estimated roots (src/vec/cuda.h); half of these are next to where a code ends.
 """
 import argparse
 import ctypes
@@ -95,6 +96,26 @@ def pairs(random, n, kind, whole):
     return a, b
 
 
+def radicands(random, n):
+    """What int8's codes are roots of, below zero in part, and random bits; in every other piece within 6 of the end of a code."""
+    import numpy
+    draws = random.integers(0, 1 << 16, n, dtype=numpy.uint32)
+    if random.integers(2):
+        root = random.integers(0, 128, n) * 65536.0 - draws + random.uniform(-6, 6, n)
+        return (numpy.clip(root, 0, 127 * 65536.0) ** 2).astype(numpy.float32), draws
+    return (random.uniform(-0.1, 1, n) * (127 * 65536.0) ** 2 * 2.0 ** random.integers(-80, 1, n)).astype(numpy.float32), draws
+
+
+def codes(radicand, draws):
+    """As every processor takes them."""
+    import numpy
+    found = []
+    for x, r in ((radicand, draws), (abs(radicand), 0xffff - draws)):
+        root = numpy.sqrt(numpy.maximum(x, numpy.float32(0)))
+        found.append((numpy.rint(root).astype(numpy.uint32) + r) >> 16)
+    return (found[0] << 16 | found[1]).view(numpy.float32)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, default=1, help="only an N-th of all")
@@ -102,9 +123,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     code = ptx()
-    used = sorted(set(re.findall(r"\b(?:sqrt|div)\.[a-z.0-9]+", code.decode())))
+    used = sorted(set(re.findall(r"\b(?:r?sqrt|div)\.[a-z.0-9]+", code.decode())))
     print("instructions: " + ", ".join(used))
-    if used != ["div.rn.f32", "div.rn.f64", "sqrt.rn.f32", "sqrt.rn.f64"]:
+    if used != ["div.rn.f32", "div.rn.f64", "rsqrt.approx.ftz.f32", "sqrt.rn.f32", "sqrt.rn.f64"]:
         sys.exit("gpu_arithmetic.py: not those of the kernels")
     if given.compile:
         return 0
@@ -113,6 +134,7 @@ def main():
     gpu, random, wrong = Gpu(code + b"\0"), numpy.random.default_rng(given.seed), 0
     print(gpu.name)
     for what, kernel, kind, pieces in (("roots", "roots", numpy.float32, (1 << 32) // PIECE), ("quotients", "quotients", numpy.float32, (1 << 33) // PIECE),
+                                       ("codes of estimated roots", "codes", numpy.float32, (1 << 31) // PIECE),
                                        ("roots in double", "double_roots", numpy.float64, (1 << 30) // PIECE),
                                        ("quotients in double", "double_quotients", numpy.float64, (1 << 30) // PIECE)):
         bits = numpy.uint32 if kind == numpy.float32 else numpy.uint64
@@ -122,6 +144,9 @@ def main():
                 first = piece * given.part * PIECE
                 inputs = [numpy.arange(first, first + PIECE, dtype=numpy.uint32).view(kind)]
                 found, expected = gpu.run(kernel, inputs[0], (), first), numpy.sqrt(inputs[0])
+            elif kernel == "codes":
+                inputs = [x.view(kind) for x in radicands(random, PIECE)]
+                found, expected = gpu.run(kernel, inputs[0], inputs), codes(inputs[0], inputs[1].view(bits))
             else:
                 inputs = [x.view(kind) for x in pairs(random, PIECE, bits, numpy.iinfo(bits).max)][:1 if "root" in what else 2]
                 found = gpu.run(kernel, inputs[0], inputs)

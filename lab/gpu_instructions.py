@@ -3,6 +3,7 @@
 
     gpu_instructions.py [--archs 80,90,120] [--rows adamw/bf16-sr/int8,...]     as Markdown
     gpu_instructions.py --write docs/gpu.md                                    puts the table between its marks there
+    gpu_instructions.py --fused CUBIN                                          the fused multiply-adds in machine code; 1 if there are any
 
 clang makes PTX of src/cuda/kernels.cu with one format of weights and one of gradients at a time, ptxas 12.9 (scripts/ptxas.sh) makes
 machine code of it, nvdisasm of the Python index reads that. What is counted is the loop over tiles, in which a lane has eight elements:
@@ -106,11 +107,22 @@ class Code:
                 waiting += self.before[block]
         return None if 0 in found and head else found
 
+    def exact(self, start):
+        """The block that takes roots again where an estimate is near the end of a code, after one that has compared with 6 << 16."""
+        block, last = self.of[start], start + len(self.of[start]) - 1
+        asked = [found for found in (re.search(r"ISETP\.(G|L)\w\.U32\.AND (P\d), PT, \w+, 0x(5ffff|60000),", one) for one in block) if found]
+        jump = re.match(r"@(!?)(P\d) BRA\b", block[-1])
+        if not asked or not jump or asked[-1][2] != jump[2]:
+            return []
+        goes_on = (asked[-1][1] == "G") == (not jump[1])
+        return [to for to in self.next[start] if (to == last + 1) == goes_on]
+
     def longest(self, head, last, inside):
         """The blocks on the longest way through a loop, but for those that are seldom run: they call (a quotient or root out of the
-        ordinary), store to shared memory (the key of a new segment of random words), or know BF16's largest number (rounding near
-        it)."""
+        ordinary), store to shared memory (the key of a new segment of random words), know BF16's largest number (rounding near
+        it), or take the root of a code again."""
         seldom = {b for b in inside if any(re.match(r"(CALL|STS|WARPSYNC\.COLLECTIVE)\b|LOP3.*0x7f7f0000", code) for code in self.of[b])}
+        seldom |= {to for b in inside for to in self.exact(b)}
         known = {last: (len(self.of[last]), (last,))}
 
         def way(block, path):
@@ -143,6 +155,17 @@ def loops(nvdisasm, cubin):
         name = re.match(r"(\w+)", piece)[1]
         if name.startswith("halfstep_cuda_fused_"):
             found[name[len("halfstep_cuda_fused_"):]] = len(loop_of(piece) or ())
+    return found
+
+
+def fused(nvdisasm, cubin):
+    """Kernel -> its fused multiply-adds. Those of two halves are how ptxas loads constants, and then multiply nothing."""
+    text, found = run(nvdisasm, "-c", cubin), {}
+    for piece in re.split(r"\n\s*\.section\s+\.text\.", "\n" + text)[1:]:
+        codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+ )?\s*(?:[FD]FMA|HFMA2)\b.*?);", piece)
+        codes = [one for one in codes if not re.search(r"HFMA2\S* \w+, -RZ, RZ,", one)]
+        if codes:
+            found[piece.split(",")[0].strip()] = codes
     return found
 
 
@@ -201,7 +224,13 @@ def main():
     parser.add_argument("--write", metavar="FILE", help="replaces the table between its marks there")
     parser.add_argument("--tools", default=os.path.join(ROOT, "build"), help="folder in which ptxas and nvdisasm are put")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    parser.add_argument("--fused", metavar="CUBIN", help="only look for fused multiply-adds in this")
     given = parser.parse_args()
+    if given.fused:
+        kernels = fused(tools(given.tools)[1], given.fused)
+        for name, codes in kernels.items():
+            print(f"{name}: {len(codes)}, such as {codes[0]}")
+        sys.exit(1 if kernels else 0)
     archs = [int(a) for a in given.archs.split(",")]
     unknown = [a for a in archs if a not in GPUS]
     if unknown:

@@ -142,10 +142,9 @@ HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_i
 
 HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_t h)
 {
-    /* Both halves of the factor are the same, and of the offset. A product's low half sees the low halves alone, and
-     * what is zero there leaves its high half to the high ones. */
-    uint32_t factor = stream->factor & 65535u, offset = stream->offset;
-    return (((h & 0xffff0000u) * factor + offset) & 0xffff0000u) | ((h * factor + offset) & 65535u);
+    /* Both halves of the factor are the same, and of the offset: sums of their low halves' products see those alone. */
+    uint32_t high = (h >> 16) * stream->factor + stream->offset, low = h * stream->factor + stream->offset;
+    return high << 16 | (low & 65535u);
 }
 
 /* The key under which a generator gives write number `write` of a slot its words. */

@@ -292,7 +292,7 @@ static void test_rounds(void)
 /* Counters, scalars and accumulators that are set between steps. */
 static void test_between_steps(void)
 {
-    uint64_t hash[2];
+    uint64_t hash[2], saturated[2] = {77, 78};
     for (int far = 0; far < 2; far++) {
         struct problem p;
         MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
@@ -312,11 +312,13 @@ static void test_between_steps(void)
                 MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32",
                                          0.5));
         }
-        uint64_t saturated;
-        MUST(halfstep_saturated(p.o, 0, p.weights[0], &saturated));
+        MUST(halfstep_saturated(p.o, 0, p.weights[0], &saturated[far]));
+        /* What it works in has to grow for the slots that are read next. */
+        MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32", 0.5));
         hash[far] = problem_hash(&p);
         problem_close(&p);
     }
+    CHECK(saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1], (int)saturated[0]);
     CHECK(hash[0] == hash[1], "between steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
     check_clean("between steps");
 }
@@ -610,26 +612,60 @@ static void fault_and_tell(void)
 
 /* ---- The test can fail ---- */
 
+/* A handle may be closed while its step is on its way; another gives the memory back. */
+static void test_closing(void)
+{
+    struct problem p, q;
+    MUST(problem_open(&p, "cuda", "adamw", NULL));
+    MUST(problem_open(&q, "cuda", "adamw", NULL));
+    MUST(problem_gradients(&p, 0));
+    MUST(problem_gradients(&q, 0));
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    halfstep_destroy(p.o);
+    p.o = q.o;
+    for (int i = 0; i < TENSORS; i++) {
+        halfstep_device_release(p.o, p.weights[i]);
+        halfstep_device_release(p.o, (void *)(uintptr_t)p.gradients[i]);
+    }
+    problem_close(&q);
+    check_clean("closing");
+}
+
 static void all_of_it(void)
 {
     test_submission("adamw/bf16-sr/int8");
     test_streams();
     test_rounds();
+    test_between_steps();
+    test_graph();
+    test_closing();
 }
 
-static void test_mutation(const char *name, enum fake_cuda_mutation mutation)
+static void test_mutation(const char *name, enum fake_cuda_mutation mutation, int call)
 {
     fflush(stdout);
     pid_t child = fork();
     if (!child) {
         fake->mutation = (int)mutation;
+        fake->call = call;
+        fake->strict = 1;
         if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) test_leave(0);
         test_group_failed = 0;
         all_of_it();
         test_leave(test_group_failed != 0);
     }
     int status = 0, noticed = child > 0 && waitpid(child, &status, 0) == child && status != 0;
-    CHECK(noticed == (mutation != FAKE_CUDA_NONE), "%s, and %s is noticed", name, noticed ? "something" : "nothing");
+    CHECK(noticed == (mutation != FAKE_CUDA_NONE), "%s (call %d), and %s is noticed", name, call,
+          noticed ? "something" : "nothing");
+}
+
+/* What the library does in several places is left out everywhere, and in each of them by itself. */
+static void test_left_out(const char *name, enum fake_cuda_mutation mutation)
+{
+    memset(fake->calls, 0, sizeof fake->calls);
+    all_of_it();
+    CHECK(fake->calls[mutation] > 0, "%s, and nobody has asked for it", name);
+    for (int call = 0; call <= fake->calls[mutation]; call++) test_mutation(name, mutation, call);
 }
 
 int main(int argc, char **argv)
@@ -699,21 +735,22 @@ int main(int argc, char **argv)
     TEST("products of matrices, exact and in BF16") test_products(library != NULL);
     TEST("memory of another is refused") test_pointers();
     TEST("out of memory comes back as its code") test_out_of_memory();
-    TEST("nothing is noticed where nothing is wrong") test_mutation("all is as it should be", FAKE_CUDA_NONE);
+    TEST("nothing is noticed where nothing is wrong") test_mutation("all is as it should be", FAKE_CUDA_NONE, 0);
     TEST("a wait for a stream that is left out is noticed")
-        test_mutation("no stream is waited for", FAKE_CUDA_NO_STREAM_SYNCHRONIZE);
+        test_mutation("no stream is waited for", FAKE_CUDA_NO_STREAM_SYNCHRONIZE, 0);
     TEST("a wait for an event that is left out is noticed")
-        test_mutation("no event is waited for", FAKE_CUDA_NO_EVENT_SYNCHRONIZE);
-    TEST("an event that is left out is noticed") test_mutation("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
+        test_left_out("no event is waited for", FAKE_CUDA_NO_EVENT_SYNCHRONIZE);
+    TEST("an event that is left out is noticed") test_left_out("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
     TEST("a stream that does not wait for another is noticed")
-        test_mutation("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
+        test_left_out("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
     TEST("weights and gradients in each other's place are noticed")
-        test_mutation("weights and gradients are swapped", FAKE_CUDA_SWAP_POINTERS);
-    TEST("first and n in each other's place are noticed") test_mutation("first and n are swapped", FAKE_CUDA_SWAP_WHAT);
+        test_mutation("weights and gradients are swapped", FAKE_CUDA_SWAP_POINTERS, 0);
+    TEST("first and n in each other's place are noticed")
+        test_mutation("first and n are swapped", FAKE_CUDA_SWAP_WHAT, 0);
     TEST("parameters in each other's place are noticed")
-        test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS);
+        test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS, 0);
     TEST("blocks and threads in each other's place are noticed")
-        test_mutation("blocks and threads are swapped", FAKE_CUDA_SWAP_SHAPE);
+        test_mutation("blocks and threads are swapped", FAKE_CUDA_SWAP_SHAPE, 0);
     free(cases);
     free(list);
     return test_done();

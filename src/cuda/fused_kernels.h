@@ -17,8 +17,6 @@ struct fused_work {
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     float k[HSTEP_MAX_SCALARS], grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
     float gradient_scale, l2;
-    uint32_t stochastic;
-    int generator; /* its id */
     struct hstep_key stream[HSTEP_SLOTS];
     /* Of the segment that each warp is in. */
     uint64_t segment[WARPS][HSTEP_SLOTS];
@@ -97,13 +95,33 @@ V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t
     if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
 }
 
-V_OP void fused_store(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
-                      const float *x, const uint32_t *words)
+/* Slots of formats that are written with random bits have a stream (core/prepare.c). */
+V_OP void fused_words(const int format, struct fused_work *w, int s, uint64_t index, uint32_t *words)
 {
+    const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
+    const int warp = warp_of_thread();
+    if (!columns_of(format).stochastic) {
+        CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
+        return;
+    }
+    if (w->segment[warp][s] != segment) {
+        CUDA_WARP_BARRIER();
+        w->key[warp][s] = hstep_key_segment(&w->stream[s], segment);
+        w->segment[warp][s] = segment;
+        CUDA_WARP_BARRIER();
+    }
+    segment_words(&w->key[warp][s], index / 2, words);
+}
+
+V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, int s, int64_t element, uint64_t index,
+                      const float *x)
+{
+    uint32_t words[PLACES / 2];
     const struct columns c = columns_of(format);
     struct room r = {{0}, {0}};
     float stash[PLACES], inverse[1];
     vi largest = 0;
+    fused_words(format, w, s, index, words);
     if (!c.block) {
         CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
             store_any(format, r.code, r.extra, i, x[i], x[i + 1], words[i / 2], 1);
@@ -124,23 +142,6 @@ V_OP void fused_store(const int format, const int nonneg, const struct fused_wor
     CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
         encode_codes(format, nonneg, stash, inverse, r.code, i, words[i / 2]);
     fused_put(format, w, s, element, &r);
-}
-
-V_OP void fused_words(struct fused_work *w, int s, uint64_t index, uint32_t *words)
-{
-    if (w->stochastic >> s & 1) {
-        const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
-        const int warp = warp_of_thread();
-        if (w->segment[warp][s] != segment) {
-            CUDA_WARP_BARRIER();
-            w->key[warp][s] = hstep_key_segment(&w->stream[s], segment);
-            w->segment[warp][s] = segment;
-            CUDA_WARP_BARRIER();
-        }
-        segment_words(w->generator, &w->key[warp][s], index / 2, words);
-        return;
-    }
-    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
 }
 
 /* ---- Slots whose format is told apart at run time ---- */
@@ -169,9 +170,11 @@ V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct
     }
 }
 
-V_OP void fused_apply(const int format, const struct fused_work *w, int s, int64_t element, struct room *r,
-                      const float *x, const float *d, const uint32_t *words)
+V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r,
+                      const float *x, const float *d)
 {
+    uint32_t words[PLACES / 2];
+    fused_words(format, w, s, index, words);
     CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
         apply_any(format, r->code, r->extra, i, x[i], x[i + 1], d[i], d[i + 1], words[i / 2]);
     fused_put(format, w, s, element, r);
@@ -180,11 +183,9 @@ V_OP void fused_apply(const int format, const struct fused_work *w, int s, int64
 V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const float *x,
                         const float *d)
 {
-    uint32_t words[PLACES / 2];
-    fused_words(w, s, index, words);
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, element, r, x, d, words); break;
+    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, element, index, r, x, d); break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -246,15 +247,13 @@ V_OP void store_state(const struct fused_what f, const int j, struct fused_work 
                       struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
-    uint32_t words[PLACES / 2];
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
         change_weight(w, s, element, index, &state->room, state->before, state->after);
         return;
     }
-    fused_words(w, s, index, words);
-    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, state->after, words);
-    else fused_store(format, nonneg, w, s, element, state->after, words);
+    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, index, state->after);
+    else fused_store(format, nonneg, w, s, element, index, state->after);
 }
 
 V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
@@ -271,12 +270,13 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     load_state(f, 1, w, element, &s1);
     load_state(f, 2, w, element, &s2);
     load_state(f, 3, w, element, &s3);
+    CUDA_UNROLL for (int i = 0; i < PLACES; i++) gradient[i] = v_mul(gradient[i], scale);
+    /* Asked once for all places. */
+    if (l2 != 0.0f) CUDA_UNROLL for (int i = 0; i < PLACES; i++) gradient[i] = v_add(gradient[i], v_mul(l2, weight[i]));
     CUDA_UNROLL for (int i = 0; i < PLACES; i++)
     {
         vf s[HALFSTEP_MAX_STATES] = {s0.before[i], s1.before[i], s2.before[i], s3.before[i]};
-        vf g = v_mul(gradient[i], scale);
-        if (l2 != 0.0f) g = v_add(g, v_mul(l2, weight[i]));
-        change[i] = rule(w->k, weight[i], g, s, mode);
+        change[i] = rule(w->k, weight[i], gradient[i], s, mode);
         s0.after[i] = s[0];
         s1.after[i] = s[1];
         s2.after[i] = s[2];
@@ -323,8 +323,6 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
         w->index0 = t->index0;
         w->gradient_scale = u->gradient_scale;
         w->l2 = u->l2;
-        w->stochastic = u->stochastic;
-        w->generator = hstep_generator_id(u->generator);
     }
     if (i < HSTEP_SLOTS) {
         w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;

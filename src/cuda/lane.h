@@ -237,13 +237,13 @@ CUDA_DEVICE void nearest_words(uint32_t *words)
     for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
 }
 
-/* Of four pairs from `pair` on, a multiple of four, by a generator that has segments, with the key of theirs. */
-V_OP void segment_words(int generator, const struct hstep_key *key, uint64_t pair, uint32_t *words)
+/* Of four pairs from `pair` on, a multiple of four: of one segment, whose key is given. The factor and the offset of a
+ * generator without lattices leave its words as they are, at less cost than asking which it is. */
+V_OP void segment_words(const struct hstep_key *key, uint64_t pair, uint32_t *words)
 {
+    const uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
     CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] =
-        hstep_mixer_word(key, (uint32_t)(pair + (uint64_t)i) & (HSTEP_SEGMENT_WORDS - 1));
-    if (generator != HSTEP_GENERATOR_LATTICE) return;
-    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = hstep_lattice_word(key, words[i]);
+        hstep_lattice_word(key, hstep_mixer_word(key, first + (uint32_t)i));
 }
 
 /* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
@@ -260,7 +260,7 @@ CUDA_DEVICE void random_words(int generator, const struct hstep_key *stream, uin
         *segment = pair >> HSTEP_SEGMENT_SHIFT;
         *key = hstep_key_segment(stream, *segment);
     }
-    segment_words(generator, key, pair, words);
+    segment_words(key, pair, words);
 }
 
 CUDA_DEVICE void slot_words(struct work *w, int s, uint64_t index, uint32_t *words)

@@ -30,6 +30,8 @@
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
 
+#include "formats/root_code.h"
+
 /* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16
  * number. The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
 V_OP vi int8_scale(vf maximum, const int nonneg)
@@ -66,15 +68,20 @@ V_OP vi int8_position(vf stashed, vf edge, vi draw)
     return vi_add(fine, vi_or(vi_and(draw, vi_set(0x3fff0)), vi_set((128u << 18) + 8)));
 }
 
-/* A signed state's code times 2^16, without its sign. */
-V_OP vi int8_magnitude(vf stashed, vf inverse, vi random)
+/* What a signed state's code is the root of, times 2^32; below zero it counts as zero. */
+V_OP vf int8_radicand(vf stashed, vf inverse, vi random)
 {
     /* floor(sqrt(x / s^2 - u (1 - u)) + u) with u = r / 2^16 goes from k to k + 1 as often as x has gone from k^2 to
      * (k + 1)^2. */
     vf draw = v_from_int(random), apart = v_mul(draw, v_sub(v_set(65536.0f), draw));
     /* One product after the other: the square of the inverse may leave fp32. */
-    vf square = v_mul(v_mul(v_abs(stashed), inverse), inverse), root = v_sqrt(v_max(v_sub(square, apart), v_set(0.0f)));
-    return vi_add(v_round(root), random);
+    return v_sub(v_mul(v_mul(v_abs(stashed), inverse), inverse), apart);
+}
+
+/* A signed state's code times 2^16, without its sign. */
+V_OP vi int8_magnitude(vf stashed, vf inverse, vi random)
+{
+    return hstep_root_and(int8_radicand(stashed, inverse, random), random);
 }
 
 V_OP vi int8_code(vf stashed, vf inverse, vi random, const int nonneg)
@@ -115,16 +122,16 @@ V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 #define int8_DECODE HSTEP_PAIR(PAIRED)
 V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
 {
-    if (nonneg) {
+    if (nonneg && HSTEP_HALVES) {
         vi steps = vi_add16(vh_load_u8(code + i), vi_set(0xff80ff80)), twice = vi_min16(steps, vi_add16(steps, steps));
         *e = int8_square(vi_shl(twice, 18), scale);
         *o = int8_square(vi_shl(vi_and(twice, vi_set(0xffff0000)), 2), scale);
         return;
     }
     vi ce, co;
-    int8_load(code, i, &ce, &co, 0);
-    *e = int8_value(ce, scale, 0);
-    *o = int8_value(co, scale, 0);
+    int8_load(code, i, &ce, &co, nonneg);
+    *e = int8_value(ce, scale, nonneg);
+    *o = int8_value(co, scale, nonneg);
 }
 
 V_OP void int8_store(char *code, int64_t i, vi e, vi o) { vp_store_8(code + i, e, o); }
@@ -139,8 +146,15 @@ V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi wor
         vh_store_u8(code + i, vi_join16(ce, co));
         return;
     }
-    vi ce = int8_magnitude(e, inverse, vi_and(words, vi_set(0xffff)));
-    vi co = int8_magnitude(o, inverse, vi_shr(words, 16));
+    vi re = vi_and(words, vi_set(0xffff)), ro = vi_shr(words, 16), ce, co;
+    hstep_roots_and(int8_radicand(e, inverse, re), int8_radicand(o, inverse, ro), re, ro, &ce, &co);
+    if (!HSTEP_HALVES) {
+        vi se = vi_sra(v_bits(e), 31), so = vi_sra(v_bits(o), 31);
+        ce = vi_xor(vi_shr(ce, 16), se);
+        co = vi_xor(vi_shr(co, 16), so);
+        int8_store(code, i, vi_sub(ce, se), vi_sub(co, so));
+        return;
+    }
     vi signs = vi_join16(vi_shr(v_bits(e), 16), v_bits(o));
     vh_store_s8(code + i, vi_negate16(vi_join16(vi_shr(ce, 16), co), signs));
 }

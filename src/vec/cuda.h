@@ -119,27 +119,84 @@ CUDA_DEVICE float hstep_cuda_fabsf(float x) { return __builtin_fabsf(x); }
 
 #include "vec/scalar.h"
 
+/* A GPU takes lanes apart for it. */
+#define HSTEP_HALVES 0
+
+/* 1 / sqrt(x) of a normal x, within 2^-22 of itself: what PTX documents is 2^-22.9. */
+#ifdef HSTEP_CUDA_EMULATED
+float hstep_emulated_rsqrt(float x);
+#define CUDA_RSQRT(x) hstep_emulated_rsqrt(x)
+#else
+V_OP float hstep_cuda_rsqrt(float x)
+{
+    float y;
+    __asm__("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define CUDA_RSQRT(x) hstep_cuda_rsqrt(x)
+#endif
+
+/* hstep_root_and() of an estimated root, to the bits from 16 up (formats/root_code.h).
+ *
+ * Below 2^23, twice the estimate's error with the product's rounding, 2^-22 + 2^-24 of the root, is 2.5, and to an
+ * integer 3; the exact root is rounded twice, by 1/4 and 1/2. So the two integers are at most 3 apart (3.75 in
+ * numbers), and so are their sums with r. Bits from 16 up may differ only where a multiple of 2^16 lies between; where
+ * the estimate's sum is that near one, the exact roots are taken: in 12 of 65,536 pairs. Radicands below 2^-100 have
+ * roots that round to 0, as that of 2^-100 does; NaN is none that is greater. */
+V_OP vi hstep_cuda_estimate(vf a, vi r)
+{
+    const float most = v_max(a, 0x1p-100f);
+    return v_round(most * CUDA_RSQRT(most)) + r;
+}
+V_OP vi hstep_cuda_to_edge(vi estimate) { return (estimate + 3) << 16; }
+V_OP vi hstep_root_and(vf a, vi r);
+V_OP void hstep_cuda_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
+{
+    const vi fe = hstep_cuda_estimate(e, re), fo = hstep_cuda_estimate(o, ro);
+    const vi te = hstep_cuda_to_edge(fe), to = hstep_cuda_to_edge(fo);
+    *ce = fe;
+    *co = fo;
+    if (__builtin_expect((te < to ? te : to) < 6u << 16, 0)) {
+        *ce = hstep_root_and(e, re);
+        *co = hstep_root_and(o, ro);
+    }
+}
+#define hstep_roots_and hstep_cuda_roots_and
+
 #ifndef HSTEP_CUDA_EMULATED
 
 /* What a GPU has one instruction for, or none: the sign is changed as an operand is read. */
 V_OP vf hstep_cuda_v_abs(vf a) { return fabsf(a); }
 V_OP vf hstep_cuda_v_neg(vf a) { return -a; }
+/* Two bytes in one piece: what is put together of pieces is not taken apart first. */
+V_OP void hstep_cuda_store_16(void *p, vi x)
+{
+    uint16_t low = (uint16_t)x;
+    memcpy(p, &low, 2);
+}
+V_OP void hstep_cuda_store_8(void *p, vi e, vi o)
+{
+    vi packed;
+    __asm__("prmt.b32 %0, %1, %2, 0x0040;" : "=r"(packed) : "r"(e), "r"(o));
+    hstep_cuda_store_16(p, packed);
+}
 V_OP void hstep_cuda_store_s8(void *p, vi x)
 {
     vi packed;
     int32_t low = hstep_half_low(x), high = hstep_half_high(x);
     __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
-    vp_store_8(p, packed, packed >> 8);
+    hstep_cuda_store_16(p, packed);
 }
 V_OP void hstep_cuda_store_u8(void *p, vi x)
 {
     vi packed;
     int32_t low = hstep_half_low(x), high = hstep_half_high(x);
     __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
-    vp_store_8(p, packed, packed >> 8);
+    hstep_cuda_store_16(p, packed);
 }
 #define v_abs hstep_cuda_v_abs
 #define v_neg hstep_cuda_v_neg
+#define vp_store_8 hstep_cuda_store_8
 #define vh_store_s8 hstep_cuda_store_s8
 #define vh_store_u8 hstep_cuda_store_u8
 

@@ -75,6 +75,14 @@ int hstep_emulated_blocks(void) { return block_count; }
 void hstep_emulated_barrier(void) { meet(AT_BLOCK); }
 void hstep_emulated_warp_barrier(void) { meet(AT_WARP); }
 
+/* Anywhere within 2^-22 of it, as the bits have it: code that is right on every GPU cannot tell. */
+float hstep_emulated_rsqrt(float x)
+{
+    const uint32_t hash = v_bits(x) * 0x9E3779B9u >> 8;
+    const double off = (double)hash * 0x1p-23 - 1.0, near = (0x1p-22 - 0x1p-24) * off;
+    return (float)((1.0 + near) / sqrt((double)x));
+}
+
 /* Two rooms by turns: a lane may give its next word before others have taken its last. */
 uint32_t hstep_emulated_shuffle(uint32_t x, int mask)
 {

@@ -27,16 +27,19 @@ enum fake_cuda_mutation {
     FAKE_CUDA_SWAP_SHAPE,      /* blocks and threads */
     FAKE_CUDA_MUTATIONS
 };
+#define FAKE_CUDA_CALLS FAKE_CUDA_SWAP_POINTERS /* those before it leave calls out */
 
 struct fake_cuda_control {
     int devices, driver, compute, open;
     long fail_allocation, fault; /* counted down, 0: never */
-    int mutation;
+    int mutation, call; /* call: only where it is made for the call-th time from another place; 0: everywhere */
+    int strict;         /* nothing is given back while work is on its way, though a driver would wait for that */
     /* Told: */
     long launches, kernels, synchronizations, pageable, copies, allocations; /* kernels: that have run */
     long live, pinned;                                                       /* blocks of either memory */
     int depth;                                                               /* of this thread's contexts */
-    const char *offence;                                                     /* the first misuse, or NULL */
+    int calls[FAKE_CUDA_CALLS]; /* places that call what each mutation leaves out */
+    const char *offence;        /* the first misuse, or NULL */
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
