@@ -213,8 +213,8 @@ static void check_slices(const struct hstep_device *host)
         for (double slice = 1; slice < 1e4; slice = slice * 7 + 1) {
             double wanted = estimate_slices(host, rows[i], slice, here);
             double found = estimate_slices(&emulated, rows[i], slice, there);
-            CHECK(found == wanted && !memcmp(there, here, sizeof here), "rows of %d, every %g-th: d is %.17g, not %.17g",
-                  (int)rows[i], slice, found, wanted);
+            CHECK(found == wanted && !memcmp(there, here, sizeof here),
+                  "rows of %d, every %g-th: d is %.17g, not %.17g", (int)rows[i], slice, found, wanted);
             if (wanted != all) seen = wanted;
         }
         CHECK(all > 1e-3 && seen != all, "rows of %d: the estimate is %g whatever is summed", (int)rows[i], all);
