@@ -517,7 +517,7 @@ def print_report(report: Dict) -> None:
     total = SHAPE[0] * SHAPE[1]
     for row in report["traps"].values():
         reasons += [(row["title"], name, why) for name, why in row["reasons"].items()]
-        if len(row["reasons"]) and "decay" not in row:
+        if len(row["reasons"]) and "fall" not in row:
             continue  # nothing was measured
         moved = None if row.get("moved") is None else 100 * row["moved"] / total
         table.append([row["title"]] + [number(row.get(name)) for name in FIGURES] +
@@ -602,7 +602,7 @@ def main(arguments=None) -> int:
         traps[contestant.key] = examine(contestant, exact, options.short, options.patience)
         print(f"{contestant.title}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     if not options.no_resume:
-        able = [c for c in chosen if "decay" in traps[c.key]]
+        able = [c for c in chosen if "fall" in traps[c.key]]
         for key, answer in resume(able, options.patience).items():
             if answer.startswith("error: "):
                 traps[key]["reasons"]["resume"] = answer[7:]

@@ -136,10 +136,10 @@ if wanted E6; then
     for recipe in adamw/f32 ${RULES:-adamw/bf16-sr/int8 adamw/bf16-sr/int8:cautious=1 adopt/bf16-sr/int8 ademamix/bf16-sr/int8 mars/bf16-sr/int8 prodigy/bf16-sr/int8
         adafactor/bf16-sr came/bf16-sr/int8}; do
         case $recipe in
-        prodigy/*) rates="0.25 0.5 1" ;;
+        prodigy/*) rates="0.0625 0.125 0.25" ;;
         adafactor/*) rates="1e-2 3e-2 1e-1" ;;
         came/*) rates="2.5e-5 5e-5 1e-4" ;;
-        adopt/* | mars/* | *:cautious=1) rates="2.5e-4 5e-4 1e-3" ;;
+        adopt/* | mars/*) rates="2.5e-4 5e-4 1e-3" ;;
         *) rates="1.25e-4 2.5e-4 5e-4" ;;
         esac
         for lr in $rates; do grid=$grid,$recipe:lr=$lr; done
