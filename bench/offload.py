@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Offloaded steps against plain ones, and against torchao's CPUOffloadOptimizer: time, memory, bytes copied.
 
-    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--no-memory] [--out bench/offload.md]
+    offload.py [--layers 16] [--width 1024] [--batch 64] [--rounds 12] [--only REGEX] [--no-memory] [--out bench/offload.md]
+    offload.py --plan [--only REGEX]      peaks of memory beside what halfstep.plan() says, instead of times
+    offload.py --profile WAY              steps of one way alone, for nsys: the capture begins after the first ones, phases are NVTX ranges
 
 With a GPU the model lies there. Without one the CPU stands for it: what would cross the bus is copied from memory to memory, at once, so
 that the cost of what each package does beside its copies can be seen, and how much it copies. What cannot be seen then is any overlap,
@@ -13,6 +15,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -23,12 +26,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep import _devices, offload
+from halfstep import _devices, offload, streaming
 
 GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
-#: of StateStreaming: of a few layers, so that there are more of them than of buffers
-BUFFER = 8 << 20
+#: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is for the package's own size
+BUFFER, PLANNED = 8 << 20, streaming.BUFFER_BYTES
 #: copied to the process and back by the way that is stepping
 COPIED = [0, 0]
 
@@ -118,7 +121,7 @@ def stand_in():
 # ---- Ways ----
 
 
-def ways(bus):
+def ways(bus, buffer=BUFFER):
     from torchao.optim import AdamW8bit
     from torchao.optim.cpu_offload import CPUOffloadOptimizer
     plain = halfstep.rules.class_and_options(RECIPE)
@@ -139,8 +142,8 @@ def ways(bus):
         "CPUOffload": ours(halfstep.CPUOffload),
         "CPUOffload, offload_gradients": ours(halfstep.CPUOffload, offload_gradients=True),
         "CPUOffload, gradient_release": ours(halfstep.CPUOffload, gradient_release=True),
-        "StateStreaming": ours(halfstep.StateStreaming, buffer=BUFFER),
-        "StateStreaming, gradient_release": ours(halfstep.StateStreaming, buffer=BUFFER, gradient_release=True),
+        "StateStreaming": ours(halfstep.StateStreaming, buffer=buffer),
+        "StateStreaming, gradient_release": ours(halfstep.StateStreaming, buffer=buffer, gradient_release=True),
         "torchao, torch.optim.AdamW": theirs(torch.optim.AdamW, fused=True),
         "torchao, torch.optim.AdamW, offload_gradients": theirs(torch.optim.AdamW, fused=True, offload_gradients=True),
     }
@@ -149,21 +152,27 @@ def ways(bus):
     return found
 
 
-def network(given):
+def network(given, place=True):
     torch.manual_seed(0)
     layers = []
     for _ in range(given.layers):
         layers += [torch.nn.Linear(given.width, given.width), torch.nn.GELU()]
-    return torch.nn.Sequential(*layers).bfloat16().to("cuda" if GPU else "cpu")
+    model = torch.nn.Sequential(*layers).bfloat16()
+    return model.to("cuda" if GPU else "cpu") if place else model
 
 
-def step(model, opt, x):
+def step(model, opt, x, phase=lambda name: contextlib.nullcontext()):
     ACTIVE[0] = isinstance(opt, (halfstep.CPUOffload, halfstep.StateStreaming))
-    model(x).float().square().mean().backward()
-    opt.step()
-    opt.zero_grad()
+    with phase("forward"):
+        loss = model(x).float().square().mean()
+    with phase("backward"):
+        loss.backward()
+    with phase("step"):
+        opt.step()
+        opt.zero_grad()
     if GPU:
-        torch.cuda.synchronize()
+        with phase("wait"):
+            torch.cuda.synchronize()
 
 
 def batch(given):
@@ -171,8 +180,8 @@ def batch(given):
 
 
 def memory(given, way):
-    """In a process of its own: the most that a way takes beside the model, gradients and activations among it; in the process and on the
-    GPU."""
+    """In a process of its own: the most that a way takes beside the model, gradients and activations among it: in the process, on the GPU,
+    and of memory that torch has pinned."""
     bus = None if GPU else stand_in()
     model, x = network(given), batch(given)
     model(x).float().square().mean().backward()  # what torch loads then is not the optimizer's
@@ -184,12 +193,64 @@ def memory(given, way):
     model.zero_grad(set_to_none=True)
     ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS"), torch.cuda.memory_allocated() if GPU else 0
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
-    opt = ways(bus)[way](model)
+    opt = ways(bus, PLANNED if given.plan else BUFFER)[way](model)
     for _ in range(3):
         step(model, opt, x)
-    print(json.dumps([status("VmHWM") - before[0], (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0]))
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if GPU and hasattr(torch.cuda, "host_memory_stats") else 0
+    print(json.dumps([status("VmHWM") - before[0], (torch.cuda.max_memory_allocated() - before[1]) if GPU else 0, pinned]))
+
+
+def in_a_process(given, way):
+    command = [sys.executable, os.path.abspath(__file__), "--memory", way, *(f"--{k}={getattr(given, k)}" for k in ("layers", "width", "batch")),
+               *(["--plan"] if given.plan else [])]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def against_the_plan(given):
+    """Lines of a table: for each way that halfstep.plan() knows, what it says and what there was, in MiB beside the weights."""
+    with torch.device("meta"):
+        model = network(given, place=False)
+    measured = {"GPU": "plain halfstep"}
+    lines = ["| way | GPU, plan | GPU, peak | process, plan | process, peak | pinned by torch |" if GPU else
+             "| way | process, plan (what would be on the GPU among it) | process, peak |", "|---|---|---|" + ("---|---|---|" if GPU else "")]
+    for row in halfstep.plan(model, RECIPE, device_memory="1T").rows:
+        way = measured.get(row.way, row.way)
+        if way == "GPU, gradient_release" or not re.search(given.only, way):
+            continue
+        host, device, pinned = in_a_process(given, way)
+        there = row.total - row.weights
+        sizes = [there, device, row.host, host, pinned] if GPU else [there + row.host, host]
+        lines.append(f"| {way} | " + " | ".join(f"{size / 2 ** 20:.0f}" for size in sizes) + " |")
+    return lines
+
+
+def profile(given, way):
+    """Steps of one way; what each phase takes the process, of which the last waits for the GPU."""
+    bus = None if GPU else stand_in()
+    model, x, times = network(given), batch(given), {}
+    opt = ways(bus)[way](model)
+
+    @contextlib.contextmanager
+    def phase(name):
+        begun = time.perf_counter()
+        with torch.cuda.nvtx.range(name) if GPU else contextlib.nullcontext():
+            yield
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+
+    for _ in range(3):
+        step(model, opt, x)
+    if GPU:
+        torch.cuda.profiler.start()
+    for _ in range(given.rounds):
+        step(model, opt, x, phase)
+    if GPU:
+        torch.cuda.profiler.stop()
+    return ["| phase of " + way + " | ms |", "|---|---|", *(f"| {name} | {1e3 * statistics.median(some):.2f} |" for name, some in times.items())]
 
 
 def main():
@@ -198,13 +259,21 @@ def main():
         parser.add_argument("--" + name, type=int, default=value)
     parser.add_argument("--out", help="Markdown to write the table into, between its marks")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory out, which takes a process for each way")
+    parser.add_argument("--only", default="", metavar="REGEX", help="ways whose names it is found in, and the plain one")
+    parser.add_argument("--plan", action="store_true", help="peaks of memory beside what halfstep.plan() says")
+    parser.add_argument("--profile", metavar="WAY", help="a row of the table: steps of it alone")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.memory:
         return memory(given, given.memory)
+    if given.plan or given.profile:
+        print("\n".join(against_the_plan(given) if given.plan else profile(given, given.profile)))
+        return 0
     bus = None if GPU else stand_in()
     x, made = batch(given), {}
     for way, make in ways(bus).items():
+        if way != "plain halfstep" and not re.search(given.only, way):
+            continue
         model = network(given)
         made[way] = model, make(model), [], []
         step(model, made[way][1], x)
@@ -226,9 +295,7 @@ def main():
     for way, (_, _, times, copies) in made.items():
         host = device = ""
         if not given.no_memory:
-            command = [sys.executable, os.path.abspath(__file__), "--memory", way, *(f"--{k}={getattr(given, k)}" for k in ("layers", "width", "batch"))]
-            child = subprocess.run(command, capture_output=True, text=True, check=True)
-            host, device = (f"{size / n:.1f}" for size in json.loads(child.stdout.splitlines()[-1]))
+            host, device = (f"{size / n:.1f}" for size in in_a_process(given, way)[:2])
         ratio = statistics.median(a / b for a, b in zip(times, base))
         down, up = ("", "") if GPU else (f"{copies[-1][0] / n:.2f}", f"{copies[-1][1] / n:.2f}")
         lines.append(f"| {way} | {1e3 * statistics.median(times):.1f} | {ratio:.2f} | {down} | {up} | {host} |" + (f" {device} |" if GPU else ""))

@@ -117,6 +117,11 @@ class Carrier:
         self._add(copy)
         return copy.gradient
 
+    def doubt(self):
+        """Gradients on the GPU may be others than were copied."""
+        for copy in self.copies.values():
+            copy.given = None
+
     def drop(self):
         """Forgets gradients that are nowhere else."""
         for copy in self.copies.values():
@@ -235,8 +240,8 @@ class CPUOffload(Hosted):
 
     recipe              a recipe, or a class of this package
     offload_gradients   gradients are given up on the GPU as soon as they are here; those of further backward passes are added here,
-                        and step() or zero_grad() forgets them. A GradScaler and torch.nn.utils.clip_grad_norm_() find none then:
-                        use clip_norm=
+                        and step() or zero_grad() forgets them. torch.nn.utils.clip_grad_norm_() finds none then: use clip_norm=; a
+                        GradScaler's step() raises RuntimeError
     minimal_size        parameters of fewer elements are stepped on the GPU, where their states are, too. There are none of them among
                         DTensors, with a norm_group, or where the library has no kernels for the GPU
     gradient_release    each parameter is stepped by a thread of its own as soon as its gradient is here, while the backward pass goes
@@ -247,6 +252,10 @@ class CPUOffload(Hosted):
     A parameter takes host memory for its states, and 2 bytes (BF16) each for copies of the weight and of the gradient; the copies are
     pinned, the states, which never leave, are not. In gradient_release parameters of one size share copies of gradients, of which there
     are as many as are on their way at once. Parameters in the process's memory are stepped where they are.
+
+    A gradient that is written after its backward pass is copied again where the write is known: those of torch's operators, of
+    DistributedDataParallel and of a GradScaler are. After torch.distributed.all_reduce(p.grad), or a kernel of your own, call
+    torch.autograd.graph.increment_version(p.grad).
 
     In gradient_release step() has to be called after each backward pass: what the GPU does after it comes after the weights.
     """
@@ -311,7 +320,25 @@ class CPUOffload(Hosted):
         return _HOST if self._is_offloaded(p) else super()._home(p)
 
     def _gradient_of(self, p):
+        if self.offload_gradients and p.grad is not None:
+            copy = self._carrier.copies.get(p)
+            if copy is not None and copy.alone:  # a hook that raised kept it from those that are here
+                self._copy_gradient(p)
         return self._carrier.gradient(p)
+
+    @property
+    def _step_supports_amp_scaling(self):
+        # A GradScaler asks for it in each step, and divides gradients by an operator that moves no version counters.
+        mode = "offload_gradients" if self.__dict__.get("offload_gradients") else "gradient_release"
+        if self.__dict__.get(mode):
+            raise RuntimeError(f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives them up")
+        if "_carrier" in self.__dict__:
+            self._carrier.doubt()
+        return self.__dict__.get("_step_supports_amp_scaling", False)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value):
+        self.__dict__["_step_supports_amp_scaling"] = value
 
     def _check_gradient(self, p, grad, name):
         copy = self._carrier.copies.get(p)

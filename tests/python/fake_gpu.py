@@ -167,6 +167,19 @@ class Fake:
         made.copy_(values)
         return made
 
+    def model(self, model):
+        """The module with its weights, and gradients that torch makes of them, in the memory of a device. torch computes at
+        once what comes on the stream of a GPU in its turn: so who reads the weights waits for what was submitted before."""
+        def wait(*_):
+            self.synchronize()
+
+        for p in model.parameters():
+            p.data = self.tensor(p)
+            p.register_hook(self.tensor)
+        model.register_forward_pre_hook(wait)
+        model.register_state_dict_pre_hook(wait)
+        return model
+
     def of(self, tensor):
         at = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
         for address, size, device in self.blocks:

@@ -303,3 +303,15 @@ def test_offload_copies_as_much_as_it_says():
     for way in ("StateStreaming", "StateStreaming, gradient_release"):
         assert len(set(copied[way])) == 1 and 2.0 < float(copied[way][0]) < 2.2  # states in int8
     assert all("0.00" not in pair for pair in copied.values())
+
+
+def test_offload_beside_the_plan_and_in_phases():
+    pytest.importorskip("torchao")
+    lines = run("offload.py", "--plan", "--only", "^CPUOffload, offload", "--layers", "3", "--width", "1024").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[0] for row in rows] == ["CPUOffload, offload_gradients"]
+    for planned, measured in zip(rows[0][1::2], rows[0][2::2]):
+        assert int(planned) > 0 and int(measured) > 0.8 * int(planned)
+    text = run("offload.py", "--profile", "StateStreaming", "--rounds", "1", "--layers", "2", "--width", "96")
+    assert "phase of StateStreaming" in text
+    assert [line.split(" |")[0] for line in text.splitlines()[2:5]] == ["| forward", "| backward", "| step"]

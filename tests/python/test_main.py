@@ -61,15 +61,17 @@ def test_plan(capsys, tmp_path):
 ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
 
-def test_the_readme_runs_as_it_stands(capsys):
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        snippets = re.findall(r"^```python\n(.*?)^```", file.read(), flags=re.M | re.S)
+@pytest.mark.parametrize("page, first", [("README.md", None), ("docs/python.md", 1)])
+def test_snippets_run_as_they_stand(capsys, page, first):
+    """What somebody meets first: of the README all, of the manual the one that it begins with."""
+    with open(os.path.join(ROOT, *page.split("/")), encoding="utf-8") as file:
+        snippets = re.findall(r"^```python\n(.*?)^```", file.read(), flags=re.M | re.S)[:first]
     assert snippets
     for code in snippets:
         given = {}
-        exec(compile(code, "README.md", "exec"), given)
+        exec(compile(code, page, "exec"), given)
         assert given["opt"].param_groups[0]["group_steps"] == 3
-    assert "adamw/bf16-sr/int8" in capsys.readouterr().out
+        assert "adamw/bf16-sr/int8" in capsys.readouterr().out
 
 
 # ---- Mistakes ----

@@ -353,6 +353,79 @@ def test_an_error_in_the_thread_is_told_and_loses_nothing(gpu, monkeypatch):
     same(gpu, both)
 
 
+@pytest.mark.parametrize("who", ["the copy", "a hook before it", "a hook after it"])
+@pytest.mark.parametrize("give_up", [False, True], ids=["kept", "given up"])
+def test_a_gradient_hook_that_raises_loses_nothing(fake, monkeypatch, who, give_up):
+    """The caller of backward() gets it, and nothing has changed. Going on with other gradients, and with those that there are
+    by then, has the bits of a plain run: of one without the error, and of one with it."""
+    def fail():
+        if armed:
+            raise MemoryError(f"not {armed.pop()}")
+
+    def net():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48)).bfloat16()
+
+    def loss(model, step):
+        generator = torch.Generator().manual_seed(step)
+        return (model(torch.randn(8, 32, generator=generator).bfloat16()) - 1).float().square().mean()
+
+    armed, options = [], {"lr": 1e-2, "seed": 5, "clip_norm": 0.1, "states": "int8"}
+    models = net(), fake.model(net())
+    if who == "a hook before it":
+        models[1].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
+    plain = halfstep.AdamW(models[0].named_parameters(), **options)
+    opt = halfstep.CPUOffload(models[1].named_parameters(), halfstep.AdamW, minimal_size=1000, offload_gradients=give_up,
+                              **options)
+    if who == "the copy":
+        fetch = opt._carrier._fetch
+
+        def fetch_or_fail(into, tensor):
+            if tensor.shape == (48, 64):
+                fail()
+            return fetch(into, tensor)
+
+        monkeypatch.setattr(opt._carrier, "_fetch", fetch_or_fail)
+    elif who == "a hook after it":
+        models[1].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
+    models[0].get_parameter("2.weight").register_post_accumulate_grad_hook(lambda p: fail())
+
+    def both(do):
+        for model, one in zip(models, (plain, opt)):
+            do(model, one)
+
+    def update(model, one):
+        one.step()
+        one.zero_grad()
+
+    def raises(model, step):
+        armed.append(who)
+        with pytest.raises(MemoryError, match=f"not {who}"):
+            loss(model, step).backward()
+        assert not armed
+
+    def everything(model, one):
+        return held(fake, dict(model.named_parameters()), one)
+
+    for step in range(2):
+        both(lambda model, _: loss(model, step).backward())
+        both(update)
+    before = everything(models[1], opt)
+    raises(models[1], 2)
+    assert everything(models[1], opt) == before == everything(models[0], plain)
+    opt.zero_grad()
+    both(lambda model, _: loss(model, 3).backward())
+    both(update)
+    assert everything(models[1], opt) == everything(models[0], plain) != before
+    both(lambda model, _: loss(model, 4).backward())
+    both(lambda model, _: raises(model, 5))
+    both(update)
+    assert everything(models[1], opt) == everything(models[0], plain)
+    both(lambda model, _: loss(model, 6).backward())
+    both(update)
+    assert everything(models[1], opt) == everything(models[0], plain)
+
+
 @pytest.mark.parametrize("release, give_up", [(False, False), (False, True), (True, False)])
 def test_the_plan_is_what_is_held(fake, release, give_up):
     both = pair(fake, halfstep.AdamW, "ecc8-int8", how={"minimal_size": 0, "offload_gradients": give_up}, gradient_release=release)

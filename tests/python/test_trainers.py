@@ -1,6 +1,6 @@
 """Trainers that people use, around small models and without a network: a run that was saved and gone on with ends with the bits of
-one that was not interrupted, weights and states both; what trainers say of skipped steps can be read; and gradient release under
-their accumulation is an exception.
+one that was not interrupted, weights and states both, also where states are in the process's memory beside weights on a GPU (the one of
+fake_gpu.py); what trainers say of skipped steps can be read; and gradient release under their accumulation is an exception.
 
 A trainer that is not installed fails these tests: they are not skipped.
 """
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import halfstep
+from halfstep import _devices, offload
 from conftest import bits, states
+from test_cuda import fake, gpu  # noqa: F401
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -38,8 +40,12 @@ def batch(step, dtype=torch.bfloat16):
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def make(model, lr=1e-2, **options):
-    return halfstep.AdamW(model.named_parameters(), lr=lr, **{**OPTIONS, **options})
+def make(model, lr=1e-2, hosted=None, **options):
+    """hosted: a class whose states are in the process's memory, and its own options."""
+    options = {"lr": lr, **OPTIONS, **options}
+    if hosted is None:
+        return halfstep.AdamW(model.named_parameters(), **options)
+    return getattr(halfstep, hosted[0])(model.named_parameters(), halfstep.AdamW, **hosted[1], **options)
 
 
 def same(one, other):
@@ -222,14 +228,14 @@ def test_accelerate(tmp_path, accumulation):
 # ---- Lightning -----------------------------------------------------------------------------------------------------------
 
 
-def lightning_module(automatic, **options):
+def lightning_module(automatic, gpu=None, start=0, **options):
     lightning = importlib.import_module("lightning")
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = automatic
-            self.model = tiny()
+            self.model = tiny(start) if gpu is None else gpu.model(tiny(start))
 
         def training_step(self, data, batch_idx):
             # Lightning begins an interrupted epoch's data anew, so that these follow the steps instead.
@@ -241,8 +247,11 @@ def lightning_module(automatic, **options):
                 opt.step()
             return loss
 
+        def on_after_backward(self):
+            arrive(self.trainer.optimizers[0])
+
         def configure_optimizers(self):
-            return halfstep.AdamW(self.named_parameters(), lr=1e-2, **{**OPTIONS, **options})
+            return make(self, **options)
 
     return Module()
 
@@ -275,6 +284,164 @@ def test_lightning(tmp_path, automatic):
 def test_lightning_refuses_release_under_accumulation(tmp_path):
     with pytest.raises(RuntimeError, match="accumulate_grad_batches"):
         lightning_trainer(tmp_path, accumulate_grad_batches=2).fit(lightning_module(True, gradient_release=True), loader())
+
+
+# ---- States in the process's memory --------------------------------------------------------------------------------------
+
+#: biases stay on the GPU, and matrices take turns in the buffers
+HOSTED = {"offload": ("CPUOffload", {"minimal_size": 1000}),
+          "offload-gradients": ("CPUOffload", {"minimal_size": 1000, "offload_gradients": True}),
+          "streaming": ("StateStreaming", {"minimal_size": 1000, "buffer": 1000})}
+hosted = pytest.mark.parametrize("hosted", HOSTED.values(), ids=list(HOSTED))
+#: of which a GradScaler and a trainer's clipping see the gradients
+seen = pytest.mark.parametrize("hosted", [HOSTED["offload"], HOSTED["streaming"]], ids=["offload", "streaming"])
+
+
+def arrive(opt):
+    """Until copies of gradients are here: what a trainer writes into gradients afterwards is not in them."""
+    for held in getattr(opt, "_carrier", offload.Carrier()).copies.values():
+        if held.down is not None:
+            _devices.wait(held.down)
+
+
+def same_there(gpu, one, other):
+    """same(), and the states of `other` are here while its weights are not."""
+    gpu.synchronize()
+    same(one, other)
+    model, opt = other
+    for p in model.parameters():
+        assert gpu.of(p).type == "cuda"
+        where = {gpu.of(value).type for value in opt.state[p].values() if value.dim()}
+        assert where == {"cuda" if p.dim() == 1 else "cpu"}, where
+
+
+@hosted
+def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
+    """A whole run and a resumed one have the bits of a loop without Accelerate, whose states are beside the weights."""
+    accelerate = importlib.import_module("accelerate")
+    clips = not hosted[1].get("offload_gradients")  # who gives gradients up clips them itself
+    plain = tiny()
+    expected = make(plain, clip_norm=0.2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(expected, 1.0, 0.1, 4)
+    for step in range(8):
+        ((plain(batch(step)) - 1).float().pow(2).mean() / 2).backward()
+        if step % 2:
+            if clips:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+            expected.step()
+            scheduler.step()
+            expected.zero_grad()
+    assert expected.grad_norm > 0.2  # it clips
+    for first, last in ((0, 8), (4, 8)):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+        model = fake.model(tiny(seed=first))
+        opt = make(model, hosted=hosted, clip_norm=0.2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, 4)
+        model, wrapped, scheduler = accelerator.prepare(model, opt, scheduler)
+        assert type(wrapped).__name__ == "AcceleratedOptimizer" and isinstance(wrapped.optimizer, torch.optim.Optimizer)
+        if first:
+            accelerator.load_state(str(tmp_path / "state"))
+        for step in range(first, last):
+            if step == 4 and not first:
+                accelerator.save_state(str(tmp_path / "state"))
+            with accelerator.accumulate(model):
+                accelerator.backward((model(batch(step)) - 1).float().pow(2).mean())
+                arrive(opt)
+                if accelerator.sync_gradients and clips:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.25)
+                wrapped.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                wrapped.zero_grad()
+        same_there(fake, (plain, expected), (accelerator.unwrap_model(model), opt))
+
+
+@hosted
+def test_lightning_with_states_elsewhere(fake, tmp_path, hosted):
+    """As for Accelerate."""
+    lightning = importlib.import_module("lightning")
+    clips = not hosted[1].get("offload_gradients")
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0 if clips else None}
+    plain = lightning_module(True, clip_norm=0.5)
+    expected = plain.configure_optimizers()
+    for step in range(6):
+        for micro in range(2):
+            ((plain.model(batch(step) * (1 + micro)) - 1).float().pow(2).mean() / 2).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        expected.step()
+        expected.zero_grad()
+    save = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    for resume in (None, str(tmp_path / "saved" / "step=3.ckpt")):
+        module = lightning_module(True, fake, 9 if resume else 0, hosted=hosted, clip_norm=0.5)
+        more = {} if resume else {"callbacks": [save], "enable_checkpointing": True}
+        trainer = lightning_trainer(tmp_path, **more, **options)
+        trainer.fit(module, loader(), ckpt_path=resume)
+        same_there(fake, (plain, expected), (module, trainer.optimizers[0]))
+
+
+@seen
+def test_states_that_a_trainer_moves_to_the_gpu_come_back(fake, hosted):
+    """Lightning puts states where the model is, before the first step and when it resumes."""
+    both = (tiny(), None), (fake.model(tiny()), hosted)
+    runs = [(model, make(model, hosted=how)) for model, how in both]
+    for step in range(4):
+        for model, opt in runs:
+            if step == 2:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+                for state in opt.state.values() if opt is runs[1][1] else ():
+                    state.update({key: fake.tensor(value) for key, value in state.items() if value.dim()})
+            (model(batch(step)) - 1).float().pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+    same_there(fake, *runs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unscaled by torch", "unscaled in the step"])
+@seen
+def test_grad_scaler_with_states_elsewhere(fake, hosted, fused):
+    """Scales are powers of two, which leave no trace; with an infinity there is no step and half the scale. Whole and resumed."""
+    plain = tiny()
+    expected = make(plain, clip_norm=0.5)
+    for step in (0, 1, 3, 4, 5):
+        (plain(batch(step)) - 1).float().pow(2).mean().backward()
+        expected.step()
+        expected.zero_grad()
+    kept = None
+    for first in (0, 4):
+        model = fake.model(tiny(seed=first))
+        opt = make(model, hosted=hosted, clip_norm=0.5, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        if first:
+            model.load_state_dict(kept[0])
+            opt.load_state_dict(kept[1])
+            scaler.load_state_dict(kept[2])
+        for step in range(first, 6):
+            if step == 4 and not first:
+                kept = copy.deepcopy([model.state_dict(), opt.state_dict(), scaler.state_dict()])
+            loss = (model(batch(step)) - 1).float().pow(2).mean()
+            scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+            arrive(opt)
+            before = [bits(fake.read(p)) for p in model.parameters()], states(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            assert scaler.get_scale() == (1024, 2048, 1024, 1024, 2048, 2048)[step]
+            assert (([bits(fake.read(p)) for p in model.parameters()], states(opt)) == before) == (step == 2)
+        assert opt.skipped_steps == fused
+        same_there(fake, (plain, expected), (model, opt))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mode", ["offload_gradients", "gradient_release"])
+def test_a_grad_scaler_that_would_see_small_gradients_alone_is_refused(fake, mode, fused):
+    model = fake.model(tiny())
+    opt = make(model, hosted=("CPUOffload", {"minimal_size": 1000, mode: True}), fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((model(batch(0)) - 1).float().pow(2).mean()).backward()
+    with pytest.raises(RuntimeError, match=f"GradScaler.*{mode}"):
+        scaler.step(opt)
+    opt.zero_grad()
 
 
 # ---- Steps inside the backward pass --------------------------------------------------------------------------------------
