@@ -53,8 +53,9 @@ def tools(folder):
     sys.exit(f"gpu_instructions.py: {NVDISASM} holds no nvdisasm")
 
 
-def ptx_of(folder, weight, gradient):
-    """Device code with one format of each."""
+def ptx_of(folder, weight, gradient, states):
+    """Device code with one format of each, and only with what the states of its rows need."""
+    recipes = " ".join(f"X({one}, {one}, __VA_ARGS__)" for one in states)
     out = os.path.join(folder, f"{weight}.ptx")
     run("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80", "-nocudainc", "-nocudalib", "-Xclang", "-target-feature", "-Xclang",
         "+ptx74", "-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything", f"-I{ROOT}/src", f"-I{ROOT}/include",
