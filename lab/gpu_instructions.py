@@ -60,6 +60,7 @@ def ptx_of(folder, weight, gradient, states):
     run("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80", "-nocudainc", "-nocudalib", "-Xclang", "-target-feature", "-Xclang",
         "+ptx74", "-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything", f"-I{ROOT}/src", f"-I{ROOT}/include",
         f"-DHSTEP_CUDA_FUSED_WEIGHTS(X)=X({weight.replace('-', '_')})", f"-DHSTEP_CUDA_FUSED_GRADIENTS(X)=X({gradient})",
+        f"-DHSTEP_CUDA_FUSED_RECIPES(X,...)={recipes}",
         "-S", "-o", out, f"{ROOT}/src/cuda/kernels.cu")
     return out
 
@@ -190,10 +191,13 @@ def bytes_of(rule, weight, states, gradient):
 
 def table(archs, rows, folder, jobs):
     ptxas, nvdisasm = tools(folder)
-    pairs = sorted({(row.split("/")[1], "f32" if row.split("/")[1] == "f32" else "bf16") for row in rows})
+    needed = {}
+    for _, weight, states in (row.split("/") for row in rows):
+        needed.setdefault(weight, set()).add(states.replace("-", "_"))
+    pairs = [(weight, "f32" if weight == "f32" else "bf16", sorted(states)) for weight, states in sorted(needed.items())]
     counts = {}
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for (weight, _), ptx in zip(pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)):
+        for (weight, _, _), ptx in zip(pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)):
             for arch in archs:
                 cubin = os.path.join(scratch, "cubin")
                 run(ptxas, f"-arch=sm_{arch}", "--fmad=false", "-o", cubin, ptx)

@@ -34,7 +34,7 @@ check_budgets() { # cubin for 9.0
         fail "$(head -3 "$scratch/over") (GPU_BUDGETS=write records what is meant)"
     echo "ok   no fused kernel has more instructions than its budget"
 }
-# Machine code fuses nothing but what a division and a root are made of: without these there is no fused multiply-add.
+# Machine code fuses nothing but what a division, a reciprocal and a root are made of: without these there is no fused multiply-add.
 check_sums() {
     local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
     sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/' "$ptx" >"$scratch/sums.ptx"
