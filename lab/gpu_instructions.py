@@ -53,12 +53,14 @@ def tools(folder):
     sys.exit(f"gpu_instructions.py: {NVDISASM} holds no nvdisasm")
 
 
-def ptx_of(folder, weight, gradient):
-    """Device code with one format of each."""
+def ptx_of(folder, weight, gradient, states):
+    """Device code with one format of each, and only with what the states of its rows need."""
+    recipes = " ".join(f"X({one}, {one}, __VA_ARGS__)" for one in states)
     out = os.path.join(folder, f"{weight}.ptx")
     run("clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80", "-nocudainc", "-nocudalib", "-Xclang", "-target-feature", "-Xclang",
         "+ptx74", "-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything", f"-I{ROOT}/src", f"-I{ROOT}/include",
         f"-DHSTEP_CUDA_FUSED_WEIGHTS(X)=X({weight.replace('-', '_')})", f"-DHSTEP_CUDA_FUSED_GRADIENTS(X)=X({gradient})",
+        f"-DHSTEP_CUDA_FUSED_RECIPES(X,...)={recipes}",
         "-S", "-o", out, f"{ROOT}/src/cuda/kernels.cu")
     return out
 
@@ -189,10 +191,13 @@ def bytes_of(rule, weight, states, gradient):
 
 def table(archs, rows, folder, jobs):
     ptxas, nvdisasm = tools(folder)
-    pairs = sorted({(row.split("/")[1], "f32" if row.split("/")[1] == "f32" else "bf16") for row in rows})
+    needed = {}
+    for _, weight, states in (row.split("/") for row in rows):
+        needed.setdefault(weight, set()).add(states.replace("-", "_"))
+    pairs = [(weight, "f32" if weight == "f32" else "bf16", sorted(states)) for weight, states in sorted(needed.items())]
     counts = {}
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for (weight, _), ptx in zip(pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)):
+        for (weight, _, _), ptx in zip(pairs, pool.map(lambda pair: ptx_of(scratch, *pair), pairs)):
             for arch in archs:
                 cubin = os.path.join(scratch, "cubin")
                 run(ptxas, f"-arch=sm_{arch}", "--fmad=false", "-o", cubin, ptx)

@@ -34,11 +34,11 @@ check_budgets() { # cubin for 9.0
         fail "$(head -3 "$scratch/over") (GPU_BUDGETS=write records what is meant)"
     echo "ok   no fused kernel has more instructions than its budget"
 }
-# Machine code fuses nothing but what a division and a root are made of: without these there is no fused multiply-add.
+# Machine code fuses nothing but what a division, a reciprocal and a root are made of: without these there is no fused multiply-add.
 check_sums() {
     local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
-    sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\bsqrt\.rn\.f(32|64)/abs.f\1/' "$ptx" >"$scratch/sums.ptx"
-    ! grep -qE '(div|[^r]sqrt)\.' "$scratch/sums.ptx" || fail "divisions or roots of another kind"
+    sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/' "$ptx" >"$scratch/sums.ptx"
+    ! grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' "$scratch/sums.ptx" || fail "divisions or roots of another kind"
     "$ptxas" -arch=sm_90 --fmad=false -o "$scratch/sums" "$scratch/sums.ptx"
     python3 "${instructions[@]}" "$scratch/sums" >"$scratch/log" 2>&1 || fail "$(head -3 "$scratch/log")"
     echo "ok   machine code has no fused multiply-add beyond those of divisions and roots"
