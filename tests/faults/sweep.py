@@ -73,7 +73,7 @@ def sound(folder, command, what, threads=1):
 
 
 # Times and speeds, and what depends on them.
-VOLATILE = re.compile(r"second|per_s|_ms|date|time|processor|machine|^notes$")
+VOLATILE = re.compile(r"second|per_s|_ms|date|time|processor|machine|peak_process|^notes$")
 
 
 def without(value, word):

@@ -81,7 +81,11 @@ static int check_text(void *context, const struct option *option, const char *va
     size_t n = strlen(value), i = 0, length = 1;
     while (i < n && (length = text_utf8_length(value + i, n - i)) != 0) i += length;
     if (length) return 0;
-    run_fail(run, "--%s %s: a checkpoint can only keep it as UTF-8", option->name, value);
+    /* Of several names, one a line, the one that is meant. */
+    size_t begin = i;
+    while (begin > 0 && value[begin - 1] != '\n') begin--;
+    run_fail(run, "--%s %.*s: a checkpoint can only keep it as UTF-8", option->name, (int)strcspn(value + begin, "\n"),
+             value + begin);
     return 2;
 }
 
