@@ -3,26 +3,38 @@
 
 #include "host/pair.h"
 
+/* Every fourth thread has the numbers of four: what is not in range is not alone in being taken another way. */
+CUDA_DEVICE size_t first_of_four(void) { return (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD; }
+
+/* The last of four as what is the same in all lanes is taken. */
 CUDA_KERNEL void roots(float *x, uint32_t first)
 {
-    const uint32_t i = (uint32_t)CUDA_BLOCK * 256 + (uint32_t)CUDA_THREAD;
-    x[i] = v_sqrt(v_from_bits(first + i));
+    const size_t i = first_of_four();
+    if (i % VL) return;
+    const uint32_t from = first + (uint32_t)i;
+    v_store(x + i, v_sqrt(v_from_bits(vi_add(vi_set(from), vi_iota()))));
+    x[i + VL - 1] = v_sqrt(v_set(hstep_number(from + VL - 1))).x[0];
 }
 
 CUDA_KERNEL void quotients(float *x, const float *y)
 {
-    const size_t i = (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD;
-    x[i] = v_div(x[i], y[i]);
+    const size_t i = first_of_four();
+    if (i % VL) return;
+    const vf a = v_load(x + i), b = v_load(y + i);
+    v_store(x + i, v_div(a, b));
+    x[i + VL - 1] = v_div(v_set(a.x[VL - 1]), v_set(b.x[VL - 1])).x[0];
 }
 
 /* x: radicands; y: random bits, in the low halves of patterns. */
 CUDA_KERNEL void codes(float *x, const float *y)
 {
-    const size_t i = (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD;
-    const vi r = v_bits(y[i]) & 0xffffu;
+    const size_t i = first_of_four();
+    if (i % VL) return;
+    const vf radicand = v_load(x + i);
+    const vi r = vi_and(v_bits(v_load(y + i)), vi_set(0xffffu));
     vi even, odd;
-    hstep_roots_and(x[i], v_abs(x[i]), r, 0xffffu - r, &even, &odd);
-    x[i] = v_from_bits((even >> 16) << 16 | odd >> 16);
+    hstep_roots_and(radicand, v_abs(radicand), r, vi_sub(vi_set(0xffffu), r), &even, &odd);
+    v_store(x + i, v_from_bits(vi_join16(vi_shr(odd, 16), even)));
 }
 
 CUDA_KERNEL void double_roots(double *x)

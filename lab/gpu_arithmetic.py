@@ -123,9 +123,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     code = ptx()
-    used = sorted(set(re.findall(r"\b(?:r?sqrt|div)\.[a-z.0-9]+", code.decode())))
+    used = sorted(set(re.findall(r"\b(?:r?sqrt|rcp|div)\.[a-z.0-9]+", code.decode())))
     print("instructions: " + ", ".join(used))
-    if used != ["div.rn.f32", "div.rn.f64", "rsqrt.approx.ftz.f32", "sqrt.rn.f32", "sqrt.rn.f64"]:
+    if used != ["div.rn.f32", "div.rn.f64", "rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32", "sqrt.rn.f32", "sqrt.rn.f64"]:
         sys.exit("gpu_arithmetic.py: not those of the kernels")
     if given.compile:
         return 0

@@ -110,14 +110,25 @@ class Code:
         return None if 0 in found and head else found
 
     def exact(self, start):
-        """The block that takes roots again where an estimate is near the end of a code, after one that has compared with 6 << 16."""
-        block, last = self.of[start], start + len(self.of[start]) - 1
-        asked = [found for found in (re.search(r"ISETP\.(G|L)\w\.U32\.AND (P\d), PT, \w+, 0x(5ffff|60000),", one) for one in block) if found]
-        jump = re.match(r"@(!?)(P\d) BRA\b", block[-1])
-        if not asked or not jump or asked[-1][2] != jump[2]:
+        """The block that takes roots or quotients again, exactly, after one that has found that an estimate of a code is near its end (less
+        than 6 << 16 away) or that some of four are not at least 2^-50 or 2^-100 (src/vec/cuda.h)."""
+        last = start + len(self.of[start]) - 1
+        jump = re.match(r"@(!?)(P\d) BRA\b", self.of[start][-1])
+        if not jump:
             return []
-        goes_on = (asked[-1][1] == "G") == (not jump[1])
-        return [to for to in self.next[start] if (to == last + 1) == goes_on]
+        # What asked may stand some blocks before, with another jump in between.
+        starts = sorted(self.of)
+        at = starts.index(start)
+        for one in reversed([code for block in starts[max(0, at - 2):at + 1] for code in self.of[block][:-1]]):
+            near = re.search(r"ISETP\.(G|L)\w\.U32\.AND (P\d), PT, \w+, 0x(?:5ffff|60000),", one)
+            least = re.search(r"FSETP\.GE\.AND (P\d), PT, [\w.]+, (?:8\.8817841970012\d*e-16|7\.88860905221011\d*e-31),", one)
+            set_here = re.match(r"(?:@!?P\d )?\w+[\w.]* (P\d),", one)
+            if (near and near[2] == jump[2]) or (least and least[1] == jump[2]):
+                goes_on = (not near or near[1] == "G") == (not jump[1])
+                return [to for to in self.next[start] if (to == last + 1) == goes_on]
+            if set_here and set_here[1] == jump[2]:
+                return []
+        return []
 
     def longest(self, head, last, inside):
         """The blocks on the longest way through a loop, but for those that are seldom run: they call (a quotient or root out of the

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The kernels of src/cuda as device code: clang makes PTX of the very source that the emulation runs, without any
-# toolkit. Every row of kernels.def is an entry, nothing is left for a linker, and no product is fused with a sum; where
+# toolkit. Every row of kernels.def is an entry, nothing is left for a linker, and no product is fused with a sum but in roots and quotients; where
 # ptxas can be had (PTXAS, or of the Python index, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES, as the
 # build does; and the table that the build makes of them holds every byte.
 # (make check leaves it out.)
@@ -37,8 +37,8 @@ check_budgets() { # cubin for 9.0
 # Machine code fuses nothing but what a division, a reciprocal and a root are made of: without these there is no fused multiply-add.
 check_sums() {
     local instructions=(lab/gpu_instructions.py --tools "$build_dir" --fused)
-    sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/' "$ptx" >"$scratch/sums.ptx"
-    ! grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' "$scratch/sums.ptx" || fail "divisions or roots of another kind"
+    sed -E 's/\bdiv\.rn\.f(32|64)/mul.rn.f\1/; s/\b(sqrt|rcp)\.rn\.f(32|64)/abs.f\2/; s/\bfma\.rn\.f32 ([^,]+, [^,]+), [^,]+,/add.rn.f32 \1,/' "$ptx" >"$scratch/sums.ptx"
+    ! sed 's/rcp\.approx//' "$scratch/sums.ptx" | grep -qE '\b(div|sqrt|rcp)\.[a-z.]*f(32|64)' || fail "divisions or roots of another kind"
     "$ptxas" -arch=sm_90 --fmad=false -o "$scratch/sums" "$scratch/sums.ptx"
     python3 "${instructions[@]}" "$scratch/sums" >"$scratch/log" 2>&1 || fail "$(head -3 "$scratch/log")"
     echo "ok   machine code has no fused multiply-add beyond those of divisions and roots"
@@ -56,13 +56,31 @@ entries=$(wc -l <"$scratch/entries")
 [ "$entries" -gt 50 ] || fail "$entries entries"
 diff "$scratch/rows" "$scratch/entries" || fail "other entries than rows of kernels.def"
 ! grep -q '^\.extern \.func' "$ptx" || fail "undefined: $(grep -A3 '^\.extern \.func' "$ptx" | tr '\n' ' ')"
-[ "$(fused "$ptx")" -eq 0 ] || fail "$(fused "$ptx") fused multiply-adds"
+# What is written as instructions stands between comments: roots, quotients and what packs bytes (src/vec/cuda.h).
+awk -v blocks="$scratch/blocks" '/begin inline asm/ {inside = 1; block = ""; next} /end inline asm/ {inside = 0; print block >blocks; next}
+    inside {gsub(/%[a-z]+[0-9]+/, "%"); gsub(/^[ \t]+/, ""); block = block $0 " "; next} {print}' "$ptx" >"$scratch/outside.ptx"
+[ "$(fused "$scratch/outside.ptx")" -eq 0 ] || fail "$(fused "$scratch/outside.ptx") fused multiply-adds"
 # Without a rounding of their own, ptxas might fuse them.
 ! grep -qE '\b(mul|add|sub)\.f(32|64)' "$ptx" || fail "$(grep -cE '\b(mul|add|sub)\.f(32|64)' "$ptx") operations without a rounding"
-# The one estimate is that of codes, with its check (src/vec/cuda.h).
-grep -q 'rsqrt\.approx\.ftz\.f32' "$ptx" || fail "no estimate of a root"
-! sed 's/rsqrt\.approx\.ftz\.f32//' "$ptx" | grep -qE '\.approx|\.full|\.ftz' || fail "approximate or flushing instructions"
-echo "ok   $entries kernels are device code, without a fused multiply-add"
+! grep -qE '\.approx|\.full|\.ftz' "$scratch/outside.ptx" || fail "approximate or flushing instructions"
+sort -u "$scratch/blocks" >"$scratch/kinds"
+tr ';' '\n' <"$scratch/kinds" | sed -E 's/^ *(\{ *)?//' | grep -E '\bfma\.|\.approx|\.full|\.ftz' | sort -u >"$scratch/allowed"
+diff "$scratch/allowed" - <<'PTX' || fail "other estimates, or other sums within products, than those of roots and quotients"
+fma.rn.f32 %, e, y, %
+fma.rn.f32 %, e, y, s
+fma.rn.f32 e, e, s, %
+fma.rn.f32 e, s, %, %
+fma.rn.f32 e, s, y, 0f3F800000
+fma.rn.f32 y, y, e, y
+rcp.approx.ftz.f32 y, %
+rsqrt.approx.ftz.f32 %, %
+rsqrt.approx.ftz.f32 y, %
+PTX
+# Each that is taken by an estimate is taken exactly too: of one number, or of four.
+of_estimates() { awk -v one="$1" -v two="$2" '{print gsub(one, "") " " gsub(two, "")}' "$scratch/kinds" | sort -u | tr '\n' ','; }
+[ "$(of_estimates 'rcp[.]approx' 'div[.]rn')" = "0 0,1 1,4 4," ] || fail "quotients without their exact way: $(of_estimates 'rcp[.]approx' 'div[.]rn')"
+[ "$(of_estimates 'rsqrt[.]approx[.]ftz[.]f32 y' 'sqrt[.]rn')" = "0 0,1 1,4 4," ] || fail "roots without their exact way: $(of_estimates 'rsqrt[.]approx[.]ftz[.]f32 y' 'sqrt[.]rn')"
+echo "ok   $entries kernels are device code, without a fused multiply-add but in roots and quotients"
 python3 lab/gpu_arithmetic.py --compile >"$scratch/log" 2>&1 || fail "$(tail -1 "$scratch/log")"
 echo "ok   what compares a GPU's roots and quotients takes those of the kernels"
 # The test can fail: with contraction there are some.

@@ -221,6 +221,56 @@ static void check_slices(const struct hstep_device *host)
     }
 }
 
+static float of_pattern(uint32_t pattern)
+{
+    float x;
+    memcpy(&x, &pattern, 4);
+    return x;
+}
+
+static int same(float x, float y) { return (x != x && y != y) || !memcmp(&x, &y, 4); }
+
+/* Mantissas of any kind, often near each other, where roundings are close; exponents of any kind in a part, else those
+ * around which the ranges end. */
+static float operand(struct source *s, int any, uint32_t like)
+{
+    static const int ends[] = {0, 1, 2, 26, 27, 28, 76, 77, 78, 126, 127, 128, 151, 152, 226, 227, 228, 253, 254, 255};
+    const uint32_t bits = (uint32_t)next64(s);
+    const uint32_t exponent = any == 0   ? bits >> 23 & 255
+                              : any == 1 ? 100 + (bits >> 23) % 54
+                                         : (uint32_t)ends[(bits >> 23) % 20];
+    const uint32_t mantissa = bits & 0x400000 ? like ^ (bits & 15) : bits * 0x9E3779B9u;
+    return of_pattern((any < 2 && bits >> 31) << 31 | exponent << 23 | (mantissa & 0x7fffff));
+}
+
+/* Four at a time, with the range's ends between them, against what the processor makes of each. */
+static void check_arithmetic(void)
+{
+    struct source s = {21};
+    long ways[4] = {0}, wrong_root = 0, wrong_quotient = 0;
+    for (int n = 0; n < 400000; n++) {
+        float a[4], b[4], root[4], quotient[4], quotient0[4];
+        const uint32_t like = (uint32_t)next64(&s);
+        for (int i = 0; i < 4; i++) {
+            a[i] = operand(&s, n % 3, like);
+            b[i] = n % 64 ? operand(&s, n % 3, like) : 0.0f;
+        }
+        ways[hstep_emulated_arithmetic(a, b, root, quotient, quotient0)]++;
+        for (int i = 0; i < 4; i++) {
+            const float exact = a[i] / b[i];
+            wrong_root += !same(hstep_emulated_root(a[i]), sqrtf(a[i]));
+            wrong_quotient += !same(hstep_emulated_quotient(a[i], b[i]), exact);
+            CHECK(same(root[i], sqrtf(a[i])), "the root of %a is %a", (double)a[i], (double)root[i]);
+            CHECK(same(quotient[i], exact), "%a / %a is %a", (double)a[i], (double)b[i], (double)quotient[i]);
+            CHECK(same(quotient0[i], b[i] == 0.0f ? 0.0f : exact), "%a / %a or 0 is %a", (double)a[i], (double)b[i],
+                  (double)quotient0[i]);
+        }
+    }
+    CHECK(ways[0] > 1000 && ways[3] > 1000, "%ld fours by neither short way, %ld by both", ways[0], ways[3]);
+    CHECK(wrong_root > 1000 && wrong_quotient > 1000, "without a range %ld roots and %ld quotients are wrong",
+          wrong_root, wrong_quotient);
+}
+
 int main(int argc, char **argv)
 {
     int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
@@ -238,6 +288,7 @@ int main(int argc, char **argv)
             int stride = (all ? 1 : short_run ? 61 : 3) * (l ? 17 : 1);
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
         }
+    TEST("roots and quotients within a range and beyond it") check_arithmetic();
     TEST("sums over slices") check_slices(host);
     TEST("any number of blocks") {
         grid_blocks = 1;

@@ -7,7 +7,9 @@
 #include "core/schedule.h"
 #include "grid.h"
 #include "scale.h"
+#ifndef VL /* a device has its own vocabulary */
 #include "vec/scalar.h"
+#endif
 
 #define HSTEP_INCLUDE_FORMATS
 #include "formats/formats.def"

@@ -8,6 +8,12 @@
 #include "cuda/kernels.h"
 #include "cuda/rules.h"
 
+/* What of a key words are made of (rng.h); factor and offset in their upper halves. */
+struct segment_key {
+    __attribute__((aligned(16))) uint32_t k0;
+    uint32_t k1, factor, offset;
+};
+
 /* What a block knows of the chunk that it works on; in shared memory, for registers are scarce. */
 struct fused_work {
     int active; /* the chunk is this kernel's */
@@ -15,12 +21,13 @@ struct fused_work {
     uint64_t index0;
     int format[HSTEP_SLOTS];
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
-    float k[HSTEP_MAX_SCALARS], grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
+    __attribute__((aligned(16))) float k[HSTEP_MAX_SCALARS];
+    float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
     float gradient_scale, l2;
     struct hstep_key stream[HSTEP_SLOTS];
     /* Of the segment that each warp is in. */
-    uint64_t segment[WARPS][HSTEP_SLOTS];
-    struct hstep_key key[WARPS][HSTEP_SLOTS];
+    uint64_t segment[WARPS];
+    struct segment_key key[WARPS][HSTEP_SLOTS];
 };
 
 /* ---- A slot of a lane ---- */
@@ -72,20 +79,19 @@ V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s
 }
 
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
-                     struct room *r, float *x)
+                     struct room *r, vf *x)
 {
     const struct columns c = columns_of(format);
     copy_codes(r->code, w->code[s] + element * c.bits / 8, PLACES * c.bits / 8);
     if (c.block) {
         vf scale;
         copy_aligned(r->extra, block_scale(c, w, s, element), hstep_scale_bytes(c.scale));
-        scale = v_from_bits(hstep_scale_load(c.scale, r->extra, 0));
-        CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
-            load_scaled(format, nonneg, r->code, scale, i, &x[i], &x[i + 1]);
+        scale = v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0)));
+        load_scaled(format, nonneg, r->code, scale, 0, &x[0], &x[1]);
         return;
     }
     if (c.extra_bits) copy_aligned(r->extra, w->extra[s] + element * c.extra_bits / 8, PLACES * c.extra_bits / 8);
-    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2) load_any(format, nonneg, r->code, r->extra, i, &x[i], &x[i + 1]);
+    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
 V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct room *r)
@@ -95,58 +101,65 @@ V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t
     if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
 }
 
-/* Slots of formats that are written with random bits have a stream (core/prepare.c). */
-V_OP void fused_words(const int format, struct fused_work *w, int s, uint64_t index, uint32_t *words)
+/* Keys of all slots for the segment that the tile is in. */
+V_OP void fused_segment(struct fused_work *w, uint64_t index)
 {
     const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
-    const int warp = warp_of_thread();
-    if (!columns_of(format).stochastic) {
-        CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
-        return;
+    const int warp = warp_of_thread(), s = lane_of_thread();
+    if (w->segment[warp] == segment) return;
+    CUDA_WARP_BARRIER();
+    if (s < HSTEP_SLOTS) {
+        const struct hstep_key key = hstep_key_segment(&w->stream[s], segment);
+        w->key[warp][s] = (struct segment_key){key.k[0], key.k[1], key.factor << 16, key.offset << 16};
     }
-    if (w->segment[warp][s] != segment) {
-        CUDA_WARP_BARRIER();
-        w->key[warp][s] = hstep_key_segment(&w->stream[s], segment);
-        w->segment[warp][s] = segment;
-        CUDA_WARP_BARRIER();
-    }
-    segment_words(&w->key[warp][s], index / 2, words);
+    w->segment[warp] = segment;
+    CUDA_WARP_BARRIER();
+}
+
+/* hstep_lattice_word() of a mixer's, with factor and offset in their upper halves: so no other bits are in the way of
+ * what rounding adds. */
+V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key *mixer, uint32_t i)
+{
+    const uint32_t h = hstep_mixer_word(mixer, i);
+    const uint32_t high = (h >> 16) * held->factor + held->offset, low = h * held->factor + held->offset;
+    return (high & 0xffff0000u) | low >> 16;
+}
+
+/* Slots of formats that are written with random bits have a stream (core/prepare.c). */
+V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_t index)
+{
+    const uint32_t first = (uint32_t)(index / 2) & (HSTEP_SEGMENT_WORDS - 1);
+    struct hstep_key mixer;
+    if (!columns_of(format).stochastic) return nearest_words();
+    const struct segment_key held = w->key[warp_of_thread()][s];
+    mixer.k[0] = held.k0;
+    mixer.k[1] = held.k1;
+    V_LANES(vi, fused_word(&held, &mixer, first + I));
 }
 
 V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, int s, int64_t element, uint64_t index,
-                      const float *x)
+                      const vf *x)
 {
-    uint32_t words[PLACES / 2];
+    const vi words = fused_words(format, w, s, index);
     const struct columns c = columns_of(format);
     struct room r = {{0}, {0}};
-    float stash[PLACES], inverse[1];
-    vi largest = 0;
-    fused_words(format, w, s, index, words);
+    __attribute__((aligned(16))) float stash[PLACES];
+    float inverse;
     if (!c.block) {
-        CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
-            store_any(format, r.code, r.extra, i, x[i], x[i + 1], words[i / 2], 1);
+        store_any(format, r.code, r.extra, 0, x[0], x[1], words, 1);
         fused_put(format, w, s, element, &r);
         return;
     }
-    CUDA_UNROLL for (int i = 0; i < PLACES; i++)
-    {
-        stash[i] = stash_any(format, x[i], nonneg);
-        if (has_grid(format, nonneg)) stash[i] = onto_grid(c.root, stash[i], w->onto[s]);
-        largest = vi_max(largest, magnitude_of(x[i], stash[i], nonneg));
-    }
-    CUDA_UNROLL for (int mask = 1; mask * PLACES < c.block; mask *= 2) largest =
-        vi_max(largest, CUDA_SHUFFLE(largest, mask));
-    inverse[0] = encode_scale(format, nonneg, largest, r.extra);
+    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r.extra);
     if (lane_of_thread() % (c.block / PLACES) == 0)
         copy_aligned(block_scale(c, w, s, element), r.extra, hstep_scale_bytes(c.scale));
-    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
-        encode_codes(format, nonneg, stash, inverse, r.code, i, words[i / 2]);
+    encode_codes(format, nonneg, stash, &inverse, r.code, 0, words);
     fused_put(format, w, s, element, &r);
 }
 
 /* ---- Slots whose format is told apart at run time ---- */
 
-V_OP void load_gradient(const struct fused_work *w, int64_t element, float *x)
+V_OP void load_gradient(const struct fused_work *w, int64_t element, vf *x)
 {
     struct room r;
     switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
@@ -159,7 +172,7 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, float *x)
 }
 
 /* Of the weight, and of states that are stored as it is. */
-V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct room *r, float *x)
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct room *r, vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
@@ -171,17 +184,14 @@ V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct
 }
 
 V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r,
-                      const float *x, const float *d)
+                      const vf *x, const vf *d)
 {
-    uint32_t words[PLACES / 2];
-    fused_words(format, w, s, index, words);
-    CUDA_UNROLL for (int i = 0; i < PLACES; i += 2)
-        apply_any(format, r->code, r->extra, i, x[i], x[i + 1], d[i], d[i + 1], words[i / 2]);
+    apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, index));
     fused_put(format, w, s, element, r);
 }
 
-V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const float *x,
-                        const float *d)
+V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const vf *x,
+                        const vf *d)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
@@ -227,20 +237,19 @@ V_OP int format_of(const struct fused_what f, const int j)
 /* What a lane has of a state. */
 struct fused_state {
     struct room room;
-    float before[PLACES], after[PLACES];
+    vf before[2], after[2];
 };
 
 V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
                      struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
-    CUDA_UNROLL for (int i = 0; i < PLACES; i++) state->before[i] = 0.0f;
+    state->before[0] = state->before[1] = v_set(0.0f);
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, &state->room, state->before);
     else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, &state->room, state->before);
     else fused_load(format, nonneg, w, s, element, &state->room, state->before);
-    if (has_grid(format, nonneg))
-        CUDA_UNROLL for (int i = 0; i < PLACES; i++) state->before[i] = v_mul(state->before[i], w->grid[s]);
+    if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
 }
 
 V_OP void store_state(const struct fused_what f, const int j, struct fused_work *w, int64_t element, uint64_t index,
@@ -260,23 +269,26 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
                      int64_t element, uint64_t index)
 {
     const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
-    const vf scale = w->gradient_scale, l2 = w->l2;
+    const struct constants constants = constants_of(w->k);
+    const float l2 = w->l2;
     struct room room;
     struct fused_state s0, s1, s2, s3;
-    float gradient[PLACES], weight[PLACES], change[PLACES];
+    vf gradient[2], weight[2], change[2];
+    fused_segment(w, index);
     load_gradient(w, element, gradient);
     load_weight(w, HALFSTEP_SLOT_WEIGHT, element, &room, weight);
     load_state(f, 0, w, element, &s0);
     load_state(f, 1, w, element, &s1);
     load_state(f, 2, w, element, &s2);
     load_state(f, 3, w, element, &s3);
-    CUDA_UNROLL for (int i = 0; i < PLACES; i++) gradient[i] = v_mul(gradient[i], scale);
+    scale_pair(gradient, w->gradient_scale);
     /* Asked once for all places. */
-    if (l2 != 0.0f) CUDA_UNROLL for (int i = 0; i < PLACES; i++) gradient[i] = v_add(gradient[i], v_mul(l2, weight[i]));
-    CUDA_UNROLL for (int i = 0; i < PLACES; i++)
+    if (l2 != 0.0f)
+        CUDA_UNROLL for (int i = 0; i < 2; i++) gradient[i] = v_add(gradient[i], v_mul(v_set(l2), weight[i]));
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
     {
         vf s[HALFSTEP_MAX_STATES] = {s0.before[i], s1.before[i], s2.before[i], s3.before[i]};
-        change[i] = rule(w->k, weight[i], gradient[i], s, mode);
+        change[i] = rule(constants.k, weight[i], gradient[i], s, mode);
         s0.after[i] = s[0];
         s1.after[i] = s[1];
         s2.after[i] = s[2];
@@ -332,8 +344,7 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
         w->onto[i] = u->onto[i];
         w->stream[i] = u->stream[i];
     }
-    for (int j = i; j < WARPS * HSTEP_SLOTS; j += HSTEP_CUDA_THREADS)
-        w->segment[j / HSTEP_SLOTS][j % HSTEP_SLOTS] = ~(uint64_t)0;
+    if (i < WARPS) w->segment[i] = ~(uint64_t)0;
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
 }
 

@@ -63,7 +63,7 @@ CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, int pass,
 CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *room, struct values *v)
 {
     const struct hstep_update *u = w->u;
-    for (int i = 0; i < PLACES; i++) v->weight[i] = v->gradient[i] = v->change[i] = 0.0f;
+    for (int i = 0; i < 2; i++) v->weight[i] = v->gradient[i] = v->change[i] = v_set(0.0f);
     if (w->format[0] >= 0) {
         fetch_slot(w, 0, l, &room[0]);
         decode(w->format[0], 0, &room[0], v->weight);
@@ -71,21 +71,20 @@ CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *r
     if (w->format[1] >= 0) {
         fetch_slot(w, 1, l, &room[1]);
         decode(w->format[1], 0, &room[1], v->gradient);
-        for (int i = 0; i < PLACES; i++) {
-            vf x = v_mul(v->gradient[i], u->gradient_scale);
-            if (w->mean != 0.0f) x = v_sub(x, w->mean);
-            if (u->l2 != 0.0f) x = v_add(x, v_mul(u->l2, v->weight[i]));
+        for (int i = 0; i < 2; i++) {
+            vf x = v_mul(v->gradient[i], v_set(u->gradient_scale));
+            if (w->mean != 0.0f) x = v_sub(x, v_set(w->mean));
+            if (u->l2 != 0.0f) x = v_add(x, v_mul(v_set(u->l2), v->weight[i]));
             v->gradient[i] = x;
         }
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
         int s = HALFSTEP_SLOT_STATE + j, from = u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
-        for (int i = 0; i < PLACES; i++) v->state[j][i] = 0.0f;
+        v->state[j][0] = v->state[j][1] = v_set(0.0f);
         if (w->format[s] < 0) continue;
         fetch_slot(w, s, l, &room[s]);
         decode(w->format[s], w->t->slot[s].nonneg, &room[from], v->state[j]);
-        if (w->t->slot[s].root)
-            for (int i = 0; i < PLACES; i++) v->state[j][i] = v_mul(v->state[j][i], w->t->slot[s].grid);
+        if (w->t->slot[s].root) scale_pair(v->state[j], w->t->slot[s].grid);
     }
 }
 
@@ -97,7 +96,7 @@ CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
         struct lane l = lane_at(row_start + i, 0, 0, least(HSTEP_TILE, n - i), 0);
         struct room r;
-        float x[PLACES];
+        vf x[2];
         fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, &r);
         decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, &r, x);
         hstep_exact_add(total, warp_total(e, x, 0));
@@ -120,42 +119,37 @@ CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
     const struct hstep_update *u = w->u;
     const struct hstep_tensor *t = w->t;
     struct room room[WORK_SLOTS];
+    const struct constants constants = constants_of(u->k);
     struct values v;
-    float old[HALFSTEP_MAX_STATES][PLACES];
-    uint32_t words[PLACES / 2];
+    vf old[HALFSTEP_MAX_STATES][2];
     load(w, l, room, &v);
     if (w->pass == HSTEP_PASS_CHANGE) {
         fetch_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
         decode(HSTEP_FORMAT_f32, 0, &room[SLOT_WORK], v.gradient);
-        step_change(t->rule, u->k, &v);
-        slot_words(w, 0, l->index, words);
-        apply(w->format[0], v.weight, v.change, &room[0], words);
+        step_change(t->rule, constants.k, &v);
+        apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
         put_slot(w, 0, l, &room[0]);
         return;
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
-        for (int i = 0; i < PLACES; i++) old[j][i] = v.state[j][i];
+        for (int i = 0; i < 2; i++) old[j][i] = v.state[j][i];
     if (w->pass == HSTEP_PASS_DIRECTION) {
-        step_direction(t->rule, u->mode & RULE_CLAMP, u->k, &v);
+        step_direction(t->rule, u->mode & RULE_CLAMP, constants.k, &v);
         clear_room(&room[SLOT_WORK]);
-        nearest_words(words);
-        encode(HSTEP_FORMAT_f32, 0, v.change, &room[SLOT_WORK], words, 0, 1.0f);
+        encode(HSTEP_FORMAT_f32, 0, v.change, &room[SLOT_WORK], nearest_words(), 0, 1.0f);
         put_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
     } else {
-        step_rule(t->rule, u->mode, u->k, &v);
-        for (int i = 0; t->cautious && i < PLACES; i++)
-            v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], u->cautious, u->decay);
+        step_rule(t->rule, u->mode, constants.k, &v);
+        for (int i = 0; t->cautious && i < 2; i++)
+            v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
         for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
             if (u->first >> s & 1 && w->format[s] >= 0) room[s] = room[0];
-        if (!u->still && !u->micro) {
-            slot_words(w, 0, l->index, words);
-            apply(w->format[0], v.weight, v.change, &room[0], words);
-        }
+        if (!u->still && !u->micro) apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
     }
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
         int j = s - HALFSTEP_SLOT_STATE;
         if (w->format[s] < 0 || t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
-        slot_words(w, s, l->index, words);
+        const vi words = slot_words(w, s, l->index);
         if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
             if (is_of_tensor(w->format[s])) memcpy(room[s].extra, &u->scale[s], 4);
             encode(w->format[s], t->slot[s].nonneg, v.state[j], &room[s], words, 1, u->onto[s]);
@@ -281,13 +275,15 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
             if (turn++ % WARPS == warp_of_thread()) {
                 struct lane l = lane_at(run * t->run_length + offset, 0, 0, count, 0);
                 struct room r;
-                float x[PLACES];
+                vf x[2];
                 fetch(t, format, gradient, NULL, &l, &r);
                 decode(format, 0, &r, x);
-                for (int i = 0; i < PLACES; i++) bad |= !((double)v_abs(x[i]) < limit);
+                for (int i = 0; i < PLACES; i++) bad |= !(fabs((double)PLACE(x, i)) < limit);
                 if (summed && singly) {
-                    for (int i = l.first; i < l.last; i++)
-                        if (is_finite((double)x[i])) add_shared(call->statistics, (double)x[i] * (double)x[i]);
+                    for (int i = l.first; i < l.last; i++) {
+                        const double one = (double)PLACE(x, i);
+                        if (is_finite(one)) add_shared(call->statistics, one * one);
+                    }
                 } else if (summed) {
                     /* Chunks that are not finite are left out, and no others, so that no cut matters. */
                     double total = warp_total(e, x, 1);
@@ -314,26 +310,28 @@ CUDA_KERNEL void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_wh
 /* ---- sum ---- */
 
 /* What the update will see of the lane's places: values to be summed. pair: of vectors; -1: of the tensor's sums. */
-CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l, float (*x)[PLACES])
+CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l, vf (*x)[2])
 {
     int rule = w->t->rule, count = hstep_rules[rule].norms, clamp = w->u->mode & RULE_CLAMP;
+    const struct constants constants = constants_of(w->u->k);
     struct room room[WORK_SLOTS];
     struct values v;
     load(w, l, room, &v);
     if (pair >= 0) {
-        step_cross(rule, pair, clamp, w->u->k, &v, x[0]);
+        step_cross(rule, pair, clamp, constants.k, &v, x[0]);
         return;
     }
-    if (w->t->matrix) step_direction(rule, clamp, w->u->k, &v);
-    else if (count) step_norms(rule, clamp, w->u->k, &v, x);
-    else step_rule(rule, w->u->mode, w->u->k, &v);
+    if (w->t->matrix) step_direction(rule, clamp, constants.k, &v);
+    else if (count) step_norms(rule, clamp, constants.k, &v, x);
+    else step_rule(rule, w->u->mode, constants.k, &v);
     for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++) {
         if (w->t->slot[s].format < 0 || !is_of_tensor(w->t->slot[s].format)) continue;
-        for (int i = 0; i < PLACES; i++)
+        for (int i = 0; i < 2; i++)
             x[count][i] = norm_value(w->t->slot[s].format, w->t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
         count++;
     }
-    for (int i = 0; w->t->cautious && i < PLACES; i++) x[count][i] = agrees(v.change[i], v.gradient[i]) ? 1.0f : 0.0f;
+    for (int i = 0; w->t->cautious && i < 2; i++)
+        x[count][i] = v_select(agrees(v.change[i], v.gradient[i]), v_set(1.0f), v_set(0.0f));
 }
 
 /* `count` elements from `element` on, all in one chunk of columns. */
@@ -341,7 +339,7 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
                            int singly, int64_t *limbs)
 {
     const struct hstep_rule *rule = &hstep_rules[w->t->rule];
-    float x[HSTEP_MAX_SUMS][PLACES];
+    vf x[HSTEP_MAX_SUMS][2];
     struct lane l = lane_at(element, index, hstep_unit_lead(w->t, element, index), count, 0);
     values_of(w, -1, &l, x);
     uint64_t number = 0; /* of place 0, which need not be held */
@@ -350,10 +348,10 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
         int squared = !rule->totals || j >= rule->norms, thin = !squared && w->u->every > 1;
         for (int i = 0; i < PLACES; i++) {
-            if (i < l.first || i >= l.last) x[j][i] = 0.0f;
-            else if (thin && (number + (uint64_t)i) % (uint64_t)w->u->every) x[j][i] = 0.0f;
-            else if (singly && is_finite((double)x[j][i]))
-                add_shared(sum, (double)x[j][i] * (squared ? (double)x[j][i] : 1.0));
+            const double one = (double)PLACE(x[j], i);
+            if (i < l.first || i >= l.last) PLACE(x[j], i) = 0.0f;
+            else if (thin && (number + (uint64_t)i) % (uint64_t)w->u->every) PLACE(x[j], i) = 0.0f;
+            else if (singly && is_finite(one)) add_shared(sum, one * (squared ? one : 1.0));
         }
         if (singly) continue;
         double total = warp_total(e, x[j], squared);
@@ -421,17 +419,17 @@ CUDA_DEVICE double cross_chunk(struct work *w, struct exchange *e, float *chunk,
         int64_t lead = hstep_unit_lead(t, element + done, index + (uint64_t)done);
         int64_t some = least(HSTEP_TILE - lead, count - done);
         struct lane l = lane_at(element + done, index + (uint64_t)done, lead, some, 0);
-        float x[HSTEP_MAX_SUMS][PLACES];
+        vf x[HSTEP_MAX_SUMS][2];
         values_of(w, pair, &l, x);
-        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = x[0][i];
+        for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(x[0], i);
         done += some;
     }
     CUDA_WARP_BARRIER();
-    float mine[PLACES];
+    vf mine[2];
     for (int i = 0; i < PLACES; i++) {
         int64_t at = lane_of_thread() * PLACES + i;
-        mine[i] = at < count ? chunk[at] : 0.0f;
-        if (at < count) columns[column + at] += (double)mine[i];
+        PLACE(mine, i) = at < count ? chunk[at] : 0.0f;
+        if (at < count) columns[column + at] += (double)chunk[at];
     }
     return warp_total(e, mine, 0);
 }
@@ -486,22 +484,21 @@ CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, stru
                        const double *sums, int64_t n, int64_t of, int64_t *limbs)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const float *k = call->plan.updates[tensor].k;
+    const struct constants constants = constants_of(call->plan.updates[tensor].k);
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
         struct room r;
-        float x[PLACES];
-        uint32_t words[PLACES / 2] = {0};
+        vf x[2], mean[2];
         int64_t at = i + lane_of_thread() * PLACES;
         int count = within(n - at, PLACES);
         clear_room(&r);
         copy_bytes(r.code, slot->code + at * 4, count * 4);
         decode(HSTEP_FORMAT_f32, 1, &r, x);
-        for (int j = 0; j < PLACES; j++)
-            x[j] = step_vector(t->rule, pair, k, x[j], j < count ? (float)(sums[at + j] / (double)of) : 0.0f);
-        encode(HSTEP_FORMAT_f32, 1, x, &r, words, 1, 1.0f);
+        for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
+        for (int j = 0; j < 2; j++) x[j] = step_vector(t->rule, pair, constants.k, x[j], mean[j]);
+        encode(HSTEP_FORMAT_f32, 1, x, &r, nearest_words(), 1, 1.0f);
         copy_bytes(slot->code + at * 4, r.code, count * 4);
         decode(HSTEP_FORMAT_f32, 0, &r, x);
-        for (int j = count; j < PLACES; j++) x[j] = 0.0f;
+        for (int j = count; j < PLACES; j++) PLACE(x, j) = 0.0f;
         double sum = warp_total(e, x, 0);
         if (is_finite(sum) && lane_of_thread() == 0) add_shared(limbs, sum);
     }
@@ -589,15 +586,15 @@ CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struc
     struct room sum, term;
     struct hstep_key key = a->stream;
     uint64_t segment = ~(uint64_t)0;
-    float x[PLACES], y[PLACES];
-    uint32_t words[PLACES / 2] = {0};
+    vf x[2], y[2];
+    vi words = nearest_words();
     fetch(a->tensor, a->format, a->accumulator, NULL, l, &sum);
     fetch(a->tensor, a->gradient_format, a->gradient, NULL, l, &term);
     decode(a->format, 0, &sum, x);
     decode(a->gradient_format, 0, &term, y);
-    for (int i = 0; i < PLACES; i++) x[i] = v_add(x[i], v_mul(y[i], a->scale));
+    for (int i = 0; i < 2; i++) x[i] = v_add(x[i], v_mul(y[i], v_set(a->scale)));
     if (hstep_formats[a->format].stochastic)
-        random_words(hstep_generator_id(a->generator), &a->stream, l->index, &key, &segment, words);
+        words = random_words(hstep_generator_id(a->generator), &a->stream, l->index, &key, &segment);
     encode(a->format, 0, x, &sum, words, 0, 1.0f);
     put(a->tensor, a->format, a->accumulator, NULL, l, &sum);
 }
@@ -635,12 +632,12 @@ CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_wha
         if (turn % warps_of_grid() != warp_of_grid()) continue;
         struct lane l = lane_at(p.element, 0, 0, p.n, 0);
         struct room r;
-        float x[PLACES];
+        vf x[2];
         fetch(t, s->format, (const char *)a.data, extra_of(s), &l, &r);
         decode(s->format, s->nonneg, &r, x);
         for (int i = l.first; i < l.last; i++)
             if (l.element + i >= a.first && lane_of_thread() * PLACES + i >= p.skip)
-                out[l.element + i - a.first] = s->root ? v_mul(x[i], s->grid) : x[i];
+                out[l.element + i - a.first] = s->root ? PLACE(x, i) * s->grid : PLACE(x, i);
     }
 }
 
@@ -653,11 +650,12 @@ CUDA_DEVICE float scale_of(const struct hstep_access *a, struct exchange *e, con
     int64_t n = a->end - a->first;
     double sum = 0.0;
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
-        float x[PLACES];
+        vf x[2];
         for (int j = 0; j < PLACES; j++) {
             int64_t at = i + lane_of_thread() * PLACES + j;
-            x[j] = norm_value(s->format, s->nonneg, at < n ? in[at] : 0.0f);
+            PLACE(x, j) = at < n ? in[at] : 0.0f;
         }
+        for (int j = 0; j < 2; j++) x[j] = norm_value(s->format, s->nonneg, x[j]);
         sum += warp_total(e, x, 1);
     }
     return hstep_tensor_scale(s->format, sqrt(sum), (double)t->rows * (double)t->row_length);
@@ -681,15 +679,12 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
         if (turn % warps != warp_of_grid()) continue;
         struct lane l = lane_at(p.element, 0, 0, p.n, 0);
         struct room r;
-        float x[PLACES], nothing[PLACES];
-        uint32_t words[PLACES / 2];
+        const vf nothing[2] = {v_set(0.0f), v_set(0.0f)};
+        const vi words = nearest_words();
+        vf x[2];
         clear_room(&r);
-        nearest_words(words);
-        for (int i = 0; i < PLACES; i++) {
-            x[i] = i >= l.first && i < l.last ? in[l.element + i - a.first] : 0.0f;
-            if (s->nonneg) x[i] = v_abs(x[i]);
-            nothing[i] = 0.0f;
-        }
+        for (int i = 0; i < PLACES; i++) PLACE(x, i) = i >= l.first && i < l.last ? in[l.element + i - a.first] : 0.0f;
+        for (int i = 0; s->nonneg && i < 2; i++) x[i] = v_abs(x[i]);
         if (one_scale) memcpy(r.extra, &scale, 4);
         /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
          * start from what is there. */

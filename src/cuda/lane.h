@@ -24,6 +24,11 @@ enum {
     WORK_SLOTS
 };
 
+_Static_assert(PLACES == PAIR, "the places of a lane are a pair");
+
+/* Place i of a pair, its even places and its odd ones. */
+#define PLACE(pair, i) (pair)[(i) % 2].x[(i) / 2]
+
 /* Places of one lane: first .. last - 1 of the eight are held here. */
 struct lane {
     int first, last;
@@ -154,24 +159,31 @@ CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, s
 
 /* ---- Formats ---- */
 
-CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, float *x)
+CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, vf *x)
 {
-    for (int i = 0; i < PLACES; i += 2) load_any(format, nonneg, r->code, r->extra, i, &x[i], &x[i + 1]);
+    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+}
+
+V_OP void scale_pair(vf *x, float factor)
+{
+    x[0] = v_mul(x[0], v_set(factor));
+    x[1] = v_mul(x[1], v_set(factor));
 }
 
 /* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
-#define SCALE_ROWS(fn, nonneg, scale)                              \
-    do {                                                           \
-        vi pattern = fn##_scale(v_from_bits(largest), nonneg);     \
-        hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern); \
-        inverse = fn##_inverse(pattern, nonneg);                   \
+#define SCALE_ROWS(fn, nonneg, scale)                                   \
+    do {                                                                \
+        vi pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);  \
+        hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern.x[0]); \
+        inverse = fn##_inverse(pattern, nonneg);                        \
     } while (0)
 #define SCALE_FLAT SCALE_ROWS
-#define SCALE_TENSOR(fn, nonneg, scale) inverse = fn##_inverse(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0), nonneg)
+#define SCALE_TENSOR(fn, nonneg, scale) \
+    inverse = fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg)
 
 V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
 {
-    float inverse = 0.0f;
+    vf inverse = v_set(0.0f);
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
 #define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
@@ -181,36 +193,50 @@ V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
 #undef BLOCK_FORMAT
     default: break;
     }
-    return inverse;
+    return inverse.x[0];
+}
+
+V_OP uint32_t shared_by_block(uint32_t largest, const int block)
+{
+    CUDA_UNROLL for (int mask = 1; mask < LANES && mask * PLACES < block; mask *= 2)
+    {
+        const uint32_t other = CUDA_SHUFFLE(largest, mask);
+        largest = other > largest ? other : largest;
+    }
+    return largest;
+}
+
+/* All lanes of the warp at once, of a block format; returns the pattern that the block's scale is made of. */
+V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf onto, float *stash)
+{
+    const struct columns c = columns_of(format);
+    vf magnitude[2]; /* as by magnitude_of() */
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        vf y = stash_any(format, x[i], nonneg);
+        if (has_grid(format, nonneg)) y = onto_grid(c.root, y, onto);
+        v_store(stash + i * VL, y);
+        magnitude[i] = nonneg ? y : x[i];
+    }
+    return shared_by_block(hstep_cuda_largest(magnitude[0], magnitude[1]), c.block);
 }
 
 /* All lanes of the warp at once. x: values of the places, held or not; the scale of a whole tensor is in r->extra. */
-CUDA_DEVICE void encode(int format, int nonneg, const float *x, struct room *r, const uint32_t *words, int state,
-                        float onto)
+CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct room *r, vi words, int state, float onto)
 {
-    const struct columns c = columns_of(format);
-    float stash[PLACES], inverse[1];
-    vi largest = 0;
-    if (!c.block) {
-        for (int i = 0; i < PLACES; i += 2)
-            store_any(format, r->code, r->extra, i, x[i], x[i + 1], words[i / 2], state);
+    __attribute__((aligned(16))) float stash[PLACES];
+    float inverse;
+    if (!is_block(format)) {
+        store_any(format, r->code, r->extra, 0, x[0], x[1], words, state);
         return;
     }
-    for (int i = 0; i < PLACES; i++) {
-        stash[i] = stash_any(format, x[i], nonneg);
-        if (has_grid(format, nonneg)) stash[i] = onto_grid(c.root, stash[i], onto);
-        largest = vi_max(largest, magnitude_of(x[i], stash[i], nonneg));
-    }
-    for (int mask = 1; mask < LANES && mask * PLACES < c.block; mask *= 2)
-        largest = vi_max(largest, CUDA_SHUFFLE(largest, mask));
-    inverse[0] = encode_scale(format, nonneg, largest, r->extra);
-    for (int i = 0; i < PLACES; i += 2) encode_codes(format, nonneg, stash, inverse, r->code, i, words[i / 2]);
+    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(onto), stash), r->extra);
+    encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
 }
 
-CUDA_DEVICE void apply(int format, const float *w, const float *d, struct room *r, const uint32_t *words)
+CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct room *r, vi words)
 {
-    for (int i = 0; i < PLACES; i += 2)
-        apply_any(format, r->code, r->extra, i, w[i], w[i + 1], d[i], d[i + 1], words[i / 2]);
+    apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
 }
 
 #define NORM_ROWS(fn)
@@ -218,7 +244,7 @@ CUDA_DEVICE void apply(int format, const float *w, const float *d, struct room *
 #define NORM_TENSOR(fn) \
     case HSTEP_FORMAT_##fn: return fn##_norm(x, nonneg);
 /* Of formats whose scale is a sum over the tensor: the value whose square is summed. */
-CUDA_DEVICE float norm_value(int format, int nonneg, float x)
+CUDA_DEVICE vf norm_value(int format, int nonneg, vf x)
 {
     switch (format) {
 #define ELEMENT_FORMAT(id, name, fn, ...)
@@ -232,42 +258,38 @@ CUDA_DEVICE float norm_value(int format, int nonneg, float x)
 
 /* ---- Random words ---- */
 
-CUDA_DEVICE void nearest_words(uint32_t *words)
-{
-    for (int i = 0; i < PLACES / 2; i++) words[i] = 0x80008000u;
-}
+V_OP vi nearest_words(void) { return vi_set(0x80008000u); }
 
 /* Of four pairs from `pair` on, a multiple of four: of one segment, whose key is given. The factor and the offset of a
  * generator without lattices leave its words as they are, at less cost than asking which it is. */
-V_OP void segment_words(const struct hstep_key *key, uint64_t pair, uint32_t *words)
+V_OP vi segment_words(const struct hstep_key *key, uint64_t pair)
 {
     const uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
-    CUDA_UNROLL for (int i = 0; i < PLACES / 2; i++) words[i] =
-        hstep_lattice_word(key, hstep_mixer_word(key, first + (uint32_t)i));
+    V_LANES(vi, hstep_lattice_word(key, hstep_mixer_word(key, first + I)));
 }
 
 /* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
  * that is another. */
-CUDA_DEVICE void random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
-                              uint64_t *segment, uint32_t *words)
+CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
+                            uint64_t *segment)
 {
     uint64_t pair = index / 2;
     if (generator == HSTEP_GENERATOR_PHILOX7) {
-        hstep_philox_block(stream, pair / 4, words);
-        return;
+        vi words;
+        hstep_philox_block(stream, pair / 4, words.x);
+        return words;
     }
     if (pair >> HSTEP_SEGMENT_SHIFT != *segment) {
         *segment = pair >> HSTEP_SEGMENT_SHIFT;
         *key = hstep_key_segment(stream, *segment);
     }
-    segment_words(key, pair, words);
+    return segment_words(key, pair);
 }
 
-CUDA_DEVICE void slot_words(struct work *w, int s, uint64_t index, uint32_t *words)
+CUDA_DEVICE vi slot_words(struct work *w, int s, uint64_t index)
 {
-    if (w->u->stochastic >> s & 1)
-        random_words(hstep_generator_id(w->u->generator), &w->u->stream[s], index, &w->key[s], &w->segment[s], words);
-    else nearest_words(words);
+    if (!(w->u->stochastic >> s & 1)) return nearest_words();
+    return random_words(hstep_generator_id(w->u->generator), &w->u->stream[s], index, &w->key[s], &w->segment[s]);
 }
 
 /* ---- Sums ---- */
@@ -279,11 +301,11 @@ struct exchange {
 
 /* The 16 sums of a chunk of up to 256 values, of which lanes hold eight after another, and their tree, in the order of
  * docs/numerics.md 4; the same in all lanes. */
-CUDA_DEVICE double warp_total(struct exchange *e, const float *x, int squared)
+CUDA_DEVICE double warp_total(struct exchange *e, const vf *x, int squared)
 {
     int lane = lane_of_thread();
     CUDA_WARP_BARRIER();
-    for (int i = 0; i < PLACES; i++) e->x[lane * PLACES + i] = x[i];
+    for (int i = 0; i < PLACES; i++) e->x[lane * PLACES + i] = PLACE(x, i);
     CUDA_WARP_BARRIER();
     if (lane < 16) {
         double sum = 0.0;

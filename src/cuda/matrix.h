@@ -56,15 +56,15 @@ CUDA_DEVICE void multiply_square(union matrix_room *room, struct view c, struct 
         for (int d = 0; d < depth; d++)
             for (int i = 0; i < EACH; i++)
                 for (int j = 0; j < EACH; j++)
-                    sum[i][j] = v_add(sum[i][j], v_mul(room->factors.a[d][down + i], room->factors.b[d][across + j]));
+                    sum[i][j] += room->factors.a[d][down + i] * room->factors.b[d][across + j];
     }
     for (int n = 0; n < EACH * EACH; n++) {
         const int64_t i = top + down + n / EACH, j = left + across + n % EACH;
         float x = sum[n / EACH][n % EACH];
         if (i >= rows || j >= columns) continue;
         if (coefficients) {
-            x = v_add(v_mul(coefficients[1], a.x[i * a.row + j * a.column]), v_mul(coefficients[2], x));
-            if (i == j) x = v_add(x, coefficients[0]);
+            x = coefficients[1] * a.x[i * a.row + j * a.column] + coefficients[2] * x;
+            if (i == j) x += coefficients[0];
         }
         c.x[i * c.row + j * c.column] = x;
         if (mirrored && left > top) c.x[j * c.row + i * c.column] = x;
@@ -91,10 +91,10 @@ CUDA_DEVICE int64_t warps_of_grid(void) { return threads_of_grid() / LANES; }
 CUDA_DEVICE void add_squares(struct exchange *e, const float *u, int64_t n, int64_t *limbs)
 {
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
-        float mine[PLACES];
+        vf mine[2];
         for (int j = 0; j < PLACES; j++) {
             int64_t at = i + lane_of_thread() * PLACES + j;
-            mine[j] = at < n ? u[at] : 0.0f;
+            PLACE(mine, j) = at < n ? u[at] : 0.0f;
         }
         double total = warp_total(e, mine, 1);
         if (lane_of_thread() == 0) add_shared(limbs, total);
@@ -115,7 +115,7 @@ CUDA_DEVICE double norm_of(union matrix_room *room, const int64_t *limbs, double
 
 CUDA_DEVICE uint16_t to_bf16(float x)
 {
-    const uint32_t bits = (uint32_t)v_bits(x);
+    const uint32_t bits = hstep_pattern(x);
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
@@ -155,7 +155,7 @@ CUDA_DEVICE void newton_schulz(union matrix_room *room, const struct hstep_cuda_
         break;
     case HSTEP_CUDA_WIDEN:
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
-            u[i] = v_from_bits((vi)((uint32_t)narrow[i] << 16));
+            u[i] = hstep_number((uint32_t)narrow[i] << 16);
         break;
     default: break;
     }

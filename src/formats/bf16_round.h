@@ -31,12 +31,14 @@ V_OP vi hstep_bf16_exact(vi u, vi add)
 /* Whether some lane may need the exact way: those from 2^127 up. One OR over both vectors tells for less than a maximum
  * does, but rises for pairs such as (2, 1) too, for which the exact way gives the same bits, only slower. States and
  * residuals are hardly ever that large; weights of norms and embeddings are. */
+#ifndef hstep_bf16_special /* an instruction set may have a way of its own (vec/README.md) */
 V_OP int hstep_bf16_special(vi ue, vi uo, const int small)
 {
     if (small) return vm_any(vi_eq(vi_andnot(vi_or(ue, uo), vi_set(0x7f000000)), vi_set(0)));
     vi limit = vi_set(0x7fffffff);
     return vm_any(vi_gt(vi_max(vi_and(ue, limit), vi_and(uo, limit)), vi_set(0x7effffff)));
 }
+#endif
 
 /* To nearest, ties to even. small: as for hstep_bf16_special(). */
 V_OP vi hstep_bf16_half(vi u) { return vi_add(vi_and(vi_shr(u, 16), vi_set(1)), vi_set(0x7fff)); }

@@ -122,13 +122,13 @@ V_OP void int8_load(const char *code, int64_t i, vi *e, vi *o, const int nonneg)
 #define int8_DECODE HSTEP_PAIR(PAIRED)
 V_OP void int8_decode_pair(const char *code, int64_t i, vf scale, vf *e, vf *o, const int nonneg)
 {
-    if (nonneg && HSTEP_HALVES) {
-        vi steps = vi_add16(vh_load_u8(code + i), vi_set(0xff80ff80)), twice = vi_min16(steps, vi_add16(steps, steps));
-        *e = int8_square(vi_shl(twice, 18), scale);
-        *o = int8_square(vi_shl(vi_and(twice, vi_set(0xffff0000)), 2), scale);
+    vi ce, co;
+    if (nonneg) {
+        hstep_load_distances(code + i, &ce, &co);
+        *e = int8_square(ce, scale);
+        *o = int8_square(co, scale);
         return;
     }
-    vi ce, co;
     int8_load(code, i, &ce, &co, nonneg);
     *e = int8_value(ce, scale, nonneg);
     *o = int8_value(co, scale, nonneg);
@@ -148,15 +148,7 @@ V_OP void int8_encode_pair(char *code, int64_t i, vf e, vf o, vf inverse, vi wor
     }
     vi re = vi_and(words, vi_set(0xffff)), ro = vi_shr(words, 16), ce, co;
     hstep_roots_and(int8_radicand(e, inverse, re), int8_radicand(o, inverse, ro), re, ro, &ce, &co);
-    if (!HSTEP_HALVES) {
-        vi se = vi_sra(v_bits(e), 31), so = vi_sra(v_bits(o), 31);
-        ce = vi_xor(vi_shr(ce, 16), se);
-        co = vi_xor(vi_shr(co, 16), so);
-        int8_store(code, i, vi_sub(ce, se), vi_sub(co, so));
-        return;
-    }
-    vi signs = vi_join16(vi_shr(v_bits(e), 16), v_bits(o));
-    vh_store_s8(code + i, vi_negate16(vi_join16(vi_shr(ce, 16), co), signs));
+    hstep_store_signed(code + i, ce, co, e, o);
 }
 
 #endif

@@ -14,9 +14,23 @@ V_OP void hstep_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
 }
 #endif
 
-/* Whether arithmetic on halves of lanes costs no more than on whole ones. */
-#ifndef HSTEP_HALVES
-#define HSTEP_HALVES 1
+/* Signed codes as bytes: bits 16 to 23 of ce and co, at most 127, negated where e and o have their sign. Likewise. */
+#ifndef hstep_store_signed
+V_OP void hstep_store_signed(char *code, vi ce, vi co, vf e, vf o)
+{
+    vi signs = vi_join16(vi_shr(v_bits(e), 16), v_bits(o));
+    vh_store_s8(code, vi_negate16(vi_join16(vi_shr(ce, 16), co), signs));
+}
+#endif
+
+/* Codes of 0 to 255 by their distance to 128, twice that below it, times 2^18. Likewise. */
+#ifndef hstep_load_distances
+V_OP void hstep_load_distances(const char *code, vi *e, vi *o)
+{
+    vi steps = vi_add16(vh_load_u8(code), vi_set(0xff80ff80)), twice = vi_min16(steps, vi_add16(steps, steps));
+    *e = vi_shl(twice, 18);
+    *o = vi_shl(vi_and(twice, vi_set(0xffff0000)), 2);
+}
 #endif
 
 #endif

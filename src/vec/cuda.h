@@ -1,7 +1,12 @@
-/* The vocabulary of one CUDA thread: that of scalar.h, one lane, as device code; and what threads have beyond it: who
- * they are, and where they meet. Three compilers read it: one of device code that brings its own declarations (nvcc),
- * clang without any toolkit, and a C compiler for the emulation of tests/cuda, which defines HSTEP_CUDA_EMULATED and
- * runs the same source with fibers as threads.
+/* The vocabulary of one CUDA thread, and what threads have beyond it: who they are, and where they meet. A vector is
+ * four numbers in the registers of the thread, so that what is asked about ranges is asked once for all of them. Three
+ * compilers read it: one of device code that brings its own declarations (nvcc), clang without any toolkit, and a C
+ * compiler for the emulation of tests/cuda, which defines HSTEP_CUDA_EMULATED and runs the same source with fibers as
+ * threads.
+ *
+ * Slow: conversions to and from integers and estimates (16 lanes a cycle), what compares, shifts or is bitwise (64);
+ * products and sums, of integers too, are 128. Not used: what rounds otherwise, sums within a product but in roots and
+ * quotients.
  *
  * To be included before any other header of this project, for it says how these declare their functions and tables. */
 #ifndef HSTEP_VEC_CUDA_H
@@ -117,89 +122,356 @@ CUDA_DEVICE float hstep_cuda_fabsf(float x) { return __builtin_fabsf(x); }
 
 #endif
 
-#include "vec/scalar.h"
+#include "vec/half.h"
 
-/* A GPU takes lanes apart for it. */
-#define HSTEP_HALVES 0
+#define HSTEP_VEC_NAME "cuda"
+#define VL 4
 
-/* 1 / sqrt(x) of a normal x, within 2^-22 of itself: what PTX documents is 2^-22.9. */
+typedef struct { float x[VL]; } vf;
+typedef struct { uint32_t x[VL]; } vi;
+typedef struct { int x[VL]; } vm;
+
+/* Returns what `value` is for each lane I, a constant: there is no loop that a compiler might keep. */
+#define V_LANE(n, value) \
+    {                    \
+        enum { I = n };  \
+        r.x[I] = value;  \
+    }
+#define V_LANES(type, value) \
+    type r;                  \
+    V_LANE(0, value)         \
+    V_LANE(1, value)         \
+    V_LANE(2, value)         \
+    V_LANE(3, value)         \
+    return r
+
+V_OP vf v_set(float x) { V_LANES(vf, x); }
+V_OP vi vi_set(uint32_t x) { V_LANES(vi, x); }
+V_OP vi v_bits(vf a) { V_LANES(vi, hstep_pattern(a.x[I])); }
+V_OP vf v_from_bits(vi a) { V_LANES(vf, hstep_number(a.x[I])); }
+
+V_OP vf v_add(vf a, vf b) { V_LANES(vf, a.x[I] + b.x[I]); }
+V_OP vf v_sub(vf a, vf b) { V_LANES(vf, a.x[I] - b.x[I]); }
+V_OP vf v_mul(vf a, vf b) { V_LANES(vf, a.x[I] * b.x[I]); }
+
+#include "vec/cuda_roots.h"
+
+/* ---- Floats ---- */
+
+/* The instruction gives the number where one operand is NaN, and orders zeros: the same beside a constant of neither
+ * kind. */
 #ifdef HSTEP_CUDA_EMULATED
-float hstep_emulated_rsqrt(float x);
-#define CUDA_RSQRT(x) hstep_emulated_rsqrt(x)
+#define CUDA_IS_PLAIN(b) 0
 #else
-V_OP float hstep_cuda_rsqrt(float x)
-{
-    float y;
-    __asm__("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#define CUDA_RSQRT(x) hstep_cuda_rsqrt(x)
+#define CUDA_IS_PLAIN(b) (__builtin_constant_p(b) && ((b) > 0.0f || (b) < 0.0f))
 #endif
+V_OP float hstep_cuda_min(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fminf(a, b) : a < b ? a : b; }
+V_OP float hstep_cuda_max(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fmaxf(a, b) : a > b ? a : b; }
+V_OP vf v_min(vf a, vf b) { V_LANES(vf, hstep_cuda_min(a.x[I], b.x[I])); }
+V_OP vf v_max(vf a, vf b) { V_LANES(vf, hstep_cuda_max(a.x[I], b.x[I])); }
+V_OP vf v_abs(vf a) { V_LANES(vf, fabsf(a.x[I])); }
+V_OP vf v_neg(vf a) { V_LANES(vf, -a.x[I]); }
+V_OP vf v_sign(vf a) { V_LANES(vf, (float)((a.x[I] > 0.0f) - (a.x[I] < 0.0f))); }
+
+V_OP vm v_gt(vf a, vf b) { V_LANES(vm, a.x[I] > b.x[I]); }
+V_OP vm v_lt(vf a, vf b) { V_LANES(vm, a.x[I] < b.x[I]); }
+V_OP vm v_eq(vf a, vf b) { V_LANES(vm, a.x[I] == b.x[I]); }
+V_OP vm vi_gt(vi a, vi b) { V_LANES(vm, (int32_t)a.x[I] > (int32_t)b.x[I]); }
+V_OP vm vi_eq(vi a, vi b) { V_LANES(vm, a.x[I] == b.x[I]); }
+V_OP vf v_select(vm m, vf a, vf b) { V_LANES(vf, m.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_select(vm m, vi a, vi b) { V_LANES(vi, m.x[I] ? a.x[I] : b.x[I]); }
+V_OP int vm_any(vm m) { return m.x[0] | m.x[1] | m.x[2] | m.x[3]; }
+
+V_OP vi v_round(vf a) { V_LANES(vi, (uint32_t)(int32_t)lrintf(a.x[I])); }
+V_OP vf v_from_int(vi a) { V_LANES(vf, (float)(int32_t)a.x[I]); }
+
+/* The pattern of the largest magnitude of a pair. */
+#ifdef HSTEP_CUDA_EMULATED
+V_OP uint32_t hstep_cuda_larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+V_OP uint32_t hstep_cuda_largest(vf e, vf o)
+{
+    uint32_t largest = 0;
+    for (int i = 0; i < VL; i++) {
+        largest = hstep_cuda_larger(largest, hstep_pattern(e.x[i]) & 0x7fffffffu);
+        largest = hstep_cuda_larger(largest, hstep_pattern(o.x[i]) & 0x7fffffffu);
+    }
+    return largest;
+}
+#else
+V_OP float hstep_cuda_larger(float a, float b)
+{
+    float r;
+    __asm__("{\n.reg .f32 x, y;\nabs.f32 x, %1;\nabs.f32 y, %2;\nmax.NaN.f32 %0, x, y;\n}" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+V_OP vf hstep_cuda_larger_of(vf a, vf b) { V_LANES(vf, hstep_cuda_larger(a.x[I], b.x[I])); }
+V_OP uint32_t hstep_cuda_largest(vf e, vf o)
+{
+    const vf a = hstep_cuda_larger_of(e, o);
+    return hstep_pattern(hstep_cuda_larger(hstep_cuda_larger(a.x[0], a.x[1]), hstep_cuda_larger(a.x[2], a.x[3])));
+}
+#endif
+
+/* Whether some of a pair may be 2^127 or more (formats/bf16_round.h): a sum of magnitudes is no less than any. */
+V_OP int hstep_cuda_bf16_special(vi ue, vi uo, const int small)
+{
+    const vf e = v_from_bits(ue), o = v_from_bits(uo);
+    const vf sum = v_add(v_abs(e), v_abs(o));
+    (void)small;
+    return !((sum.x[0] + sum.x[1]) + (sum.x[2] + sum.x[3]) < 0x1p127f);
+}
+#define hstep_bf16_special hstep_cuda_bf16_special
+
+/* ---- Integers ---- */
+
+V_OP vi vi_add(vi a, vi b) { V_LANES(vi, a.x[I] + b.x[I]); }
+V_OP vi vi_sub(vi a, vi b) { V_LANES(vi, a.x[I] - b.x[I]); }
+V_OP vi vi_mul(vi a, vi b) { V_LANES(vi, a.x[I] * b.x[I]); }
+V_OP vi vi_mulhi(vi a, vi b) { V_LANES(vi, (uint32_t)(((uint64_t)a.x[I] * b.x[I]) >> 32)); }
+V_OP vi vi_mul16(vi a, vi b) { V_LANES(vi, hstep_halves_mul(a.x[I], b.x[I])); }
+V_OP vi vi_add16(vi a, vi b) { V_LANES(vi, hstep_halves_add(a.x[I], b.x[I])); }
+V_OP vi vi_and(vi a, vi b) { V_LANES(vi, a.x[I] & b.x[I]); }
+V_OP vi vi_or(vi a, vi b) { V_LANES(vi, a.x[I] | b.x[I]); }
+V_OP vi vi_xor(vi a, vi b) { V_LANES(vi, a.x[I] ^ b.x[I]); }
+V_OP vi vi_min16(vi a, vi b) { V_LANES(vi, hstep_halves_min(a.x[I], b.x[I])); }
+V_OP vi vi_negate16(vi a, vi s) { V_LANES(vi, hstep_halves_negate(a.x[I], s.x[I])); }
+V_OP vi vi_join16(vi a, vi b) { V_LANES(vi, (a.x[I] & 0xffffu) | (b.x[I] & 0xffff0000u)); }
+V_OP vi vi_andnot(vi a, vi b) { V_LANES(vi, ~a.x[I] & b.x[I]); }
+V_OP vi vi_shl(vi a, const int n) { V_LANES(vi, a.x[I] << n); }
+V_OP vi vi_shr(vi a, const int n) { V_LANES(vi, a.x[I] >> n); }
+V_OP vi vi_sra(vi a, const int n) { V_LANES(vi, (uint32_t)((int32_t)a.x[I] >> n)); }
+V_OP vi vi_min(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_max(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_iota(void) { V_LANES(vi, I); }
+
+/* ---- Memory: whole words of the rooms of a lane, which are aligned (cuda/lane.h) ---- */
+
+V_OP uint32_t hstep_cuda_word(const void *p, int at)
+{
+    uint32_t word;
+    memcpy(&word, (const char *)__builtin_assume_aligned(p, 4) + 4 * at, 4);
+    return word;
+}
+V_OP void hstep_cuda_put_word(void *p, int at, uint32_t word)
+{
+    memcpy((char *)__builtin_assume_aligned(p, 4) + 4 * at, &word, 4);
+}
+/* Byte n of two words, extended by zeros. */
+V_OP uint32_t hstep_cuda_byte(const void *p, int n) { return hstep_cuda_word(p, n / 4) >> n % 4 * 8 & 255u; }
+V_OP uint32_t hstep_cuda_signed_byte(const void *p, int n) { return (uint32_t)(int32_t)(int8_t)hstep_cuda_byte(p, n); }
+/* The low bytes of four words. */
+#ifdef HSTEP_CUDA_EMULATED
+V_OP uint32_t hstep_cuda_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
+}
+V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high, const int least, const int most)
+{
+    const int32_t a = hstep_saturated(hstep_half_low(low), least, most),
+                  b = hstep_saturated(hstep_half_high(low), least, most),
+                  c = hstep_saturated(hstep_half_low(high), least, most),
+                  d = hstep_saturated(hstep_half_high(high), least, most);
+    return hstep_cuda_bytes((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+}
+#else
+#define CUDA_FOUR_BYTES(name, of_two)                                              \
+    V_OP uint32_t name(uint32_t a, uint32_t b, uint32_t c, uint32_t d)             \
+    {                                                                              \
+        uint32_t low, high, all;                                                   \
+        __asm__("prmt.b32 %0, %1, %2, " of_two ";" : "=r"(low) : "r"(a), "r"(b));  \
+        __asm__("prmt.b32 %0, %1, %2, " of_two ";" : "=r"(high) : "r"(c), "r"(d)); \
+        __asm__("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(all) : "r"(low), "r"(high)); \
+        return all;                                                                \
+    }
+CUDA_FOUR_BYTES(hstep_cuda_bytes, "0x0040")
+/* The halves of two words as bytes. least: -128 or 0. */
+V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high, const int least, const int most)
+{
+    const int32_t a = hstep_half_low(low), b = hstep_half_high(low);
+    const int32_t c = hstep_half_low(high), d = hstep_half_high(high);
+    uint32_t part, all;
+    (void)most;
+    if (least) {
+        __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(part) : "r"(d), "r"(c));
+        __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
+    } else {
+        __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(part) : "r"(d), "r"(c));
+        __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
+    }
+    return all;
+}
+#endif
+
+V_OP vf v_load(const float *p) { V_LANES(vf, p[I]); }
+V_OP void v_store(float *p, vf x) { memcpy(p, x.x, sizeof x.x); }
+V_OP vi vi_load_u8(const void *p) { V_LANES(vi, hstep_cuda_byte(p, I)); }
+V_OP void vi_store_u8(void *p, vi x) { hstep_cuda_put_word(p, 0, hstep_cuda_bytes(x.x[0], x.x[1], x.x[2], x.x[3])); }
+
+V_OP vf v_gather(const float *table, vi index) { V_LANES(vf, table[index.x[I]]); }
+V_OP vf v_lookup16(const float *table, vi index) { V_LANES(vf, table[index.x[I]]); }
+
+/* Both elements of a lane are in one word, or in two that follow each other. */
+V_OP void vp_load_f32(const void *p, vf *e, vf *o)
+{
+    const vi even = {{hstep_cuda_word(p, 0), hstep_cuda_word(p, 2), hstep_cuda_word(p, 4), hstep_cuda_word(p, 6)}};
+    const vi odd = {{hstep_cuda_word(p, 1), hstep_cuda_word(p, 3), hstep_cuda_word(p, 5), hstep_cuda_word(p, 7)}};
+    *e = v_from_bits(even);
+    *o = v_from_bits(odd);
+}
+V_OP void hstep_cuda_put_words(void *p, const int first, const int step, vi x)
+{
+    hstep_cuda_put_word(p, first, x.x[0]);
+    hstep_cuda_put_word(p, first + step, x.x[1]);
+    hstep_cuda_put_word(p, first + 2 * step, x.x[2]);
+    hstep_cuda_put_word(p, first + 3 * step, x.x[3]);
+}
+V_OP void vp_store_f32(void *p, vf e, vf o)
+{
+    hstep_cuda_put_words(p, 0, 2, v_bits(e));
+    hstep_cuda_put_words(p, 1, 2, v_bits(o));
+}
+
+V_OP vi hstep_cuda_words(const void *p) { V_LANES(vi, hstep_cuda_word(p, I)); }
+V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
+{
+    const vi words = hstep_cuda_words(p);
+    *e = vi_shl(words, 16);
+    *o = vi_and(words, vi_set(0xffff0000u));
+}
+V_OP void vp_store_hi16(void *p, vi e, vi o)
+{
+    hstep_cuda_put_words(p, 0, 1, vi_join16(vi_shr(e, 16), o));
+}
+V_OP vi hstep_cuda_normal(vi a) { V_LANES(vi, a.x[I] & 0x7f800000u ? a.x[I] : 0); }
+V_OP void vp_store_hi16_normal(void *p, vi e, vi o) { vp_store_hi16(p, hstep_cuda_normal(e), hstep_cuda_normal(o)); }
+V_OP void vp_load_s16(const void *p, vi *e, vi *o)
+{
+    const vi words = hstep_cuda_words(p);
+    *e = vi_sra(vi_shl(words, 16), 16);
+    *o = vi_sra(words, 16);
+}
+V_OP void vp_store_16(void *p, vi e, vi o)
+{
+    hstep_cuda_put_words(p, 0, 1, vi_join16(e, vi_shl(o, 16)));
+}
+
+V_OP vi hstep_cuda_signed_bytes(const void *p, const int first)
+{
+    V_LANES(vi, hstep_cuda_signed_byte(p, first + 2 * I));
+}
+V_OP vi hstep_cuda_unsigned_bytes(const void *p, const int first) { V_LANES(vi, hstep_cuda_byte(p, first + 2 * I)); }
+V_OP void vp_load_s8(const void *p, vi *e, vi *o)
+{
+    *e = hstep_cuda_signed_bytes(p, 0);
+    *o = hstep_cuda_signed_bytes(p, 1);
+}
+V_OP void vp_load_u8(const void *p, vi *e, vi *o)
+{
+    *e = hstep_cuda_unsigned_bytes(p, 0);
+    *o = hstep_cuda_unsigned_bytes(p, 1);
+}
+V_OP void vp_store_8(void *p, vi e, vi o)
+{
+    hstep_cuda_put_word(p, 0, hstep_cuda_bytes(e.x[0], o.x[0], e.x[1], o.x[1]));
+    hstep_cuda_put_word(p, 1, hstep_cuda_bytes(e.x[2], o.x[2], e.x[3], o.x[3]));
+}
+
+V_OP vi vh_load_u8(const void *p)
+{
+    vi e, o;
+    vp_load_u8(p, &e, &o);
+    return vi_or(e, vi_shl(o, 16));
+}
+V_OP void vh_store_s8(void *p, vi x)
+{
+    hstep_cuda_put_word(p, 0, hstep_cuda_saturated(x.x[0], x.x[1], -128, 127));
+    hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3], -128, 127));
+}
+V_OP void vh_store_u8(void *p, vi x)
+{
+    hstep_cuda_put_word(p, 0, hstep_cuda_saturated(x.x[0], x.x[1], 0, 255));
+    hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3], 0, 255));
+}
+
+V_OP vf hstep_cuda_from_half(vi a) { V_LANES(vf, hstep_half_decode((uint16_t)a.x[I])); }
+V_OP vi hstep_cuda_to_half(vf a) { V_LANES(vi, hstep_half_encode(a.x[I])); }
+V_OP void vp_load_f16(const void *p, vf *e, vf *o)
+{
+    const vi words = hstep_cuda_words(p);
+    *e = hstep_cuda_from_half(words);
+    *o = hstep_cuda_from_half(vi_shr(words, 16));
+}
+V_OP void vp_store_f16(void *p, vf e, vf o) { vp_store_16(p, hstep_cuda_to_half(e), hstep_cuda_to_half(o)); }
 
 /* hstep_root_and() of an estimated root, to the bits from 16 up (formats/root_code.h).
  *
- * Below 2^23, twice the estimate's error with the product's rounding, 2^-22 + 2^-24 of the root, is 2.5, and to an
- * integer 3; the exact root is rounded twice, by 1/4 and 1/2. So the two integers are at most 3 apart (3.75 in
- * numbers), and so are their sums with r. Bits from 16 up may differ only where a multiple of 2^16 lies between; where
- * the estimate's sum is that near one, the exact roots are taken: in 12 of 65,536 pairs. Radicands below 2^-100 have
- * roots that round to 0, as that of 2^-100 does; NaN is none that is greater. */
-V_OP vi hstep_cuda_estimate(vf a, vi r)
-{
-    const float most = v_max(a, 0x1p-100f);
-    return v_round(most * CUDA_RSQRT(most)) + r;
-}
-V_OP vi hstep_cuda_to_edge(vi estimate) { return (estimate + 3) << 16; }
+ * PTX documents 2^-22.9 for the estimate's error. Below 2^23, 2^-22 + 2^-24 of the root, with the product's rounding,
+ * is 2.5, and to an integer 3; the exact root is rounded twice, by 1/4 and 1/2. So the two integers are at most 3 apart
+ * (3.75 in numbers), and so are their sums with r. Bits from 16 up may differ only where a multiple of 2^16 lies
+ * between; where the estimate's sum is that near one, the exact roots are taken: in 48 of 65,536 times eight. Radicands
+ * below 2^-100 have roots that round to 0, as that of 2^-100 does; NaN is none that is greater. */
+V_OP float hstep_cuda_estimated(float most) { return most * CUDA_RSQRT(most); }
+V_OP vf hstep_cuda_estimates(vf a) { V_LANES(vf, hstep_cuda_estimated(a.x[I])); }
+V_OP vi hstep_cuda_estimate(vf a, vi r) { return vi_add(v_round(hstep_cuda_estimates(v_max(a, v_set(0x1p-100f)))), r); }
+V_OP vi hstep_cuda_to_edge(vi estimate) { return vi_shl(vi_add(estimate, vi_set(3)), 16); }
+V_OP uint32_t hstep_cuda_lesser(uint32_t a, uint32_t b) { return a < b ? a : b; }
+V_OP vi hstep_cuda_nearest_edge(vi a, vi b) { V_LANES(vi, hstep_cuda_lesser(a.x[I], b.x[I])); }
 V_OP vi hstep_root_and(vf a, vi r);
 V_OP void hstep_cuda_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
 {
     const vi fe = hstep_cuda_estimate(e, re), fo = hstep_cuda_estimate(o, ro);
-    const vi te = hstep_cuda_to_edge(fe), to = hstep_cuda_to_edge(fo);
+    const vi edge = hstep_cuda_nearest_edge(hstep_cuda_to_edge(fe), hstep_cuda_to_edge(fo));
+    const uint32_t one = hstep_cuda_lesser(edge.x[0], edge.x[1]), two = hstep_cuda_lesser(edge.x[2], edge.x[3]);
     *ce = fe;
     *co = fo;
-    if (__builtin_expect((te < to ? te : to) < 6u << 16, 0)) {
+    if (__builtin_expect(hstep_cuda_lesser(one, two) < 6u << 16, 0)) {
         *ce = hstep_root_and(e, re);
         *co = hstep_root_and(o, ro);
     }
 }
 #define hstep_roots_and hstep_cuda_roots_and
 
-#ifndef HSTEP_CUDA_EMULATED
+V_OP uint32_t hstep_cuda_distance(int32_t steps)
+{
+    const int32_t twice = 2 * steps;
+    return (uint32_t)(steps < twice ? steps : twice) << 18;
+}
+V_OP vi hstep_cuda_distances(vi steps) { V_LANES(vi, hstep_cuda_distance((int32_t)steps.x[I])); }
+V_OP void hstep_cuda_load_distances(const char *code, vi *e, vi *o)
+{
+    const uint32_t centred[2] = {hstep_cuda_word(code, 0) ^ 0x80808080u, hstep_cuda_word(code, 1) ^ 0x80808080u};
+    *e = hstep_cuda_distances(hstep_cuda_signed_bytes(centred, 0));
+    *o = hstep_cuda_distances(hstep_cuda_signed_bytes(centred, 1));
+}
+#define hstep_load_distances hstep_cuda_load_distances
 
-/* What a GPU has one instruction for, or none: the sign is changed as an operand is read. */
-V_OP vf hstep_cuda_v_abs(vf a) { return fabsf(a); }
-V_OP vf hstep_cuda_v_neg(vf a) { return -a; }
-/* Two bytes in one piece: what is put together of pieces is not taken apart first. */
-V_OP void hstep_cuda_store_16(void *p, vi x)
+/* Four codes of 0 to 127 and four masks, by bytes: -c is ~c + 1, whose carry stays below the top bit of its byte. */
+V_OP uint32_t hstep_cuda_negated(uint32_t codes, uint32_t signs)
 {
-    uint16_t low = (uint16_t)x;
-    memcpy(p, &low, 2);
+    return (((codes ^ signs) & 0x7f7f7f7fu) + (signs & 0x01010101u)) ^ (signs & 0x80808080u);
 }
-V_OP void hstep_cuda_store_8(void *p, vi e, vi o)
+#ifdef HSTEP_CUDA_EMULATED
+V_OP uint32_t hstep_cuda_third_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
-    vi packed;
-    __asm__("prmt.b32 %0, %1, %2, 0x0040;" : "=r"(packed) : "r"(e), "r"(o));
-    hstep_cuda_store_16(p, packed);
+    return hstep_cuda_bytes(a >> 16, b >> 16, c >> 16, d >> 16);
 }
-V_OP void hstep_cuda_store_s8(void *p, vi x)
+V_OP uint32_t hstep_cuda_signs(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
-    vi packed;
-    int32_t low = hstep_half_low(x), high = hstep_half_high(x);
-    __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
-    hstep_cuda_store_16(p, packed);
+    return (a >> 31) * 0xffu | (b >> 31) * 0xff00u | (c >> 31) * 0xff0000u | (d >> 31) * 0xff000000u;
 }
-V_OP void hstep_cuda_store_u8(void *p, vi x)
-{
-    vi packed;
-    int32_t low = hstep_half_low(x), high = hstep_half_high(x);
-    __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(packed) : "r"(high), "r"(low));
-    hstep_cuda_store_16(p, packed);
-}
-#define v_abs hstep_cuda_v_abs
-#define v_neg hstep_cuda_v_neg
-#define vp_store_8 hstep_cuda_store_8
-#define vh_store_s8 hstep_cuda_store_s8
-#define vh_store_u8 hstep_cuda_store_u8
-
+#else
+CUDA_FOUR_BYTES(hstep_cuda_third_bytes, "0x0062")
+/* Bytes of nothing but the sign of the fourth. */
+CUDA_FOUR_BYTES(hstep_cuda_signs, "0x00fb")
 #endif
+V_OP void hstep_cuda_store_signed(char *code, vi ce, vi co, vf e, vf o)
+{
+    const vi se = v_bits(e), so = v_bits(o);
+    const uint32_t low = hstep_cuda_third_bytes(ce.x[0], co.x[0], ce.x[1], co.x[1]),
+                   high = hstep_cuda_third_bytes(ce.x[2], co.x[2], ce.x[3], co.x[3]);
+    hstep_cuda_put_word(code, 0, hstep_cuda_negated(low, hstep_cuda_signs(se.x[0], so.x[0], se.x[1], so.x[1])));
+    hstep_cuda_put_word(code, 1, hstep_cuda_negated(high, hstep_cuda_signs(se.x[2], so.x[2], se.x[3], so.x[3])));
+}
+#define hstep_store_signed hstep_cuda_store_signed
 
 #endif

@@ -15,11 +15,10 @@ typedef uint32_t vi;
 typedef int vm;
 typedef struct { double lane[16]; } va;
 
-/* Device code is declared otherwise (cuda.h). */
-#ifndef V_OP
 #define V_OP static inline __attribute__((always_inline, unused))
 #define V_TABLE static const
-#endif
+
+#include "vec/half.h"
 
 V_OP vf v_set(float x) { return x; }
 V_OP vi vi_set(uint32_t x) { return x; }
@@ -55,24 +54,13 @@ V_OP vi vi_add(vi a, vi b) { return a + b; }
 V_OP vi vi_sub(vi a, vi b) { return a - b; }
 V_OP vi vi_mul(vi a, vi b) { return a * b; }
 V_OP vi vi_mulhi(vi a, vi b) { return (vi)(((uint64_t)a * b) >> 32); }
-V_OP vi vi_mul16(vi a, vi b) { return ((a >> 16) * (b >> 16)) << 16 | ((a & 65535u) * (b & 65535u) & 65535u); }
-V_OP vi vi_add16(vi a, vi b) { return ((a & 0xffff0000u) + (b & 0xffff0000u)) | ((a + b) & 65535u); }
+V_OP vi vi_mul16(vi a, vi b) { return hstep_halves_mul(a, b); }
+V_OP vi vi_add16(vi a, vi b) { return hstep_halves_add(a, b); }
 V_OP vi vi_and(vi a, vi b) { return a & b; }
 V_OP vi vi_or(vi a, vi b) { return a | b; }
 V_OP vi vi_xor(vi a, vi b) { return a ^ b; }
-V_OP int32_t hstep_half_low(vi a) { return (int16_t)a; }
-V_OP int32_t hstep_half_high(vi a) { return (int32_t)a >> 16; }
-V_OP vi hstep_halves(int32_t low, int32_t high) { return ((vi)low & 0xffffu) | (vi)high << 16; }
-V_OP vi vi_min16(vi a, vi b)
-{
-    int32_t al = hstep_half_low(a), ah = hstep_half_high(a), bl = hstep_half_low(b), bh = hstep_half_high(b);
-    return hstep_halves(al < bl ? al : bl, ah < bh ? ah : bh);
-}
-V_OP vi vi_negate16(vi a, vi s)
-{
-    int32_t low = hstep_half_low(a), high = hstep_half_high(a);
-    return hstep_halves(hstep_half_low(s) < 0 ? -low : low, hstep_half_high(s) < 0 ? -high : high);
-}
+V_OP vi vi_min16(vi a, vi b) { return hstep_halves_min(a, b); }
+V_OP vi vi_negate16(vi a, vi s) { return hstep_halves_negate(a, s); }
 V_OP vi vi_join16(vi a, vi b) { return (a & 0xffffu) | (b & 0xffff0000u); }
 V_OP vi vi_andnot(vi a, vi b) { return ~a & b; }
 #define vi_shl(x, n) ((vi)((vi)(x) << (n)))
@@ -164,7 +152,6 @@ V_OP vi vh_load_u8(const void *p)
     memcpy(c, p, 2);
     return c[0] | (vi)c[1] << 16;
 }
-V_OP int32_t hstep_saturated(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 V_OP void vh_store_s8(void *p, vi x)
 {
     int32_t low = hstep_saturated(hstep_half_low(x), -128, 127), high = hstep_saturated(hstep_half_high(x), -128, 127);
@@ -175,24 +162,6 @@ V_OP void vh_store_u8(void *p, vi x)
     vp_store_8(p, (vi)hstep_saturated(hstep_half_low(x), 0, 255), (vi)hstep_saturated(hstep_half_high(x), 0, 255));
 }
 
-V_OP vf hstep_half_decode(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-    if (magnitude >= 0x7c00u) /* Inf keeps its bits; NaN comes out quiet, as the hardware conversions do */
-        return v_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
-    /* A half below 2^-14 is subnormal: scaling the integer is exact and covers both cases' zero. */
-    if (magnitude < 0x400u) return v_from_bits(sign | v_bits((float)magnitude * 0x1p-24f));
-    return v_from_bits(sign | ((magnitude << 13) + 0x38000000u));
-}
-V_OP uint16_t hstep_half_encode(vf x)
-{
-    uint32_t u = v_bits(x), sign = u >> 16 & 0x8000u, magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x1ffu));
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-    if (magnitude < 0x38800000u) /* adding 0.5 puts the units of 2^-24 into the low mantissa bits, rounded to even */
-        return (uint16_t)(sign | (v_bits(v_from_bits(magnitude) + 0.5f) - 0x3f000000u));
-    return (uint16_t)(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13));
-}
 V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 {
     uint16_t c[2];

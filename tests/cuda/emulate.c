@@ -75,12 +75,38 @@ int hstep_emulated_blocks(void) { return block_count; }
 void hstep_emulated_barrier(void) { meet(AT_BLOCK); }
 void hstep_emulated_warp_barrier(void) { meet(AT_WARP); }
 
-/* Anywhere within 2^-22 of it, as the bits have it: code that is right on every GPU cannot tell. */
-float hstep_emulated_rsqrt(float x)
+/* Anywhere within what PTX documents, as the bits have it: code that is right on every GPU cannot tell. */
+static double astray(float x, double most)
 {
-    const uint32_t hash = v_bits(x) * 0x9E3779B9u >> 8;
-    const double off = (double)hash * 0x1p-23 - 1.0, near = (0x1p-22 - 0x1p-24) * off;
-    return (float)((1.0 + near) / sqrt((double)x));
+    const uint32_t hash = hstep_pattern(x) * 0x9E3779B9u >> 8;
+    return 1.0 + most * ((double)hash * 0x1p-23 - 1.0);
+}
+float hstep_emulated_rsqrt(float x) { return (float)(astray(x, 0x1p-23) / sqrt((double)x)); }
+
+/* The ways of vec/cuda_roots.h that are right within a range, which is for it to ask about. The root's estimate is
+ * nearer than a GPU's, whose own has been tried with all roots: with any error of its size some would be off. A GPU's
+ * estimates take subnormal numbers for zero. */
+float hstep_emulated_root(float a)
+{
+    const float y = 1.0f / sqrtf(a), s = a * y;
+    return fabsf(a) < 0x1p-126f ? (float)NAN : fmaf(fmaf(-s, s, a), 0.5f * y, s);
+}
+float hstep_emulated_quotient(float a, float b)
+{
+    const float estimate = (float)(astray(b, 0x1p-24) / (double)b);
+    const float y = fmaf(fmaf(-b, estimate, 1.0f), estimate, estimate), q = a * y;
+    if (fabsf(b) < 0x1p-126f) return (float)NAN;
+    return fabsf(estimate) < 0x1p-126f ? 0.0f * a : fmaf(-fmaf(b, q, -a), y, q);
+}
+
+int hstep_emulated_arithmetic(const float *a, const float *b, float *root, float *quotient, float *quotient0)
+{
+    const vf x = v_load(a), y = v_load(b);
+    v_store(root, v_sqrt(x));
+    v_store(quotient, v_div(x, y));
+    v_store(quotient0, v_div0(x, y));
+    return hstep_cuda_is_least(hstep_cuda_roots(x), CUDA_LEAST_ROOT) |
+           hstep_cuda_are_quotients(x, hstep_cuda_quotients(x, y)) << 1;
 }
 
 /* Two rooms by turns: a lane may give its next word before others have taken its last. */

@@ -20,4 +20,12 @@ extern const int hstep_emulated_kernel_count;
  * 0, or -1 for a shape that the kernels are not written for, or without memory for stacks. */
 int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int block, size_t shared, void **parameters);
 
+/* Roots and quotients of four numbers as the kernels take them (vec/cuda_roots.h): a / b, and that with 0 where b is.
+ * Returns whether they are by the way that is right within a range alone: 1 of the roots, 2 of the quotients. */
+int hstep_emulated_arithmetic(const float *a, const float *b, float *root, float *quotient, float *quotient0);
+
+/* That way, whatever the range. */
+float hstep_emulated_root(float a);
+float hstep_emulated_quotient(float a, float b);
+
 #endif

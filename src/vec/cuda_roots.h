@@ -1,0 +1,168 @@
+/* Roots and quotients of cuda.h, which includes this once it has its types.
+ *
+ * What ptxas makes of sqrt.rn and div.rn, but that all lanes are asked at once whether they are in the range for which
+ * it is right; if some are not, the instructions themselves take over.
+ *
+ *   root:     y = 1/sqrt(a) (1 + d), s = a y, r = s + (a - s s) (y / 2)
+ *   quotient: y = 1/b (1 + d), y' = y + y (1 - b y), q = a y', r = q - (b q - a) y'
+ *
+ * each operation rounded once, sums within products. In between no number is subnormal, and the errors a - s s and
+ * b q - a are exact, because their last place, at least 2^-47 of a, is above 2^-149: all is the same for each exponent.
+ * A root is asked to be 2^-50 at least, a numerator and a quotient 2^-100. Whatever the estimate does not know (zero,
+ * subnormal, negative, infinite, NaN) makes a NaN of the result, as does a quotient that leaves fp32 on its way, and a
+ * NaN is not at least anything. lab/gpu_arithmetic.py compares all mantissas with the processor's. */
+#ifndef HSTEP_VEC_CUDA_ROOTS_H
+#define HSTEP_VEC_CUDA_ROOTS_H
+
+#define CUDA_LEAST_ROOT 0x1p-50f
+#define CUDA_LEAST_QUOTIENT 0x1p-100f
+
+#ifdef HSTEP_CUDA_EMULATED
+
+float hstep_emulated_rsqrt(float x);
+float hstep_emulated_root(float a);
+float hstep_emulated_quotient(float a, float b);
+#define CUDA_RSQRT(x) hstep_emulated_rsqrt(x)
+
+V_OP int hstep_cuda_is_least(vf a, float least)
+{
+    return a.x[0] >= least && a.x[1] >= least && a.x[2] >= least && a.x[3] >= least;
+}
+V_OP vf hstep_cuda_magnitude(vf a) { V_LANES(vf, hstep_number(hstep_pattern(a.x[I]) & 0x7fffffffu)); }
+V_OP vf hstep_cuda_roots(vf a) { V_LANES(vf, hstep_emulated_root(a.x[I])); }
+V_OP vf hstep_cuda_exact_roots(vf a) { V_LANES(vf, sqrtf(a.x[I])); }
+V_OP vf hstep_cuda_quotients(vf a, vf b) { V_LANES(vf, hstep_emulated_quotient(a.x[I], b.x[I])); }
+V_OP vf hstep_cuda_exact_quotients(vf a, vf b) { V_LANES(vf, a.x[I] / b.x[I]); }
+V_OP vf hstep_cuda_exact_quotients0(vf a, vf b) { V_LANES(vf, b.x[I] == 0.0f ? 0.0f : a.x[I] / b.x[I]); }
+V_OP int hstep_cuda_are_quotients(vf a, vf r)
+{
+    return hstep_cuda_is_least(hstep_cuda_magnitude(a), CUDA_LEAST_QUOTIENT) &&
+           hstep_cuda_is_least(hstep_cuda_magnitude(r), CUDA_LEAST_QUOTIENT);
+}
+
+V_OP vf v_sqrt(vf a)
+{
+    const vf r = hstep_cuda_roots(a);
+    return hstep_cuda_is_least(r, CUDA_LEAST_ROOT) ? r : hstep_cuda_exact_roots(a);
+}
+V_OP vf v_div(vf a, vf b)
+{
+    const vf r = hstep_cuda_quotients(a, b);
+    return hstep_cuda_are_quotients(a, r) ? r : hstep_cuda_exact_quotients(a, b);
+}
+V_OP vf v_div0(vf a, vf b)
+{
+    const vf r = hstep_cuda_quotients(a, b);
+    return hstep_cuda_are_quotients(a, r) ? r : hstep_cuda_exact_quotients0(a, b);
+}
+
+#else
+
+V_OP float hstep_cuda_rsqrt(float x)
+{
+    float y;
+    __asm__("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define CUDA_RSQRT(x) hstep_cuda_rsqrt(x)
+
+/* Whether a compiler knows all lanes to be the same, which are computed once then. */
+V_OP int hstep_cuda_is_one(vf a)
+{
+    const uint32_t first = hstep_pattern(a.x[0]);
+    const int same = ((first ^ hstep_pattern(a.x[1])) | (first ^ hstep_pattern(a.x[2])) |
+                      (first ^ hstep_pattern(a.x[3]))) == 0;
+    return __builtin_constant_p(same) && same;
+}
+
+#define CUDA_ROOT(r, a)                \
+    "rsqrt.approx.ftz.f32 y, " a ";\n" \
+    "mul.rn.f32 s, " a ", y;\n"        \
+    "mul.rn.f32 y, y, 0f3F000000;\n"   \
+    "neg.f32 e, s;\n"                  \
+    "fma.rn.f32 e, e, s, " a ";\n"     \
+    "fma.rn.f32 " r ", e, y, s;\n"
+#define CUDA_EXACT_ROOT(r, a) "sqrt.rn.f32 " r ", " a ";\n"
+#define CUDA_QUOTIENT(r, a, b)        \
+    "rcp.approx.ftz.f32 y, " b ";\n"  \
+    "neg.f32 s, " b ";\n"             \
+    "fma.rn.f32 e, s, y, 0f3F800000;\n" \
+    "fma.rn.f32 y, y, e, y;\n"        \
+    "mul.rn.f32 " r ", " a ", y;\n"   \
+    "fma.rn.f32 e, s, " r ", " a ";\n" \
+    "fma.rn.f32 " r ", e, y, " r ";\n"
+#define CUDA_EXACT_QUOTIENT(r, a, b) "div.rn.f32 " r ", " a ", " b ";\n"
+#define CUDA_EXACT_QUOTIENT0(r, a, b)  \
+    "setp.eq.f32 p, " b ", 0f00000000;\n" \
+    "div.rn.f32 " r ", " a ", " b ";\n"   \
+    "@p mov.f32 " r ", 0f00000000;\n"
+/* e = the least of e and |x|, or NaN. */
+#define CUDA_LEAST(x)         \
+    "abs.f32 s, " x ";\n"     \
+    "min.NaN.f32 e, e, s;\n"
+#define CUDA_BEGIN "{\n.reg .pred p;\n.reg .f32 y, s, e;\n"
+/* Labels are the braces' own. The constants: 2^-50, 2^-100. */
+#define CUDA_ROOT_UNLESS "setp.ge.f32 p, e, 0f26800000;\n@p bra done;\n"
+#define CUDA_QUOTIENT_UNLESS "setp.ge.f32 p, e, 0f0D800000;\n@p bra done;\n"
+#define CUDA_END "done:\n}"
+
+V_OP float hstep_cuda_root(float a)
+{
+    float r;
+    __asm__(CUDA_BEGIN CUDA_ROOT("%0", "%1") "mov.f32 e, %0;\n" CUDA_ROOT_UNLESS CUDA_EXACT_ROOT("%0", "%1") CUDA_END
+            : "=&f"(r)
+            : "f"(a));
+    return r;
+}
+V_OP vf hstep_cuda_roots(vf a)
+{
+    vf r;
+    __asm__(CUDA_BEGIN CUDA_ROOT("%0", "%4") CUDA_ROOT("%1", "%5") CUDA_ROOT("%2", "%6") CUDA_ROOT("%3", "%7")
+            "min.NaN.f32 e, %0, %1;\n"
+            "min.NaN.f32 s, %2, %3;\n"
+            "min.NaN.f32 e, e, s;\n"
+            CUDA_ROOT_UNLESS
+            CUDA_EXACT_ROOT("%0", "%4") CUDA_EXACT_ROOT("%1", "%5") CUDA_EXACT_ROOT("%2", "%6")
+            CUDA_EXACT_ROOT("%3", "%7") CUDA_END
+            : "=&f"(r.x[0]), "=&f"(r.x[1]), "=&f"(r.x[2]), "=&f"(r.x[3])
+            : "f"(a.x[0]), "f"(a.x[1]), "f"(a.x[2]), "f"(a.x[3]));
+    return r;
+}
+V_OP vf v_sqrt(vf a) { return hstep_cuda_is_one(a) ? v_set(hstep_cuda_root(a.x[0])) : hstep_cuda_roots(a); }
+
+#define CUDA_DIVISION(suffix, EXACT)                                                                              \
+    V_OP float hstep_cuda_quotient##suffix(float a, float b)                                                      \
+    {                                                                                                             \
+        float r;                                                                                                  \
+        __asm__(CUDA_BEGIN CUDA_QUOTIENT("%0", "%1", "%2") "abs.f32 e, %1;\n" CUDA_LEAST("%0") CUDA_QUOTIENT_UNLESS \
+                    EXACT("%0", "%1", "%2") CUDA_END                                                              \
+                : "=&f"(r)                                                                                        \
+                : "f"(a), "f"(b));                                                                                \
+        return r;                                                                                                 \
+    }                                                                                                             \
+    V_OP vf hstep_cuda_quotients##suffix(vf a, vf b)                                                              \
+    {                                                                                                             \
+        vf r;                                                                                                     \
+        __asm__(CUDA_BEGIN CUDA_QUOTIENT("%0", "%4", "%8") CUDA_QUOTIENT("%1", "%5", "%9")                        \
+                    CUDA_QUOTIENT("%2", "%6", "%10") CUDA_QUOTIENT("%3", "%7", "%11") "abs.f32 e, %0;\n"          \
+                    CUDA_LEAST("%1") CUDA_LEAST("%2") CUDA_LEAST("%3") CUDA_LEAST("%4") CUDA_LEAST("%5")          \
+                    CUDA_LEAST("%6") CUDA_LEAST("%7") CUDA_QUOTIENT_UNLESS                                        \
+                    EXACT("%0", "%4", "%8") EXACT("%1", "%5", "%9") EXACT("%2", "%6", "%10")                      \
+                    EXACT("%3", "%7", "%11") CUDA_END                                                             \
+                : "=&f"(r.x[0]), "=&f"(r.x[1]), "=&f"(r.x[2]), "=&f"(r.x[3])                                      \
+                : "f"(a.x[0]), "f"(a.x[1]), "f"(a.x[2]), "f"(a.x[3]), "f"(b.x[0]), "f"(b.x[1]), "f"(b.x[2]),      \
+                  "f"(b.x[3]));                                                                                   \
+        return r;                                                                                                 \
+    }                                                                                                             \
+    V_OP vf v_div##suffix(vf a, vf b)                                                                             \
+    {                                                                                                             \
+        const int is_one = hstep_cuda_is_one(a) && hstep_cuda_is_one(b); \
+        return is_one ? v_set(hstep_cuda_quotient##suffix(a.x[0], b.x[0]))              \
+                                                : hstep_cuda_quotients##suffix(a, b);                             \
+    }
+CUDA_DIVISION(, CUDA_EXACT_QUOTIENT)
+CUDA_DIVISION(0, CUDA_EXACT_QUOTIENT0)
+
+#endif
+
+#endif
