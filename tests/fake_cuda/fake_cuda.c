@@ -188,7 +188,7 @@ static int is_idle(void)
 {
     for (int i = 0; i < 64; i++)
         if (all[i] && all[i]->first) return 0;
-    return 1;
+    return !legacy.first;
 }
 
 /* Places in the library are told apart by where a call returns to. */
