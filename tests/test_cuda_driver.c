@@ -44,6 +44,12 @@ static void (*find(const char *name))(void)
 
 /* ---- A small problem ---- */
 
+/* What a call promises to be done when it returns. */
+static void check_idle(const char *call)
+{
+    CHECK(DRIVER("fake_cuda_is_idle", void)(), "%s returns, and there is work on its way", call);
+}
+
 enum { ROWS = 48, COLUMNS = 64, N = ROWS * COLUMNS, TENSORS = 3 };
 
 struct problem {
@@ -98,6 +104,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
         }
     }
     if ((error = halfstep_allocate_states(p->o))) return error;
+    check_idle("halfstep_allocate_states");
     for (int i = 0; i < TENSORS && !error; i++) {
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
         /* In halves: what is read in one piece later wants more room. */
@@ -105,6 +112,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
             error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], half * rows / 2, rows / 2,
                                         p->values[i] + half * N / 2);
     }
+    check_idle("halfstep_write_slot");
     return error;
 }
 
@@ -122,6 +130,7 @@ static int problem_gradients(struct problem *p, int step)
         if (p->device) error = halfstep_device_copy(p->o, (void *)(uintptr_t)p->gradients[i], g, sizeof g);
         else memcpy((void *)(uintptr_t)p->gradients[i], g, sizeof g);
     }
+    if (p->device && !error) check_idle("halfstep_device_copy");
     return error;
 }
 
@@ -202,6 +211,7 @@ static void test_submission(const char *recipe)
     two_sets(&p, sets, owned);
     MUST(halfstep_synchronize(p.o));
     long waits = fake->synchronizations, ran = fake->kernels, pageable = fake->pageable, allocated = fake->allocations;
+    check_idle("halfstep_synchronize");
     for (int step = 0; step < 2; step++) MUST(halfstep_step(p.o, p.weights, sets[step % 2]));
     CHECK(fake->kernels == ran, "%s: %ld kernels have run before somebody waits", recipe, fake->kernels - ran);
     for (int step = 2; step < 80; step++) {
@@ -295,6 +305,7 @@ static void test_rounds(void)
 /* Counters, scalars and accumulators that are set between steps. */
 static void test_between_steps(void)
 {
+    static char sums[2][4][2 * N];
     uint64_t hash[2], saturated[2];
     for (int far = 0; far < 2; far++) {
         struct problem p;
@@ -314,6 +325,8 @@ static void test_between_steps(void)
             if (step == 2)
                 MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32",
                                          0.5));
+            if (far) MUST(halfstep_device_copy(p.o, sums[far][step], p.gradients[1], sizeof sums[far][step]));
+            else memcpy(sums[far][step], p.gradients[1], sizeof sums[far][step]);
         }
         uint64_t count = 77;
         /* Three at the end of their range. */
@@ -326,9 +339,104 @@ static void test_between_steps(void)
         hash[far] = problem_hash(&p);
         problem_close(&p);
     }
-    CHECK(saturated[0] >= 3 && saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1], (int)saturated[0]);
+    CHECK(!memcmp(sums[0], sums[1], sizeof sums[0]), "other sums of gradients than the host's");
+    CHECK(saturated[0] >= 3 && saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1],
+          (int)saturated[0]);
     CHECK(hash[0] == hash[1], "between steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
     check_clean("between steps");
+}
+
+/* Steps, single tensors and rounds in halves, with statistics in the process's memory, and in the device's, where there
+ * is no wait. */
+static void test_halves(void)
+{
+    static int64_t statistics[2][4096];
+    for (int there = 0; there < 2; there++) {
+        uint64_t hash[2];
+        for (int far = 0; far < 2; far++) {
+            struct problem p;
+            void *memory = NULL;
+            MUST(problem_open(&p, far ? "cuda" : NULL, "lamb/bf16-sr/int8", NULL));
+            if (far) MUST(halfstep_device_allocate(p.o, sizeof statistics[1], &memory));
+            CHECK((uint64_t)halfstep_statistics_count(p.o) * 8 <= sizeof statistics[far], "too many statistics");
+            int64_t *s = far && there ? memory : statistics[far];
+            for (int step = 0; step < 2; step++) {
+                MUST(problem_gradients(&p, step));
+                long waits = fake->synchronizations;
+                MUST(halfstep_step_begin(p.o, p.gradients, s));
+                if (!there) check_idle("begin");
+                MUST(halfstep_step_norms(p.o, p.weights, p.gradients, s));
+                if (!there) check_idle("norms");
+                MUST(halfstep_step_finish(p.o, p.weights, p.gradients, s));
+                CHECK(!there || fake->synchronizations == waits, "statistics on the device are waited for");
+            }
+            for (int i = TENSORS - 1; i >= 0; i--) {
+                MUST(halfstep_step_tensor_begin(p.o, i, p.gradients[i], s));
+                if (!there) check_idle("begin of one tensor");
+                MUST(halfstep_step_tensor_norms(p.o, i, p.weights[i], p.gradients[i], s));
+                MUST(halfstep_step_tensor_finish(p.o, i, p.weights[i], p.gradients[i], s));
+            }
+            MUST(halfstep_end_round_begin(p.o, s));
+            check_idle("begin of the end of a round");
+            MUST(halfstep_end_round_finish(p.o, s));
+            hash[far] = problem_hash(&p);
+            halfstep_device_release(p.o, memory);
+            problem_close(&p);
+        }
+        CHECK(hash[0] == hash[1], "in halves: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+        CHECK(there || !memcmp(statistics[0], statistics[1], sizeof statistics[0]), "other statistics than the host's");
+    }
+    check_clean("halves");
+}
+
+/* Micro-steps, which have no weights, and a step after them. */
+static void test_micro_steps(void)
+{
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
+        for (int step = 0; step < 4; step++) {
+            MUST(problem_gradients(&p, step));
+            if (step % 2) MUST(halfstep_step(p.o, p.weights, p.gradients));
+            else MUST(halfstep_accumulate_states(p.o, p.gradients));
+        }
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "micro-steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("micro-steps");
+}
+
+/* What is not as in the other tests: another generator, one verdict and one norm for each tensor. */
+static void test_choices(void)
+{
+    static float bad[N];
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/int8", NULL));
+        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "generator", "philox7"));
+        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
+        for (int step = 0; step < 3; step++) {
+            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "delayed"));
+            MUST(problem_gradients(&p, step));
+            value_of(bad, 1, step);
+            if (step == 1) bad[N - 1] = NAN;
+            if (far) MUST(halfstep_device_copy(p.o, (void *)(uintptr_t)p.gradients[1], bad, sizeof bad));
+            else memcpy((void *)(uintptr_t)p.gradients[1], bad, sizeof bad);
+            int error = halfstep_step(p.o, p.weights, p.gradients);
+            CHECK(error == (step == 1 && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
+                  halfstep_strerror(error));
+            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
+            if (step != 1) MUST(halfstep_step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
+        }
+        MUST(halfstep_accumulate(p.o, 0, p.weights[0], "bf16-sr", p.gradients[0], "f32", 0.3));
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "choices: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("choices");
 }
 
 /* ---- Streams and graphs ---- */
@@ -437,12 +545,12 @@ static void test_graph(void)
 /* ---- Products in BF16 ---- */
 
 /* What three steps have taken from the weights of tensor 0; captured: the last two as replays of one. */
-static int taken(float *out, const char *device, int rows, double exact, int captured)
+static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
 {
     void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;
     struct problem p;
-    int error = problem_open_as(&p, device, "muon/f32/f32", stream, rows);
-    if (!error) error = halfstep_set_hyper(p.o, 0, "exact", exact);
+    int error = problem_open_as(&p, device, recipe, stream, rows);
+    if (!error && !strncmp(recipe, "muon", 4)) error = halfstep_set_hyper(p.o, 0, "exact", exact);
     for (int step = 0; !error && step < (captured ? 1 : 3); step++)
         if (!(error = problem_gradients(&p, 0))) error = halfstep_step(p.o, p.weights, p.gradients);
     if (!error && captured) {
@@ -480,10 +588,10 @@ static void test_products(int emulated)
     static const int shapes[] = {24, ROWS, 64, 128};
     static float host[N], exact[N], fast[N], replayed[N];
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        MUST(taken(host, NULL, shapes[i], 0, 0));
-        MUST(taken(exact, "cuda", shapes[i], 1, 0));
-        MUST(taken(fast, "cuda", shapes[i], 0, 0));
-        MUST(taken(replayed, "cuda", shapes[i], 0, 1));
+        MUST(taken(host, "muon/f32/f32", NULL, shapes[i], 0, 0));
+        MUST(taken(exact, "muon/f32/f32", "cuda", shapes[i], 1, 0));
+        MUST(taken(fast, "muon/f32/f32", "cuda", shapes[i], 0, 0));
+        MUST(taken(replayed, "muon/f32/f32", "cuda", shapes[i], 0, 1));
         CHECK(!memcmp(host, exact, sizeof host), "%d rows: exact products differ", shapes[i]);
         CHECK(!memcmp(replayed, fast, sizeof fast), "%d rows: replayed products differ", shapes[i]);
         double apart = distance(fast, host);
@@ -491,6 +599,19 @@ static void test_products(int emulated)
               apart);
     }
     check_clean("products");
+}
+
+/* Launches that only matrices have. */
+static void test_matrices(void)
+{
+    static const char *const recipes[] = {"muon/bf16-sr/int8", "came/f32/f32"};
+    static float host[N], device[N];
+    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+        MUST(taken(host, recipes[i], NULL, 96, 1, 0));
+        MUST(taken(device, recipes[i], "cuda", 96, 1, 0));
+        CHECK(!memcmp(host, device, sizeof host), "%s: other bits than the host's", recipes[i]);
+    }
+    check_clean("matrices");
 }
 
 /* ---- Errors ---- */
@@ -655,7 +776,11 @@ static void all_of_it(void)
     test_streams();
     test_rounds();
     test_between_steps();
+    test_halves();
+    test_micro_steps();
+    test_choices();
     test_graph();
+    test_matrices();
     test_closing();
 }
 
@@ -667,6 +792,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
         fake->mutation = (int)mutation;
         fake->call = call;
         fake->strict = 1;
+        if (mutation == FAKE_CUDA_SWAP_FIELDS) alarm(2); /* which may be a loop without an end */
         if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) test_leave(0);
         test_group_failed = 0;
         all_of_it();
@@ -684,6 +810,15 @@ static void test_left_out(const char *name, enum fake_cuda_mutation mutation)
     all_of_it();
     CHECK(fake->calls[mutation] > 0, "%s, and nobody has asked for it", name);
     for (int call = 0; call <= fake->calls[mutation]; call++) test_mutation(name, mutation, call);
+}
+
+/* Of every so many pairs one. */
+static void test_swaps(int stride)
+{
+    const char *(*pair)(int);
+    void *symbol = dlsym(driver, "fake_cuda_pair");
+    memcpy(&pair, &symbol, sizeof pair);
+    for (int n = 1; pair(n); n += stride) test_mutation(pair(n), FAKE_CUDA_SWAP_FIELDS, n);
 }
 
 int main(int argc, char **argv)
@@ -748,8 +883,12 @@ int main(int argc, char **argv)
     TEST("a refused step is told when somebody asks") test_refusal();
     TEST("rounds of single tensors") test_rounds();
     TEST("what is set between steps reaches the device") test_between_steps();
+    TEST("steps and rounds in halves") test_halves();
+    TEST("micro-steps") test_micro_steps();
+    TEST("another generator, and verdicts and norms of single tensors") test_choices();
     TEST("streams take turns in order") test_streams();
     TEST("a captured step goes on in replays") test_graph();
+    TEST("matrices and their vectors") test_matrices();
     TEST("products of matrices, exact and in BF16") test_products(library != NULL);
     TEST("memory of another is refused") test_pointers();
     TEST("out of memory comes back as its code") test_out_of_memory();
@@ -761,10 +900,7 @@ int main(int argc, char **argv)
     TEST("an event that is left out is noticed") test_left_out("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
     TEST("a stream that does not wait for another is noticed")
         test_left_out("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
-    TEST("weights and gradients in each other's place are noticed")
-        test_mutation("weights and gradients are swapped", FAKE_CUDA_SWAP_POINTERS, 0);
-    TEST("first and n in each other's place are noticed")
-        test_mutation("first and n are swapped", FAKE_CUDA_SWAP_WHAT, 0);
+    TEST("fields of a launch in each other's place are noticed") test_swaps(library || short_run ? 16 : 1);
     TEST("parameters in each other's place are noticed")
         test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS, 0);
     TEST("blocks and threads in each other's place are noticed")

@@ -21,13 +21,12 @@ enum fake_cuda_mutation {
     FAKE_CUDA_NO_EVENT_SYNCHRONIZE,
     FAKE_CUDA_NO_EVENT_RECORD,
     FAKE_CUDA_NO_STREAM_WAIT,
-    FAKE_CUDA_SWAP_POINTERS,   /* weights and gradients of a call */
-    FAKE_CUDA_SWAP_WHAT,       /* first and n */
+    FAKE_CUDA_SWAP_FIELDS,     /* of what a launch is given, the call-th pair: fake_cuda_pair() */
     FAKE_CUDA_SWAP_PARAMETERS, /* the two of a launch */
     FAKE_CUDA_SWAP_SHAPE,      /* blocks and threads */
     FAKE_CUDA_MUTATIONS
 };
-#define FAKE_CUDA_CALLS FAKE_CUDA_SWAP_POINTERS /* those before it leave calls out */
+#define FAKE_CUDA_CALLS FAKE_CUDA_SWAP_FIELDS /* those before it leave calls out */
 
 struct fake_cuda_control {
     int devices, driver, compute, open;
@@ -43,6 +42,10 @@ struct fake_cuda_control {
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
+/* Whether no stream has work that is still to be done. */
+int fake_cuda_is_idle(void);
+/* Two fields of one type in what a launch is given, from 1 on; NULL: there are no more. */
+const char *fake_cuda_pair(int n);
 
 /* Work of another library on a stream, in its turn, with a copy of what `argument` points to: at most 512 bytes. */
 void fake_cuda_submit(void *stream, void (*work)(void *argument), const void *argument, size_t bytes);
