@@ -26,6 +26,7 @@ enum {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     ILLEGAL_ADDRESS = 700,
+    OUT_OF_RESOURCES = 701,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
     CAPTURE_ISOLATION = 905
@@ -271,6 +272,7 @@ EXPORT int cuGetErrorName(int result, const char **text)
                  {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
                  {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
                  {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                 {OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"},
                  {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
     *text = NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -352,8 +354,12 @@ EXPORT int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int 
 {
     BEGIN();
     (void)n, (void)options, (void)values;
+    static char taken[16];
     *module = &control;
-    return !strncmp(image, "fake", 4) ? OK : INVALID_IMAGE;
+    if (strncmp(image, "fake", 4) != 0) return INVALID_IMAGE;
+    snprintf(taken, sizeof taken, "%s", (const char *)image);
+    control.image = taken;
+    return OK;
 }
 
 EXPORT int cuModuleGetFunction(void **function, void *module, const char *name)
@@ -765,6 +771,7 @@ EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, un
     }
     if (!x || y != 1 || z != 1 || threads_x != HSTEP_CUDA_THREADS || threads_y != 1 || threads_z != 1)
         return misuse("a launch of another shape");
+    if (control.fail_launch && !--control.fail_launch) return OUT_OF_RESOURCES;
     control.launches++;
     struct op *o = append(stream_of(handle), LAUNCH);
     o->kernel = (int)((const struct hstep_emulated_kernel *)function - hstep_emulated_kernels);

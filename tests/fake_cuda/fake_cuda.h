@@ -30,7 +30,7 @@ enum fake_cuda_mutation {
 
 struct fake_cuda_control {
     int devices, driver, compute, open;
-    long fail_allocation, fault; /* counted down, 0: never */
+    long fail_allocation, fault, fail_launch; /* counted down, 0: never */
     int mutation, call; /* call: only where it is made for the call-th time from another place; 0: everywhere */
     int strict;         /* nothing is given back while work is on its way, though a driver would wait for that */
     /* Told: */
@@ -39,6 +39,7 @@ struct fake_cuda_control {
     int depth;                                                               /* of this thread's contexts */
     int calls[FAKE_CUDA_CALLS]; /* places that call what each mutation leaves out */
     const char *offence;        /* the first misuse, or NULL */
+    const char *image;          /* the device code that was taken last; at most 15 characters of it */
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
