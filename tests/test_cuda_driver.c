@@ -790,15 +790,54 @@ static void test_matrices(void)
 
 /* ---- Errors ---- */
 
+/* Every call that takes an address, with one that is not the handle's GPU's; says: whose it is. */
+static void check_foreign(struct problem *p, void *bad, const char *says)
+{
+    static float out[N];
+    static int64_t statistics[4096];
+    const void *gradients[TENSORS];
+    void *weights[TENSORS];
+    uint64_t count = 0;
+    memcpy(gradients, p->gradients, sizeof gradients);
+    memcpy(weights, p->weights, sizeof weights);
+    gradients[1] = weights[1] = bad;
+#define FOREIGN(call)                                                                                               \
+    do {                                                                                                            \
+        int error_ = (call);                                                                                        \
+        CHECK(error_ == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
+              halfstep_strerror(error_), halfstep_error_detail(p->o));                                              \
+    } while (0)
+    FOREIGN(halfstep_step(p->o, weights, p->gradients));
+    FOREIGN(halfstep_step(p->o, p->weights, gradients));
+    FOREIGN(halfstep_step_begin(p->o, gradients, statistics));
+    FOREIGN(halfstep_step_tensor(p->o, 1, bad, p->gradients[1]));
+    FOREIGN(halfstep_step_tensor(p->o, 1, p->weights[1], bad));
+    FOREIGN(halfstep_step_tensor_begin(p->o, 1, bad, statistics));
+    FOREIGN(halfstep_accumulate(p->o, 1, bad, "f32", p->gradients[1], "f32", 1.0));
+    FOREIGN(halfstep_accumulate(p->o, 1, p->weights[1], "f32", bad, "f32", 1.0));
+    FOREIGN(halfstep_accumulate_states(p->o, gradients));
+    FOREIGN(halfstep_accumulate_states_tensor(p->o, 1, bad));
+    FOREIGN(halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_read_average(p->o, 1, bad, 0, 1, out));
+    FOREIGN(halfstep_write_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_saturated(p->o, 1, bad, &count));
+    FOREIGN(halfstep_bind_hyper(p->o, 0, "lr", bad));
+    FOREIGN(halfstep_bind_slot(p->o, 1, HALFSTEP_SLOT_STATE, bad, NULL));
+    FOREIGN(halfstep_bind_states(p->o, bad, (uint64_t)1 << 30));
+#undef FOREIGN
+}
+
 static void test_pointers(void)
 {
     struct problem p, q;
     fake->devices = 2;
-    float here[N] = {0};
+    static float here[N];
     void *weights[TENSORS];
     const void *gradients[TENSORS];
-    MUST(problem_open(&p, "cuda:0", "adamw", NULL));
-    MUST(problem_open(&q, "cuda:1", "adamw", NULL));
+    MUST(problem_open(&p, "cuda:0", "adamw/bf16-sr/bf16-sr", NULL));
+    MUST(problem_open(&q, "cuda:1", "adamw/bf16-sr/bf16-sr", NULL));
+    MUST(problem_gradients(&p, 0));
+    MUST(problem_gradients(&q, 0));
     uint64_t before = problem_hash(&p);
     memcpy(weights, p.weights, sizeof weights);
     memcpy(gradients, p.gradients, sizeof gradients);
@@ -813,11 +852,12 @@ static void test_pointers(void)
     CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
               strstr(halfstep_error_detail(p.o), "memory of GPU 1"),
           "a gradient of another GPU: %s", halfstep_error_detail(p.o));
-    error = halfstep_bind_states(p.o, here + (16 - (uintptr_t)here / 4 % 16), 1 << 30);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "states of the process: %s", halfstep_error_detail(p.o));
-    error = halfstep_step_tensor(p.o, 0, here, p.gradients[0]);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "a tensor of the process: %s", halfstep_error_detail(p.o));
-    CHECK(before == problem_hash(&p), "a refused step has changed something");
+    check_foreign(&p, here + (16 - (uintptr_t)here / 4 % 16) % 16, "memory of the process");
+    check_foreign(&p, q.weights[0], "memory of GPU 1");
+    CHECK(before == problem_hash(&p), "a refused call has changed something");
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    MUST(halfstep_step(q.o, q.weights, q.gradients));
+    CHECK(problem_hash(&p) == problem_hash(&q), "after refused calls a step has other bits");
     problem_close(&q);
     problem_close(&p);
     fake->devices = 1;
