@@ -10,14 +10,23 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "test.h"
 
+#include "cuda/images.h"
 #include "cuda/link.h"
 #include "fake_cuda/fake_cuda.h"
 #include "golden_case.h"
+
+/* In place of what the build has embedded; the fake takes what begins with "fake". */
+static char code[5][8] = {"fake 90", "fake 89", "fake 86", "fake 80", "fake tx"};
+enum { TEXTS = sizeof code / sizeof *code, TEXT = sizeof *code };
+const struct hstep_cuda_image hstep_cuda_images[] = {{90, code[0], TEXT, TEXT}, {89, code[1], TEXT, TEXT},
+                                                     {86, code[2], TEXT, TEXT}, {80, code[3], TEXT, TEXT},
+                                                     {0, code[4], TEXT, TEXT},  {0, NULL, 0, 0}};
 
 static struct fake_cuda_control *fake;
 static void *driver;
@@ -43,6 +52,12 @@ static void (*find(const char *name))(void)
     } while (0)
 
 /* ---- A small problem ---- */
+
+/* What a call promises to be done when it returns. */
+static void check_idle(const char *call)
+{
+    CHECK(DRIVER("fake_cuda_is_idle", void)(), "%s returns, and there is work on its way", call);
+}
 
 enum { ROWS = 48, COLUMNS = 64, N = ROWS * COLUMNS, TENSORS = 3 };
 
@@ -98,10 +113,15 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
         }
     }
     if ((error = halfstep_allocate_states(p->o))) return error;
+    check_idle("halfstep_allocate_states");
     for (int i = 0; i < TENSORS && !error; i++) {
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
-        error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], 0, rows, p->values[i]);
+        /* In halves: what is read in one piece later wants more room. */
+        for (int half = 0; half < 2 && !error; half++)
+            error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], half * rows / 2, rows / 2,
+                                        p->values[i] + half * N / 2);
     }
+    check_idle("halfstep_write_slot");
     return error;
 }
 
@@ -119,6 +139,7 @@ static int problem_gradients(struct problem *p, int step)
         if (p->device) error = halfstep_device_copy(p->o, (void *)(uintptr_t)p->gradients[i], g, sizeof g);
         else memcpy((void *)(uintptr_t)p->gradients[i], g, sizeof g);
     }
+    if (p->device && !error) check_idle("halfstep_device_copy");
     return error;
 }
 
@@ -199,6 +220,7 @@ static void test_submission(const char *recipe)
     two_sets(&p, sets, owned);
     MUST(halfstep_synchronize(p.o));
     long waits = fake->synchronizations, ran = fake->kernels, pageable = fake->pageable, allocated = fake->allocations;
+    check_idle("halfstep_synchronize");
     for (int step = 0; step < 2; step++) MUST(halfstep_step(p.o, p.weights, sets[step % 2]));
     CHECK(fake->kernels == ran, "%s: %ld kernels have run before somebody waits", recipe, fake->kernels - ran);
     for (int step = 2; step < 80; step++) {
@@ -228,17 +250,57 @@ static void test_submission(const char *recipe)
     check_clean("submission");
 }
 
+/* Of one step about so many tensors. */
+static long launches_of(int tensors, const char *recipe)
+{
+    enum { MOST = 300, SIZE = 256 };
+    static void *weights[MOST];
+    static const void *gradients[MOST];
+    static const float zero[SIZE];
+    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .device = "cuda"};
+    halfstep_optimizer *o = NULL;
+    char name[16];
+    int32_t index;
+    void *w = NULL, *g = NULL;
+    int error = halfstep_create(&options, &o);
+    if (!error) error = halfstep_add_group(o, recipe, &index);
+    if (!error) error = halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0);
+    for (int i = 0; !error && i < tensors; i++) {
+        snprintf(name, sizeof name, "%d", i);
+        halfstep_tensor t = {
+            .struct_size = sizeof t, .name = name, .ndim = 2, .rows = 4, .row_length = SIZE / 4, .gradient = "f32"};
+        error = halfstep_add_tensor(o, &t, &index);
+    }
+    if (!error) error = halfstep_allocate_states(o);
+    if (!error) error = halfstep_device_allocate(o, sizeof zero, &w);
+    if (!error) error = halfstep_device_allocate(o, sizeof zero, &g);
+    if (!error) error = halfstep_device_copy(o, w, zero, sizeof zero);
+    if (!error) error = halfstep_device_copy(o, g, zero, sizeof zero);
+    /* All on one piece of memory: nobody looks at the values. */
+    for (int i = 0; i < tensors; i++) weights[i] = w, gradients[i] = g;
+    if (!error) error = halfstep_step(o, weights, gradients);
+    long before = fake->launches;
+    if (!error) error = halfstep_step(o, weights, gradients);
+    long launches = fake->launches - before;
+    if (!error) error = halfstep_synchronize(o);
+    CHECK(!error, "%d tensors of %s: %s", tensors, recipe, halfstep_strerror(error));
+    halfstep_device_release(o, w);
+    halfstep_device_release(o, g);
+    halfstep_destroy(o);
+    return launches;
+}
+
 static void test_launches(void)
 {
-    struct problem p;
-    MUST(problem_open(&p, "cuda", "adamw/bf16-sr/int8", NULL));
-    MUST(problem_gradients(&p, 0));
-    MUST(halfstep_step(p.o, p.weights, p.gradients));
-    long launches = fake->launches;
-    MUST(halfstep_step(p.o, p.weights, p.gradients));
-    launches = fake->launches - launches;
-    CHECK(launches == 5, "a step is %ld launches: scan, decide, update, that of whole tiles, count", launches);
-    problem_close(&p);
+    for (int n = 1; n <= 300; n = n == 1 ? 3 : n * 100) {
+        long launches = launches_of(n, "adamw/bf16-sr/int8");
+        CHECK(launches == 5, "a step of %d tensors is %ld launches: scan, decide, update, that of whole tiles, count",
+              n, launches);
+        launches = launches_of(n, "lamb/bf16-sr/int8");
+        CHECK(launches == launches_of(2, "lamb/bf16-sr/int8"), "lamb: a step of %d tensors is %ld launches", n,
+              launches);
+    }
+    check_clean("launches");
 }
 
 static void test_refusal(void)
@@ -269,6 +331,76 @@ static void test_refusal(void)
     check_clean("refusal");
 }
 
+enum question { COUNTERS, GROUP_STEPS, NORM, WEIGHT, STATE, AVERAGE, SCALAR, SATURATED, QUESTIONS };
+
+/* What is asked first after the last step; the answer is hashed. */
+static uint64_t ask(struct problem *p, enum question question)
+{
+    static float out[N];
+    halfstep_counters c = {.struct_size = sizeof c};
+    uint64_t number = 0;
+    double value = 0.0;
+    int error = HALFSTEP_OK;
+    memset(out, 0, sizeof out);
+    switch (question) {
+    case COUNTERS:
+        error = halfstep_get_counters(p->o, 1, &c);
+        number = c.state_steps * 1000 + c.writes;
+        break;
+    case GROUP_STEPS: error = halfstep_get_group_steps(p->o, 0, &number); break;
+    case NORM: value = halfstep_gradient_norm(p->o); break;
+    case WEIGHT: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, p->weights[1], 0, ROWS, out); break;
+    case STATE: error = halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_STATE, NULL, 0, ROWS, out); break;
+    case AVERAGE: error = halfstep_read_average(p->o, 1, p->weights[1], 0, ROWS, out); break;
+    case SCALAR: error = halfstep_get_scalar(p->o, 1, "weight_sum", &value); break;
+    case SATURATED: error = halfstep_saturated(p->o, 1, p->weights[1], &number); break;
+    case QUESTIONS: break;
+    }
+    CHECK(!error, "question %d: %s", (int)question, halfstep_strerror(error));
+    return hash_finish(hash_bytes(hash_word(hash_bytes(HASH_START, &value, sizeof value), number), out, sizeof out));
+}
+
+/* Steps of which the last, or the one before it, is refused: each reading is the first to tell of it, and tells what
+ * the host does. Weights at the end of their range come with gradients that would take them away from there. */
+static void test_refused_readings(void)
+{
+    static float bad[N], high[N];
+    for (int i = 0; i < N; i++) high[i] = 3.3895314e38f;
+    for (int question = 0; question < QUESTIONS; question++)
+        for (int refused = 1; refused < 3; refused++) {
+            uint64_t answer[2], hash[2];
+            for (int far = 0; far < 2; far++) {
+                struct problem p;
+                MUST(problem_open(&p, far ? "cuda" : NULL, "schedulefree/bf16-sr/bf16-sr", NULL));
+                for (int step = 0; step < 3; step++) {
+                    MUST(problem_gradients(&p, step));
+                    if (step == 2) MUST(halfstep_write_slot(p.o, 1, HALFSTEP_SLOT_WEIGHT, p.weights[1], 0, 1, high));
+                    if (step == refused) {
+                        void *at = (void *)(uintptr_t)p.gradients[0];
+                        value_of(bad, 0, step);
+                        bad[N / 2] = INFINITY;
+                        if (far) MUST(halfstep_device_copy(p.o, at, bad, sizeof bad));
+                        else memcpy(at, bad, sizeof bad);
+                    }
+                    int error = halfstep_step(p.o, p.weights, p.gradients);
+                    CHECK(error == (step == refused && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
+                          halfstep_strerror(error));
+                }
+                answer[far] = ask(&p, (enum question)question);
+                CHECK(halfstep_skipped_steps(p.o) == 1 && !strcmp(halfstep_nonfinite_tensor(p.o), "a"),
+                      "%d steps are skipped, '%s' offends", (int)halfstep_skipped_steps(p.o),
+                      halfstep_nonfinite_tensor(p.o));
+                hash[far] = problem_hash(&p);
+                problem_close(&p);
+            }
+            CHECK(answer[0] == answer[1], "question %d after step %d was refused: another answer than the host's",
+                  question, refused);
+            CHECK(hash[0] == hash[1], "step %d refused: %016" PRIx64 ", on the host %016" PRIx64, refused, hash[1],
+                  hash[0]);
+        }
+    check_clean("readings of refused steps");
+}
+
 /* Single tensors and rounds, with delayed clipping by what only the device knows. */
 static void test_rounds(void)
 {
@@ -292,7 +424,8 @@ static void test_rounds(void)
 /* Counters, scalars and accumulators that are set between steps. */
 static void test_between_steps(void)
 {
-    uint64_t hash[2], saturated[2] = {77, 78};
+    static char sums[2][4][2 * N];
+    uint64_t hash[2], saturated[2];
     for (int far = 0; far < 2; far++) {
         struct problem p;
         MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
@@ -311,16 +444,173 @@ static void test_between_steps(void)
             if (step == 2)
                 MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32",
                                          0.5));
+            if (far) MUST(halfstep_device_copy(p.o, sums[far][step], p.gradients[1], sizeof sums[far][step]));
+            else memcpy(sums[far][step], p.gradients[1], sizeof sums[far][step]);
         }
-        MUST(halfstep_saturated(p.o, 0, p.weights[0], &saturated[far]));
+        uint64_t count = 77;
+        /* Three at the end of their range. */
+        for (int j = 0; j < 3; j++) p.values[0][j] = 3.3895314e38f;
+        MUST(halfstep_write_slot(p.o, 0, HALFSTEP_SLOT_WEIGHT, p.weights[0], 0, 1, p.values[0]));
+        MUST(halfstep_saturated(p.o, 0, p.weights[0], &count));
+        saturated[far] = count; /* what comes later comes too late */
         /* What it works in has to grow for the slots that are read next. */
         MUST(halfstep_accumulate(p.o, 0, (void *)(uintptr_t)p.gradients[1], "bf16-sr", p.gradients[0], "f32", 0.5));
         hash[far] = problem_hash(&p);
         problem_close(&p);
     }
-    CHECK(saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1], (int)saturated[0]);
+    CHECK(!memcmp(sums[0], sums[1], sizeof sums[0]), "other sums of gradients than the host's");
+    CHECK(saturated[0] >= 3 && saturated[0] == saturated[1], "%d saturated weights, on the host %d", (int)saturated[1],
+          (int)saturated[0]);
     CHECK(hash[0] == hash[1], "between steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
     check_clean("between steps");
+}
+
+/* Steps, single tensors and rounds in halves, with statistics in the process's memory, and in the device's, where there
+ * is no wait. */
+static void test_halves(void)
+{
+    static int64_t statistics[2][4096];
+    for (int there = 0; there < 2; there++) {
+        uint64_t hash[2];
+        for (int far = 0; far < 2; far++) {
+            struct problem p;
+            void *memory = NULL;
+            MUST(problem_open(&p, far ? "cuda" : NULL, "lamb/bf16-sr/int8", NULL));
+            if (far) MUST(halfstep_device_allocate(p.o, sizeof statistics[1], &memory));
+            CHECK((uint64_t)halfstep_statistics_count(p.o) * 8 <= sizeof statistics[far], "too many statistics");
+            int64_t *s = far && there ? memory : statistics[far];
+            for (int step = 0; step < 2; step++) {
+                MUST(problem_gradients(&p, step));
+                long waits = fake->synchronizations;
+                MUST(halfstep_step_begin(p.o, p.gradients, s));
+                if (!there) check_idle("begin");
+                MUST(halfstep_step_norms(p.o, p.weights, p.gradients, s));
+                if (!there) check_idle("norms");
+                MUST(halfstep_step_finish(p.o, p.weights, p.gradients, s));
+                CHECK(!there || fake->synchronizations == waits, "statistics on the device are waited for");
+            }
+            for (int i = TENSORS - 1; i >= 0; i--) {
+                MUST(halfstep_step_tensor_begin(p.o, i, p.gradients[i], s));
+                if (!there) check_idle("begin of one tensor");
+                MUST(halfstep_step_tensor_norms(p.o, i, p.weights[i], p.gradients[i], s));
+                MUST(halfstep_step_tensor_finish(p.o, i, p.weights[i], p.gradients[i], s));
+            }
+            MUST(halfstep_end_round_begin(p.o, s));
+            check_idle("begin of the end of a round");
+            MUST(halfstep_end_round_finish(p.o, s));
+            hash[far] = problem_hash(&p);
+            halfstep_device_release(p.o, memory);
+            problem_close(&p);
+        }
+        CHECK(hash[0] == hash[1], "in halves: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+        CHECK(there || !memcmp(statistics[0], statistics[1], sizeof statistics[0]), "other statistics than the host's");
+    }
+    check_clean("halves");
+}
+
+/* Micro-steps, which have no weights, and a step after them. */
+static void test_micro_steps(void)
+{
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/bf16-sr", NULL));
+        for (int step = 0; step < 4; step++) {
+            MUST(problem_gradients(&p, step));
+            if (step % 2) MUST(halfstep_step(p.o, p.weights, p.gradients));
+            else MUST(halfstep_accumulate_states(p.o, p.gradients));
+        }
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "micro-steps: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("micro-steps");
+}
+
+/* What is not as in the other tests: another generator, one verdict and one norm for each tensor. */
+static void test_choices(void)
+{
+    static float bad[N];
+    uint64_t hash[2];
+    for (int far = 0; far < 2; far++) {
+        struct problem p;
+        MUST(problem_open(&p, far ? "cuda" : NULL, "adamw/bf16-sr/int8", NULL));
+        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "generator", "philox7"));
+        MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "scan", "per-tensor"));
+        for (int step = 0; step < 3; step++) {
+            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "delayed"));
+            MUST(problem_gradients(&p, step));
+            value_of(bad, 1, step);
+            if (step == 1) bad[N - 1] = NAN;
+            if (far) MUST(halfstep_device_copy(p.o, (void *)(uintptr_t)p.gradients[1], bad, sizeof bad));
+            else memcpy((void *)(uintptr_t)p.gradients[1], bad, sizeof bad);
+            int error = halfstep_step(p.o, p.weights, p.gradients);
+            CHECK(error == (step == 1 && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
+                  halfstep_strerror(error));
+            MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
+            if (step != 1) MUST(halfstep_step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
+        }
+        MUST(halfstep_accumulate(p.o, 0, p.weights[0], "bf16-sr", p.gradients[0], "f32", 0.3));
+        hash[far] = problem_hash(&p);
+        problem_close(&p);
+    }
+    CHECK(hash[0] == hash[1], "choices: %016" PRIx64 ", on the host %016" PRIx64, hash[1], hash[0]);
+    check_clean("choices");
+}
+
+/* Rows of a tensor of 2^40 elements: what keys their random bits does not fit 32 bits, nor do their places. */
+static void test_far_indices(void)
+{
+    static const int64_t firsts[] = {0, (int64_t)1 << 26, (int64_t)1 << 33, ((int64_t)1 << 34) - ROWS};
+    enum { PLACES = sizeof firsts / sizeof *firsts };
+    static float values[N], g[N], in[N];
+    uint64_t hash[PLACES][2];
+    for (int place = 0; place < PLACES; place++)
+        for (int far = 0; far < 2; far++) {
+            halfstep_options options = {.struct_size = sizeof options, .threads = 1, .device = far ? "cuda" : NULL};
+            halfstep_tensor t = {.struct_size = sizeof t,
+                                 .name = "large",
+                                 .ndim = 2,
+                                 .rows = (int64_t)1 << 34,
+                                 .row_length = COLUMNS,
+                                 .first_row = firsts[place],
+                                 .n_rows = ROWS,
+                                 .n_columns = COLUMNS,
+                                 .gradient = "f32"};
+            halfstep_optimizer *o;
+            int32_t index;
+            void *memory[2] = {values, g};
+            halfstep_counters c = {.struct_size = sizeof c};
+            MUST(halfstep_create(&options, &o));
+            MUST(halfstep_add_group(o, "adamw/bf16-sr/bf16-sr", &index));
+            MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
+            MUST(halfstep_add_tensor(o, &t, &index));
+            MUST(halfstep_allocate_states(o));
+            for (int i = 0; i < 2 && far; i++) MUST(halfstep_device_allocate(o, sizeof g, &memory[i]));
+            for (int i = 0; i < N; i++) in[i] = 1.0f;
+            MUST(halfstep_write_slot(o, 0, HALFSTEP_SLOT_WEIGHT, memory[0], 0, ROWS, in));
+            value_of(g, 0, 0);
+            if (far) MUST(halfstep_device_copy(o, memory[1], g, sizeof g));
+            const void *gradient = memory[1];
+            for (int step = 0; step < 3; step++) MUST(halfstep_step(o, &memory[0], &gradient));
+            hash[place][far] = HASH_START;
+            for (int slot = 0; slot < 4; slot++) {
+                if (slot == HALFSTEP_SLOT_GRADIENT) continue;
+                MUST(halfstep_read_slot(o, 0, slot, slot ? NULL : memory[0], 0, ROWS, in));
+                hash[place][far] = hash_bytes(hash[place][far], in, sizeof in);
+            }
+            MUST(halfstep_get_counters(o, 0, &c));
+            CHECK(c.state_steps == 3, "%d steps are counted", (int)c.state_steps);
+            for (int i = 0; i < 2 && far; i++) halfstep_device_release(o, memory[i]);
+            halfstep_destroy(o);
+        }
+    for (int place = 0; place < PLACES; place++) {
+        CHECK(hash[place][0] == hash[place][1], "from row %" PRId64 ": other bits than the host's", firsts[place]);
+        for (int other = 0; other < place; other++)
+            CHECK(hash[place][1] != hash[other][1], "rows from %" PRId64 " and from %" PRId64 " have the same bits",
+                  firsts[place], firsts[other]);
+    }
+    check_clean("far indices");
 }
 
 /* ---- Streams and graphs ---- */
@@ -429,12 +719,12 @@ static void test_graph(void)
 /* ---- Products in BF16 ---- */
 
 /* What three steps have taken from the weights of tensor 0; captured: the last two as replays of one. */
-static int taken(float *out, const char *device, int rows, double exact, int captured)
+static int taken(float *out, const char *recipe, const char *device, int rows, double exact, int captured)
 {
     void *stream = device ? new_stream() : NULL, *graph = NULL, *context = NULL;
     struct problem p;
-    int error = problem_open_as(&p, device, "muon/f32/f32", stream, rows);
-    if (!error) error = halfstep_set_hyper(p.o, 0, "exact", exact);
+    int error = problem_open_as(&p, device, recipe, stream, rows);
+    if (!error && !strncmp(recipe, "muon", 4)) error = halfstep_set_hyper(p.o, 0, "exact", exact);
     for (int step = 0; !error && step < (captured ? 1 : 3); step++)
         if (!(error = problem_gradients(&p, 0))) error = halfstep_step(p.o, p.weights, p.gradients);
     if (!error && captured) {
@@ -472,10 +762,10 @@ static void test_products(int emulated)
     static const int shapes[] = {24, ROWS, 64, 128};
     static float host[N], exact[N], fast[N], replayed[N];
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        MUST(taken(host, NULL, shapes[i], 0, 0));
-        MUST(taken(exact, "cuda", shapes[i], 1, 0));
-        MUST(taken(fast, "cuda", shapes[i], 0, 0));
-        MUST(taken(replayed, "cuda", shapes[i], 0, 1));
+        MUST(taken(host, "muon/f32/f32", NULL, shapes[i], 0, 0));
+        MUST(taken(exact, "muon/f32/f32", "cuda", shapes[i], 1, 0));
+        MUST(taken(fast, "muon/f32/f32", "cuda", shapes[i], 0, 0));
+        MUST(taken(replayed, "muon/f32/f32", "cuda", shapes[i], 0, 1));
         CHECK(!memcmp(host, exact, sizeof host), "%d rows: exact products differ", shapes[i]);
         CHECK(!memcmp(replayed, fast, sizeof fast), "%d rows: replayed products differ", shapes[i]);
         double apart = distance(fast, host);
@@ -485,17 +775,69 @@ static void test_products(int emulated)
     check_clean("products");
 }
 
+/* Launches that only matrices have. */
+static void test_matrices(void)
+{
+    static const char *const recipes[] = {"muon/bf16-sr/int8", "came/f32/f32"};
+    static float host[N], device[N];
+    for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+        MUST(taken(host, recipes[i], NULL, 96, 1, 0));
+        MUST(taken(device, recipes[i], "cuda", 96, 1, 0));
+        CHECK(!memcmp(host, device, sizeof host), "%s: other bits than the host's", recipes[i]);
+    }
+    check_clean("matrices");
+}
+
 /* ---- Errors ---- */
+
+/* Every call that takes an address, with one that is not the handle's GPU's; says: whose it is. */
+static void check_foreign(struct problem *p, void *bad, const char *says)
+{
+    static float out[N];
+    static int64_t statistics[4096];
+    const void *gradients[TENSORS];
+    void *weights[TENSORS];
+    uint64_t count = 0;
+    memcpy(gradients, p->gradients, sizeof gradients);
+    memcpy(weights, p->weights, sizeof weights);
+    gradients[1] = weights[1] = bad;
+#define FOREIGN(call)                                                                                               \
+    do {                                                                                                            \
+        int error_ = (call);                                                                                        \
+        CHECK(error_ == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p->o), says), "%s: %s (%s)", #call, \
+              halfstep_strerror(error_), halfstep_error_detail(p->o));                                              \
+    } while (0)
+    FOREIGN(halfstep_step(p->o, weights, p->gradients));
+    FOREIGN(halfstep_step(p->o, p->weights, gradients));
+    FOREIGN(halfstep_step_begin(p->o, gradients, statistics));
+    FOREIGN(halfstep_step_tensor(p->o, 1, bad, p->gradients[1]));
+    FOREIGN(halfstep_step_tensor(p->o, 1, p->weights[1], bad));
+    FOREIGN(halfstep_step_tensor_begin(p->o, 1, bad, statistics));
+    FOREIGN(halfstep_accumulate(p->o, 1, bad, "f32", p->gradients[1], "f32", 1.0));
+    FOREIGN(halfstep_accumulate(p->o, 1, p->weights[1], "f32", bad, "f32", 1.0));
+    FOREIGN(halfstep_accumulate_states(p->o, gradients));
+    FOREIGN(halfstep_accumulate_states_tensor(p->o, 1, bad));
+    FOREIGN(halfstep_read_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_read_average(p->o, 1, bad, 0, 1, out));
+    FOREIGN(halfstep_write_slot(p->o, 1, HALFSTEP_SLOT_WEIGHT, bad, 0, 1, out));
+    FOREIGN(halfstep_saturated(p->o, 1, bad, &count));
+    FOREIGN(halfstep_bind_hyper(p->o, 0, "lr", bad));
+    FOREIGN(halfstep_bind_slot(p->o, 1, HALFSTEP_SLOT_STATE, bad, NULL));
+    FOREIGN(halfstep_bind_states(p->o, bad, (uint64_t)1 << 30));
+#undef FOREIGN
+}
 
 static void test_pointers(void)
 {
     struct problem p, q;
     fake->devices = 2;
-    float here[N] = {0};
+    static float here[N];
     void *weights[TENSORS];
     const void *gradients[TENSORS];
-    MUST(problem_open(&p, "cuda:0", "adamw", NULL));
-    MUST(problem_open(&q, "cuda:1", "adamw", NULL));
+    MUST(problem_open(&p, "cuda:0", "adamw/bf16-sr/bf16-sr", NULL));
+    MUST(problem_open(&q, "cuda:1", "adamw/bf16-sr/bf16-sr", NULL));
+    MUST(problem_gradients(&p, 0));
+    MUST(problem_gradients(&q, 0));
     uint64_t before = problem_hash(&p);
     memcpy(weights, p.weights, sizeof weights);
     memcpy(gradients, p.gradients, sizeof gradients);
@@ -510,11 +852,12 @@ static void test_pointers(void)
     CHECK(error == HALFSTEP_ERROR_ARGUMENT && strstr(halfstep_error_detail(p.o), "gradient of tensor 'c'") &&
               strstr(halfstep_error_detail(p.o), "memory of GPU 1"),
           "a gradient of another GPU: %s", halfstep_error_detail(p.o));
-    error = halfstep_bind_states(p.o, here + (16 - (uintptr_t)here / 4 % 16), 1 << 30);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "states of the process: %s", halfstep_error_detail(p.o));
-    error = halfstep_step_tensor(p.o, 0, here, p.gradients[0]);
-    CHECK(error == HALFSTEP_ERROR_ARGUMENT, "a tensor of the process: %s", halfstep_error_detail(p.o));
-    CHECK(before == problem_hash(&p), "a refused step has changed something");
+    check_foreign(&p, here + (16 - (uintptr_t)here / 4 % 16) % 16, "memory of the process");
+    check_foreign(&p, q.weights[0], "memory of GPU 1");
+    CHECK(before == problem_hash(&p), "a refused call has changed something");
+    MUST(halfstep_step(p.o, p.weights, p.gradients));
+    MUST(halfstep_step(q.o, q.weights, q.gradients));
+    CHECK(problem_hash(&p) == problem_hash(&q), "after refused calls a step has other bits");
     problem_close(&q);
     problem_close(&p);
     fake->devices = 1;
@@ -549,6 +892,47 @@ static void test_out_of_memory(void)
     }
 }
 
+/* A step that had no memory, or whose launch was refused before the first update, has changed nothing: made again, it
+ * comes to what it would have. After that weights and states may not belong together, and the handle says so. */
+static void test_step_made_again(void)
+{
+    static const char recipe[] = "lamb/bf16-sr/int8";
+    uint64_t expected = 0;
+    for (int launches = 0; launches < 2; launches++) {
+        int again = 0, cut = 0;
+        for (long k = 0, fired = 1; fired; k++) {
+            struct problem p;
+            MUST(problem_open(&p, "cuda", recipe, NULL));
+            MUST(problem_gradients(&p, 0));
+            MUST(halfstep_synchronize(p.o));
+            if (launches) fake->fail_launch = k;
+            else fake->fail_allocation = k;
+            int error = halfstep_step(p.o, p.weights, p.gradients);
+            fired = !k || !(launches ? fake->fail_launch : fake->fail_allocation);
+            fake->fail_launch = fake->fail_allocation = 0;
+            int wanted = !fired || !k ? HALFSTEP_OK : launches ? HALFSTEP_ERROR_DEVICE : HALFSTEP_ERROR_MEMORY;
+            const char *says = launches ? "OUT_OF_RESOURCES" : "OUT_OF_MEMORY";
+            CHECK(error == wanted && (!error || strstr(halfstep_error_detail(p.o), says)), "%s %ld: %s (%s)",
+                  launches ? "launch" : "allocation", k, halfstep_strerror(error), halfstep_error_detail(p.o));
+            if (error && !(error = halfstep_step(p.o, p.weights, p.gradients))) again++;
+            if (error) {
+                cut++;
+                CHECK(launches && error == HALFSTEP_ERROR_DEVICE &&
+                          strstr(halfstep_error_detail(p.o), "load a checkpoint into a new handle"),
+                      "%ld: %s", k, halfstep_error_detail(p.o));
+            } else {
+                uint64_t hash = problem_hash(&p);
+                if (!k && !launches) expected = hash;
+                CHECK(hash == expected, "%s %ld: %016" PRIx64 ", and undisturbed %016" PRIx64,
+                      launches ? "launch" : "allocation", k, hash, expected);
+            }
+            problem_close(&p);
+            check_clean(recipe);
+        }
+        CHECK(again > 0 && (cut > 0) == launches, "%d steps are made again, %d cut short", again, cut);
+    }
+}
+
 /* In a process of its own, since what is found out of the driver is kept. prints: what the sentence must say. */
 static void in_child(void (*live)(void), const char *name, const char *value, const char *says, int code)
 {
@@ -559,7 +943,7 @@ static void in_child(void (*live)(void), const char *name, const char *value, co
     pid_t child = fork();
     if (!child) {
         if (name) setenv(name, value, 1);
-        if (name) fake->devices = -1, driver = NULL;
+        if (name) fake->devices = -1;
         dup2(ends[1], 3);
         live();
         test_leave(0);
@@ -586,6 +970,66 @@ static void create_and_tell(void)
     halfstep_destroy(o);
     halfstep_device_info info = {.struct_size = sizeof info};
     if (halfstep_get_device_info("cuda", &info) || info.usable || info.minimum_driver != 12000) test_leave(2);
+}
+
+/* No library can be opened: the fake has gone, and there is no room for another file. */
+static void lose_driver_and_tell(void)
+{
+    struct rlimit none = {4, 4};
+    if (dlclose(driver) || dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) || setrlimit(RLIMIT_NOFILE, &none))
+        test_leave(3);
+    create_and_tell();
+}
+
+static struct {
+    const char *compute;
+    int refused; /* bits, by place in the table */
+} image_case;
+
+/* Told is the code that is taken, and runs. */
+static void load_and_tell(void)
+{
+    struct problem p;
+    setenv("FAKE_CUDA_COMPUTE", image_case.compute, 1);
+    for (int i = 0; i < TEXTS; i++)
+        if (image_case.refused >> i & 1) code[i][0] = '?';
+    int error = problem_open(&p, "cuda", "adamw", NULL);
+    if (error) {
+        create_and_tell();
+        if (fake->depth) test_leave(3);
+        return;
+    }
+    if (problem_gradients(&p, 0) || halfstep_step(p.o, p.weights, p.gradients) || halfstep_synchronize(p.o))
+        test_leave(4);
+    dprintf(3, "%d %s", error, fake->image);
+    problem_close(&p);
+}
+
+static void test_images(void)
+{
+    static const struct {
+        const char *compute;
+        int refused;
+        const char *says;
+    } cases[] = {
+        {"90", 0, "fake 90"},
+        {"89", 0, "fake 89"},
+        {"87", 0, "fake 86"},
+        {"80", 0, "fake 80"},
+        {"89", 2, "fake 86"},
+        {"89", 6, "fake 80"},
+        {"89", 14, "fake tx"},
+        {"90", 1, "fake tx"},
+        {"120", 0, "fake tx"},
+        {"89", 30, "cuModuleLoadDataEx: CUDA_ERROR_INVALID_IMAGE"},
+        {"120", 16, "the device code does not fit this driver"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        image_case.compute = cases[i].compute;
+        image_case.refused = cases[i].refused;
+        in_child(load_and_tell, "HALFSTEP_CUDA_IMAGE", "", cases[i].says,
+                 cases[i].refused & 16 ? HALFSTEP_ERROR_DEVICE : HALFSTEP_OK);
+    }
 }
 
 /* After a fault of a kernel every handle on the GPU refuses, with the sentence; those on the processor go on. */
@@ -628,6 +1072,16 @@ static void test_closing(void)
         halfstep_device_release(p.o, (void *)(uintptr_t)p.gradients[i]);
     }
     problem_close(&q);
+    /* And its link with a copy on its way, though core/ leaves none there. */
+    struct hstep_link *link;
+    char sent[64] = "";
+    MUST(hstep_link_open(&link, "", NULL));
+    int error = hstep_link_enter(link);
+    if (!error && !(error = hstep_link_scratch(link, sizeof sent)))
+        error = hstep_link_send(link, link->scratch, sent, sizeof sent);
+    hstep_link_leave(link);
+    hstep_link_close(link);
+    CHECK(!error, "a copy: %s", halfstep_strerror(error));
     check_clean("closing");
 }
 
@@ -637,7 +1091,11 @@ static void all_of_it(void)
     test_streams();
     test_rounds();
     test_between_steps();
+    test_halves();
+    test_micro_steps();
+    test_choices();
     test_graph();
+    test_matrices();
     test_closing();
 }
 
@@ -649,6 +1107,7 @@ static void test_mutation(const char *name, enum fake_cuda_mutation mutation, in
         fake->mutation = (int)mutation;
         fake->call = call;
         fake->strict = 1;
+        if (mutation == FAKE_CUDA_SWAP_FIELDS) alarm(2); /* which may be a loop without an end */
         if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) test_leave(0);
         test_group_failed = 0;
         all_of_it();
@@ -666,6 +1125,15 @@ static void test_left_out(const char *name, enum fake_cuda_mutation mutation)
     all_of_it();
     CHECK(fake->calls[mutation] > 0, "%s, and nobody has asked for it", name);
     for (int call = 0; call <= fake->calls[mutation]; call++) test_mutation(name, mutation, call);
+}
+
+/* Of every so many pairs one. */
+static void test_swaps(int stride)
+{
+    const char *(*pair)(int);
+    void *symbol = dlsym(driver, "fake_cuda_pair");
+    memcpy(&pair, &symbol, sizeof pair);
+    for (int n = 1; pair(n); n += stride) test_mutation(pair(n), FAKE_CUDA_SWAP_FIELDS, n);
 }
 
 int main(int argc, char **argv)
@@ -704,10 +1172,12 @@ int main(int argc, char **argv)
         in_child(create_and_tell, "FAKE_CUDA_DRIVER", "11080", "speaks CUDA 11.8, and 12.0 is the oldest",
                  HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "FAKE_CUDA_COMPUTE", "75", "compute capability 7.5, and 8.0", HALFSTEP_ERROR_DEVICE);
-        in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "", "no device code", HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/nowhere", "/nowhere cannot be read", HALFSTEP_ERROR_DEVICE);
         in_child(create_and_tell, "HALFSTEP_CUDA_IMAGE", "/dev/null", "INVALID_IMAGE", HALFSTEP_ERROR_DEVICE);
     }
+    TEST("no driver is told by a sentence")
+        in_child(lose_driver_and_tell, NULL, "", "there is no NVIDIA driver", HALFSTEP_ERROR_DEVICE);
+    TEST("device code that is refused falls back to PTX, and that to a sentence") test_images();
     TEST("a fault is lasting, and the process lives on")
         in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", HALFSTEP_ERROR_DEVICE);
     const struct golden_layout layouts[] = {
@@ -728,25 +1198,29 @@ int main(int argc, char **argv)
     }
     TEST("one launch for all tensors of a phase") test_launches();
     TEST("a refused step is told when somebody asks") test_refusal();
+    TEST("every reading tells of a refused step") test_refused_readings();
     TEST("rounds of single tensors") test_rounds();
     TEST("what is set between steps reaches the device") test_between_steps();
+    TEST("steps and rounds in halves") test_halves();
+    TEST("micro-steps") test_micro_steps();
+    TEST("another generator, and verdicts and norms of single tensors") test_choices();
+    TEST("indices of 64 bits") test_far_indices();
     TEST("streams take turns in order") test_streams();
     TEST("a captured step goes on in replays") test_graph();
+    TEST("matrices and their vectors") test_matrices();
     TEST("products of matrices, exact and in BF16") test_products(library != NULL);
     TEST("memory of another is refused") test_pointers();
     TEST("out of memory comes back as its code") test_out_of_memory();
+    TEST("a step without memory or a launch changes nothing, or says so") test_step_made_again();
     TEST("nothing is noticed where nothing is wrong") test_mutation("all is as it should be", FAKE_CUDA_NONE, 0);
     TEST("a wait for a stream that is left out is noticed")
-        test_mutation("no stream is waited for", FAKE_CUDA_NO_STREAM_SYNCHRONIZE, 0);
+        test_left_out("no stream is waited for", FAKE_CUDA_NO_STREAM_SYNCHRONIZE);
     TEST("a wait for an event that is left out is noticed")
         test_left_out("no event is waited for", FAKE_CUDA_NO_EVENT_SYNCHRONIZE);
     TEST("an event that is left out is noticed") test_left_out("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
     TEST("a stream that does not wait for another is noticed")
         test_left_out("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
-    TEST("weights and gradients in each other's place are noticed")
-        test_mutation("weights and gradients are swapped", FAKE_CUDA_SWAP_POINTERS, 0);
-    TEST("first and n in each other's place are noticed")
-        test_mutation("first and n are swapped", FAKE_CUDA_SWAP_WHAT, 0);
+    TEST("fields of a launch in each other's place are noticed") test_swaps(library || short_run ? 16 : 1);
     TEST("parameters in each other's place are noticed")
         test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS, 0);
     TEST("blocks and threads in each other's place are noticed")

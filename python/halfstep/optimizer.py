@@ -1115,7 +1115,9 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Reading and writing what is stored ----
 
     def _member(self, p):
-        """The member of a parameter that has states. Parameters without elements are not in the handle."""
+        """The member of a parameter that has states, once all that was submitted is done. Parameters without elements are not in the
+        handle."""
+        self._hear()
         engine = self._current()
         if p not in engine.index_of or self._stale(engine.members[engine.index_of[p]], self.state.get(p)):
             if p not in self.state:

@@ -1,7 +1,7 @@
 /* How kernels are called: halfstep_cuda_NAME(struct hstep_call call, struct hstep_cuda_what what); accumulate, read,
  * write and saturated take a struct hstep_accumulation or hstep_access in place of the call. All that these point to is
- * memory of the device, the context is NULL. Kernels of one handle run one after another, in the order of their
- * launches. For C and C++. */
+ * memory of the device; context, and tensors of a call, are NULL. Kernels of one handle run one after another, in the
+ * order of their launches. For C and C++. */
 #ifndef HSTEP_CUDA_KERNELS_H
 #define HSTEP_CUDA_KERNELS_H
 

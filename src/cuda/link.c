@@ -242,6 +242,7 @@ int hstep_link_point(struct hstep_link *l, const struct hstep_call *call, struct
     const int n = call->n;
     *pointed = *call;
     pointed->context = NULL;
+    pointed->tensors = NULL;
     if (!n) return HALFSTEP_OK;
     const size_t bytes = (size_t)n * sizeof(void *);
     int at = call->single ? 2 * l->n_tensors + 2 * call->first : 0, error = HALFSTEP_OK;

@@ -26,6 +26,7 @@ enum {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     ILLEGAL_ADDRESS = 700,
+    OUT_OF_RESOURCES = 701,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
     CAPTURE_ISOLATION = 905
@@ -184,11 +185,11 @@ static int run_until(struct stream *s, const struct event *event, long number)
 
 static struct stream *all[64];
 
-static int is_idle(void)
+EXPORT int fake_cuda_is_idle(void)
 {
     for (int i = 0; i < 64; i++)
         if (all[i] && all[i]->first) return 0;
-    return 1;
+    return !legacy.first;
 }
 
 /* Places in the library are told apart by where a call returns to. */
@@ -271,6 +272,7 @@ EXPORT int cuGetErrorName(int result, const char **text)
                  {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
                  {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
                  {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                 {OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"},
                  {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
     *text = NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -352,8 +354,12 @@ EXPORT int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int 
 {
     BEGIN();
     (void)n, (void)options, (void)values;
+    static char taken[16];
     *module = &control;
-    return !strncmp(image, "fake", 4) ? OK : INVALID_IMAGE;
+    if (strncmp(image, "fake", 4) != 0) return INVALID_IMAGE;
+    snprintf(taken, sizeof taken, "%s", (const char *)image);
+    control.image = taken;
+    return OK;
 }
 
 EXPORT int cuModuleGetFunction(void **function, void *module, const char *name)
@@ -375,13 +381,25 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *function, i
     return OK;
 }
 
+/* With pages behind it, in which kernels that write beyond its end are found out. */
+#define BEHIND 0x3c
+static size_t room_of(size_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
+
+static void check_behind(const struct block *b)
+{
+    touchable(1);
+    for (size_t i = b->bytes; i < room_of(b->bytes); i++)
+        if (b->base[i] != BEHIND) misuse("work has written beyond the end of an allocation");
+    touchable(0);
+}
+
 EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
 {
     BEGIN();
     if (breaks_captures()) return CAPTURE_UNSUPPORTED;
     control.allocations++;
     int d = contexts[depth - 1] == (void *)&arena[1];
-    size_t room = (bytes + 4095) / 4096 * 4096 + 4096;
+    size_t room = room_of(bytes);
     if (control.fail_allocation && !--control.fail_allocation) return OUT_OF_MEMORY;
     if (!bytes) return INVALID_VALUE;
     if (arena[d].used + room > ARENA) return OUT_OF_MEMORY;
@@ -391,9 +409,10 @@ EXPORT int cuMemAlloc_v2(uint64_t *memory, size_t bytes)
     arena[d].live++;
     control.live++;
     *memory = (uint64_t)(uintptr_t)b->base;
-    /* What is there is nobody's. */
+    /* What is there is nobody's, and what is behind it has to stay. */
     touchable(1);
     memset(b->base, 0xa5, bytes < 4096 ? bytes : 4096);
+    memset(b->base + bytes, BEHIND, room - bytes);
     touchable(0);
     return OK;
 }
@@ -404,8 +423,9 @@ EXPORT int cuMemFree_v2(uint64_t memory)
     if (breaks_captures()) return CAPTURE_UNSUPPORTED;
     struct block *b = find(blocks, (void *)(uintptr_t)memory);
     if (!b || b->base != (char *)(uintptr_t)memory) return misuse("memory is freed that was not allocated");
-    if (control.strict && !is_idle()) misuse("memory is freed while work is on its way");
+    if (control.strict && !fake_cuda_is_idle()) misuse("memory is freed while work is on its way");
     run_all();
+    check_behind(b);
     int d = b->device;
     *b = (struct block){0};
     control.live--;
@@ -603,7 +623,7 @@ EXPORT int cuEventCreate(void **event, unsigned flags)
 
 EXPORT int cuEventDestroy_v2(void *event)
 {
-    if (control.strict && !is_idle()) misuse("an event is destroyed while work is on its way");
+    if (control.strict && !fake_cuda_is_idle()) misuse("an event is destroyed while work is on its way");
     run_all(); /* whose ops may name it */
     free(event);
     return OK;
@@ -639,19 +659,103 @@ static size_t size_of_about(int kernel)
                                                                                          : sizeof(struct hstep_call);
 }
 
+/* ---- Fields in each other's place ---- */
+
+enum holder { WHAT, CALL, ACCUMULATION, ACCESS };
+
+/* What the library passes to kernels, by type. Left out are a call's scale and norm of a round, for which they
+ * have the ledger. */
+static const struct field {
+    enum holder holder;
+    const char *type, *name;
+    size_t offset, size;
+} fields[] = {
+#define FIELD(holder, of, type, name) {holder, #type, #name, offsetof(struct of, name), sizeof(type)}
+#define WHAT_FIELD(type, name) FIELD(WHAT, hstep_cuda_what, type, name)
+#define CALL_FIELD(type, name) FIELD(CALL, hstep_call, type, name)
+#define SUM_FIELD(type, name) FIELD(ACCUMULATION, hstep_accumulation, type, name)
+#define ACCESS_FIELD(type, name) FIELD(ACCESS, hstep_access, type, name)
+    WHAT_FIELD(int, first),
+    WHAT_FIELD(int, n),
+    WHAT_FIELD(int, pass),
+    WHAT_FIELD(int, tensor),
+    WHAT_FIELD(int, pair),
+    WHAT_FIELD(int, place),
+    WHAT_FIELD(void *, to),
+    WHAT_FIELD(void *, from),
+    CALL_FIELD(void *, plan.tensors),
+    CALL_FIELD(void *, plan.groups),
+    CALL_FIELD(void *, plan.chunks),
+    CALL_FIELD(void *, plan.tasks),
+    CALL_FIELD(void *, plan.updates),
+    CALL_FIELD(void *, plan.workspace),
+    CALL_FIELD(void *, plan.round_squares),
+    CALL_FIELD(void *, plan.ledger),
+    CALL_FIELD(void *, weights),
+    CALL_FIELD(void *, gradients),
+    CALL_FIELD(void *, statistics),
+    CALL_FIELD(void *, verdict),
+    CALL_FIELD(int, plan.n_tensors),
+    CALL_FIELD(int, plan.n_groups),
+    CALL_FIELD(int, generator),
+    CALL_FIELD(int, scan),
+    CALL_FIELD(int, clip),
+    CALL_FIELD(int, first),
+    CALL_FIELD(int, n),
+    CALL_FIELD(int, single),
+    CALL_FIELD(int, micro),
+    SUM_FIELD(void *, tensor),
+    SUM_FIELD(void *, chunks),
+    SUM_FIELD(void *, accumulator),
+    SUM_FIELD(void *, gradient),
+    SUM_FIELD(int, generator),
+    SUM_FIELD(int, format),
+    SUM_FIELD(int, gradient_format),
+    ACCESS_FIELD(void *, tensor),
+    ACCESS_FIELD(void *, data),
+    ACCESS_FIELD(int64_t, first),
+    ACCESS_FIELD(int64_t, end),
+};
+_Static_assert(sizeof(struct hstep_cuda_what) == 48 && sizeof(struct hstep_call) == 192 &&
+                   sizeof(struct hstep_accumulation) == 88 && sizeof(struct hstep_access) == 48,
+               "a field that is new has to stand in fields[]");
+
+static int find_pair(int wanted, const struct field **a, const struct field **b)
+{
+    const struct field *end = fields + sizeof fields / sizeof *fields;
+    int n = 0;
+    for (*a = fields; *a < end; ++*a)
+        for (*b = *a + 1; *b < end; ++*b)
+            if ((*a)->holder == (*b)->holder && !strcmp((*a)->type, (*b)->type) && ++n == wanted) return 1;
+    return 0;
+}
+
+EXPORT const char *fake_cuda_pair(int n)
+{
+    static char text[80];
+    static const char *const holders[] = {"what", "call", "accumulation", "access"};
+    const struct field *a, *b;
+    if (!find_pair(n, &a, &b)) return NULL;
+    snprintf(text, sizeof text, "%s: %s and %s", holders[a->holder], a->name, b->name);
+    return text;
+}
+
+static enum holder holder_of_about(int kernel)
+{
+    const size_t size = size_of_about(kernel);
+    return size == sizeof(struct hstep_call) ? CALL : size == sizeof(struct hstep_access) ? ACCESS : ACCUMULATION;
+}
+
 static void mix_up(struct op *o)
 {
-    struct hstep_call *call = (struct hstep_call *)(void *)o->about;
-    int first = o->what.first;
-    if (control.mutation == FAKE_CUDA_SWAP_POINTERS && size_of_about(o->kernel) == sizeof *call && call->weights) {
-        const void *const *gradients = call->gradients;
-        call->gradients = (const void *const *)call->weights;
-        call->weights = (void *const *)(uintptr_t)gradients;
-    }
-    if (control.mutation == FAKE_CUDA_SWAP_WHAT) {
-        o->what.first = o->what.n;
-        o->what.n = first;
-    }
+    const struct field *a, *b;
+    char kept[8];
+    if (control.mutation != FAKE_CUDA_SWAP_FIELDS || !find_pair(control.call, &a, &b)) return;
+    if (a->holder != WHAT && a->holder != holder_of_about(o->kernel)) return;
+    char *in = a->holder == WHAT ? (char *)&o->what : o->about;
+    memcpy(kept, in + a->offset, a->size);
+    memcpy(in + a->offset, in + b->offset, a->size);
+    memcpy(in + b->offset, kept, a->size);
 }
 
 EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y,
@@ -667,6 +771,7 @@ EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, un
     }
     if (!x || y != 1 || z != 1 || threads_x != HSTEP_CUDA_THREADS || threads_y != 1 || threads_z != 1)
         return misuse("a launch of another shape");
+    if (control.fail_launch && !--control.fail_launch) return OUT_OF_RESOURCES;
     control.launches++;
     struct op *o = append(stream_of(handle), LAUNCH);
     o->kernel = (int)((const struct hstep_emulated_kernel *)function - hstep_emulated_kernels);
@@ -674,8 +779,8 @@ EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, un
     o->threads = (int)threads_x;
     memcpy(o->about, parameters[swap], swap ? sizeof o->what : size_of_about(o->kernel));
     memcpy(&o->what, parameters[!swap], sizeof o->what);
-    if (!swap && size_of_about(o->kernel) == sizeof(struct hstep_call) &&
-        ((struct hstep_call *)(void *)o->about)->context)
+    const struct hstep_call *call = (struct hstep_call *)(void *)o->about;
+    if (!swap && size_of_about(o->kernel) == sizeof *call && (call->context || call->tensors))
         return misuse("a pointer into the process in a launch");
     mix_up(o);
     return OK;

@@ -21,17 +21,16 @@ enum fake_cuda_mutation {
     FAKE_CUDA_NO_EVENT_SYNCHRONIZE,
     FAKE_CUDA_NO_EVENT_RECORD,
     FAKE_CUDA_NO_STREAM_WAIT,
-    FAKE_CUDA_SWAP_POINTERS,   /* weights and gradients of a call */
-    FAKE_CUDA_SWAP_WHAT,       /* first and n */
+    FAKE_CUDA_SWAP_FIELDS,     /* of what a launch is given, the call-th pair: fake_cuda_pair() */
     FAKE_CUDA_SWAP_PARAMETERS, /* the two of a launch */
     FAKE_CUDA_SWAP_SHAPE,      /* blocks and threads */
     FAKE_CUDA_MUTATIONS
 };
-#define FAKE_CUDA_CALLS FAKE_CUDA_SWAP_POINTERS /* those before it leave calls out */
+#define FAKE_CUDA_CALLS FAKE_CUDA_SWAP_FIELDS /* those before it leave calls out */
 
 struct fake_cuda_control {
     int devices, driver, compute, open;
-    long fail_allocation, fault; /* counted down, 0: never */
+    long fail_allocation, fault, fail_launch; /* counted down, 0: never */
     int mutation, call; /* call: only where it is made for the call-th time from another place; 0: everywhere */
     int strict;         /* nothing is given back while work is on its way, though a driver would wait for that */
     /* Told: */
@@ -40,9 +39,14 @@ struct fake_cuda_control {
     int depth;                                                               /* of this thread's contexts */
     int calls[FAKE_CUDA_CALLS]; /* places that call what each mutation leaves out */
     const char *offence;        /* the first misuse, or NULL */
+    const char *image;          /* the device code that was taken last; at most 15 characters of it */
 };
 
 struct fake_cuda_control *fake_cuda_control(void);
+/* Whether no stream has work that is still to be done. */
+int fake_cuda_is_idle(void);
+/* Two fields of one type in what a launch is given, from 1 on; NULL: there are no more. */
+const char *fake_cuda_pair(int n);
 
 /* Work of another library on a stream, in its turn, with a copy of what `argument` points to: at most 512 bytes. */
 void fake_cuda_submit(void *stream, void (*work)(void *argument), const void *argument, size_t bytes);

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import threading
 
 import torch
@@ -18,11 +19,22 @@ from halfstep import _devices, offload
 HOST = torch.device("cpu")
 
 
+_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "const char *": ctypes.c_char_p}
+
+
+def _fields():
+    """Of the structure in the header, which is the one place that lists them."""
+    with open(os.path.join(os.path.dirname(__file__), os.pardir, "fake_cuda", "fake_cuda.h")) as file:
+        text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
+    numbers = dict(re.findall(r"#define (\w+) (\w+)", text))
+    names = re.search(r"enum fake_cuda_mutation \{(.*?)\}", text, re.S)[1].replace(",", " ").split()
+    for kind, declared in re.findall(r"^ *(int|long|const char \*) ?(\w[^;]*);", re.search(r"struct fake_cuda_control \{(.*?)\}", text, re.S)[1], re.M):
+        for name, room in re.findall(r"(\w+)(?:\[(\w+)\])?", re.sub(r"\s", " ", declared).replace(",", " , ")):
+            yield name, _TYPES[kind] * names.index(numbers[room]) if room else _TYPES[kind]
+
+
 class Control(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("devices", "driver", "compute", "open")] + [
-        ("fail_allocation", ctypes.c_long), ("fault", ctypes.c_long), ("mutation", ctypes.c_int)] + [
-        (name, ctypes.c_long) for name in ("launches", "kernels", "synchronizations", "pageable", "copies", "allocations", "live",
-                                           "pinned")] + [("depth", ctypes.c_int), ("offence", ctypes.c_char_p)]
+    _fields_ = list(_fields())
 
 
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -31,7 +43,9 @@ WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def load():
     """The fake driver in this process, under the name by which the library looks for one."""
     folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "fake_cuda")
-    os.environ.update(FAKE_CUDA_OPEN="1", FAKE_CUDA_DEVICES="2", HALFSTEP_CUDA_IMAGE=os.path.join(folder, "image"))
+    os.environ["FAKE_CUDA_OPEN"] = "1"
+    os.environ.setdefault("FAKE_CUDA_DEVICES", "2")
+    os.environ.setdefault("HALFSTEP_CUDA_IMAGE", os.path.join(folder, "image"))
     driver = ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     driver.fake_cuda_control.restype = ctypes.POINTER(Control)
     return driver
@@ -159,7 +173,8 @@ class Fake:
         size = max(values.numel() * values.element_size(), 1)
         address = ctypes.c_uint64()
         with self.context(device):
-            assert not self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t((size + 255) // 256 * 256))
+            if self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t((size + 255) // 256 * 256)):
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         self.blocks.append((address.value, size, device))
         if not values.numel():
             return values.clone()

@@ -2,7 +2,10 @@
 a GPU the tests that do not look into the driver run on it."""
 import copy
 import io
+import itertools
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -168,6 +171,58 @@ def test_a_step_that_is_refused_is_told_of_later(gpu):
     run(gpu, both, 4, 6)
     with pytest.warns(RuntimeWarning, match="'head.weight' is not finite; the step was skipped"):
         assert both[1][1].skipped_steps == 1
+    same(gpu, both)
+
+
+def converted(gpu, params, opt):
+    opt.param_groups[0].update(weights="bf16-ecc8", states="int8")
+    give(gpu, params, gradients(params, 9))
+    opt.step()
+    return held(gpu, params, opt)
+
+
+def averaged(gpu, params, opt):
+    model = torch.nn.Module()
+    model.part = torch.nn.ParameterDict({name.replace(".", "_"): p for name, p in params.items()})
+    average = halfstep.EMA(model, decay=0.5, seed=7)
+    if not gpu.real:  # deepcopy() asks torch
+        for p, q in zip(average.module.parameters(), params.values()):
+            p.data = gpu.like(q, p.data)
+    average.update_parameters(model, opt)
+    return opt.skipped_steps, plain([gpu.read(p) for p in average.module.parameters()])
+
+
+#: what may be the first to ask after a refused step
+QUESTIONS = {
+    "checkpoint": held,
+    "norm": lambda gpu, params, opt: opt.grad_norm,
+    "skipped": lambda gpu, params, opt: opt.skipped_steps,
+    "weight": lambda gpu, params, opt: gpu.read(opt.read_weight(params["body.weight"])),
+    "state": lambda gpu, params, opt: gpu.read(opt.read_state(params["body.weight"], "exp_avg_sq")),
+    "conversion": converted,
+    "average": averaged,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_whoever_asks_first_is_told_of_a_refused_step(gpu, question):
+    both, answers = pair(gpu, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", clip_norm=1.0), []
+    run(gpu, both, 1, 3)
+    for params, opt in both:
+        given = gradients(params, 3)
+        given["head.weight"][3, 4] = float("nan")
+        give(gpu, params, given)
+        if opt is both[0][1]:
+            with pytest.warns(RuntimeWarning, match="'head.weight' is not finite"):
+                opt.step()
+            answers.append(plain(QUESTIONS[question](gpu, params, opt)))
+        else:
+            opt.step()
+            with pytest.warns(RuntimeWarning, match="'head.weight' is not finite"):
+                answers.append(plain(QUESTIONS[question](gpu, params, opt)))
+    assert answers[0] == answers[1]
+    run(gpu, both, 4, 6)
+    assert both[1][1].skipped_steps == 1
     same(gpu, both)
 
 
@@ -498,27 +553,120 @@ def test_other_kinds_of_devices():
         opt.step()
 
 
-def test_a_gradient_on_another_device(gpu):
-    (_, _), (params, opt) = pair(gpu, halfstep.AdamW)
-    for name, g in gradients(params, 1).items():
-        p = params[name]
-        if not gpu.real:
-            p.grad = g
+@pytest.mark.parametrize("where", ["cpu", "cuda:1"])
+def test_a_gradient_on_another_device(gpu, where):
     if gpu.real:
         pytest.skip("torch does not let it be set")
-    with pytest.raises(ValueError, match="is on cpu, the parameter on cuda:0"):
+    (_, _), (params, opt) = pair(gpu, halfstep.AdamW)
+    for name, g in gradients(params, 1).items():
+        params[name].grad = gpu.place(g, torch.device(where))
+    before = plain([gpu.read(p) for p in params.values()])
+    with pytest.raises(ValueError, match=f"is on {where}, the parameter on cuda:0"):
         opt.step()
-    assert not opt.state
+    assert not opt.state and before == plain([gpu.read(p) for p in params.values()])
 
 
 def test_no_memory_on_the_device(fake):
-    (_, _), (params, opt) = pair(fake, halfstep.AdamW)
-    give(fake, params, gradients(params, 1), late=False)
-    fake.control.fail_allocation = 1
-    with pytest.raises(MemoryError):
+    both = pair(fake, halfstep.AdamW)
+    for params, _ in both:
+        give(fake, params, gradients(params, 1), late=False)
+    for allocation in itertools.count(1):
+        fake.control.fail_allocation = allocation
+        try:
+            both[1][1].step()
+        except (MemoryError, torch.cuda.OutOfMemoryError) as error:  # the library's, or torch's
+            assert "out of memory" in str(error)
+        if fake.control.fail_allocation:
+            break
+    fake.control.fail_allocation = 0
+    assert allocation > 3
+    both[0][1].step()
+    assert both[1][1].skipped_steps == 0
+    run(fake, both, 2, 4)
+    same(fake, both)
+
+
+def in_a_process_of_its_own(function, *arguments, **environment):
+    """What a function of this file, named, prints there: what the library has found out of a driver it keeps, and a GPU that has
+    failed stays so."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", f"import test_cuda; test_cuda.{function}(*{arguments!r})"],
+                          cwd=here, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, f"{environment}: exit status {done.returncode}\n{done.stderr}"
+    return done.stdout
+
+
+def unusable(driver):
+    """In a process of its own: a step on what cannot be used changes nothing, and the processor goes on."""
+    gpu, patch = Fake() if driver else None, pytest.MonkeyPatch()
+    p = torch.nn.Parameter(gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5))
+    if driver:
+        gpu.install(patch)
+    else:
+        patch.setattr(_devices, "of", lambda tensor: torch.device("cuda", 0) if tensor.shape == p.shape else tensor.device)
+        patch.setattr(_devices, "stream", lambda device: None)
+        patch.setattr(_devices, "capturing", lambda device: False)
+    p.grad = gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5)
+    opt = halfstep.AdamW([p])
+    with pytest.raises(halfstep.HalfstepError) as raised:
         opt.step()
-    opt.step()
-    assert opt.skipped_steps == 0
+    assert raised.value.code == _abi.ERROR_DEVICE and not opt.state and bool((p == 1).all())
+    q = torch.nn.Parameter(torch.ones(4))
+    q.grad = torch.ones(4)
+    halfstep.AdamW([q]).step()
+    assert not (q == 1).any()
+    print(raised.value)
+
+
+@pytest.mark.parametrize("environment, sentence", [
+    ({"FAKE_CUDA_DEVICES": "0"}, "cuInit: CUDA_ERROR_NO_DEVICE"),
+    ({"FAKE_CUDA_DRIVER": "11080"}, "the NVIDIA driver speaks CUDA 11.8, and 12.0 is the oldest that will do: install a newer driver"),
+    ({"FAKE_CUDA_COMPUTE": "75"}, "has compute capability 7.5, and 8.0 is the least"),
+    ({"HALFSTEP_CUDA_IMAGE": "/dev/null"}, "CUDA_ERROR_INVALID_IMAGE"),
+], ids=["no GPU", "an old driver", "an unsupported GPU", "an image that is refused"])
+def test_what_cannot_be_used_is_told_by_a_sentence(environment, sentence):
+    assert sentence in in_a_process_of_its_own("unusable", True, **environment)
+
+
+def test_no_driver(tmp_path):
+    (tmp_path / "libcuda.so.1").write_text("no library")  # in front of one that may be there
+    said = in_a_process_of_its_own("unusable", False, LD_LIBRARY_PATH=str(tmp_path))
+    assert "there is no NVIDIA driver: libcuda.so.1 cannot be loaded" in said
+
+
+def failing():
+    """In a process of its own: after a kernel has failed all that is on the GPU is refused, and the processor goes on."""
+    gpu = Fake()
+    gpu.install(pytest.MonkeyPatch())
+    both, others = pair(gpu, halfstep.AdamW), pair(gpu, halfstep.Lion)
+    run(gpu, both, 1, 3)
+    run(gpu, others, 1, 3)
+    (here, plain_opt), (params, opt) = both
+    gpu.synchronize()
+    gpu.control.fault = 2
+    give(gpu, params, gradients(here, 3))
+    opt.step()  # is submitted
+    other = others[1][1]
+    for ask in (lambda: opt.skipped_steps, opt.step, opt.state_dict, other.step, lambda: other.grad_norm):
+        with pytest.raises(halfstep.HalfstepError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
+            ask()
+        assert raised.value.code == _abi.ERROR_DEVICE
+    before = plain([p.detach().clone() for p in here.values()])
+    give(gpu, here, gradients(here, 3))
+    plain_opt.step()
+    assert before != plain([p.detach() for p in here.values()])
+    print(raised.value)
+
+
+def test_a_fault_is_lasting_and_the_process_lives_on():
+    said = in_a_process_of_its_own("failing")
+    assert "the context on this GPU is lost for the process: save what is not on it, and start anew" in said
+
+
+def test_the_fake_tells_of_misuse(fake):
+    fake.driver.cuCtxPopCurrent_v2(None)
+    told, fake.control.offence = fake.control.offence, None
+    assert told == b"a context is popped that was not pushed"
 
 
 def test_what_differs_is_asked_of_one_module():
