@@ -8,8 +8,8 @@
     python bench/gpu_session.py --dry               without a GPU: whether every command is there and takes its options, and what is lacking
 
 What it wants: a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which takes clang), and a Python with torch for
-CUDA, numpy and pytest; of the peers what is installed (tests/python/requirements.txt). A machine without clang wants two files of another one: the build,
-and `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx`. Logs, and tables for programs, are put into --logs.
+CUDA, numpy and pytest; of the peers what is installed (tests/python/requirements.txt). Where there is no clang, take along from elsewhere the build and what
+`python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes. Logs, and tables for programs, are put into --logs.
 """
 import argparse
 import importlib.util
@@ -24,6 +24,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import gpu
+
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 #: A GPU is lent for half an hour, its machine takes a while to start, and no call may be longer than ten minutes.
 CALLS, CALL_SECONDS, SECONDS = (1, 2, 3), 600, 1740
@@ -31,7 +33,7 @@ CALLS, CALL_SECONDS, SECONDS = (1, 2, 3), 600, 1740
 
 @dataclass
 class Step:
-    """Words of a command may name what options decide: {build}, {logs}. A script of Python is run by this Python."""
+    """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}. A script of Python is run by this Python."""
 
     name: str
     call: int
@@ -50,22 +52,28 @@ STEPS = (
     Step("model", 2, 240, "1000 steps of a transformer, bit for bit", "lab/gpu_model.py", "torch"),
     Step("torch", 2, 120, "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
          "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py tests/python/test_offload.py tests/python/test_streaming.py", "torch pytest"),
-    Step("memcheck", 2, 110, "no access out of bounds", "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 41"),
-    Step("racecheck", 2, 120, "no race in shared memory", "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 61"),
+    Step("memcheck", 2, 110, "no access out of bounds",
+         "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 41"),
+    Step("racecheck", 2, 120, "no race in shared memory",
+         "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 61"),
     Step("small", 3, 60, "what 300 small tensors cost the process", "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json", "torch"),
-    Step("one", 3, 220, "fraction of a copy and peers, 2^30 parameters in one matrix", "bench/gpu.py --shapes one --patience 40 --json {logs}/one.json", "torch"),
-    Step("shapes", 3, 240, "the same, the tensors of a model of 1.1 B parameters", "bench/gpu.py --shapes model --patience 40 --json {logs}/shapes.json", "torch"),
-    Step("bench", 3, 60, "fraction of a copy from C, every kind of recipe", "{build}/halfstep bench --device cuda --params 1073741824 --csv {logs}/bench.csv"),
-    Step("offload", CALLS[-1] + 1, 300, "offload and streaming beside a plain step and torchao (not of the three calls: where time is left)", "bench/offload.py", "torch"),
+    Step("one", 3, 200, "fraction of a copy and peers, 2^30 parameters in one matrix",
+         "bench/gpu.py --shapes one --patience 40 --json {logs}/one.json", "torch"),
+    Step("shapes", 3, 220, "the same, the tensors of a model of 1.1 B parameters",
+         "bench/gpu.py --shapes model --patience 40 --json {logs}/shapes.json", "torch"),
+    Step("bench", 3, 110, "fraction of a copy from C, 2^30 parameters",
+         "{build}/halfstep bench --device cuda --params 1073741824 --tensors 1 --rounds 7 --csv {logs}/bench.csv --recipes {recipes}"),
+    Step("offload", CALLS[-1] + 1, 300, "offload and streaming beside a plain step and torchao (not of the three calls: where time is left)",
+         "bench/offload.py", "torch"),
 )
 #: whose output is shown whole
-TABLES = ("small", "one", "shapes")
+TABLES = ("small", "one", "shapes", "bench")
 
 
 def words_of(step, options):
     """The command as it is run."""
     ptx = os.path.join(options.build, "arithmetic.ptx")
-    words = shlex.split(step.command.format(build=shlex.quote(options.build), logs=shlex.quote(options.logs),
+    words = shlex.split(step.command.format(build=shlex.quote(options.build), logs=shlex.quote(options.logs), recipes=",".join(gpu.RECIPES),
                                             ptx=" --ptx " + shlex.quote(ptx) if os.path.exists(os.path.join(ROOT, ptx)) else ""))
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else words
 
@@ -159,7 +167,7 @@ def no_gpu(options):
     found = cuda(options)
     if isinstance(found, str):
         return found
-    if not any(gpu["usable"] for gpu in found["gpus"]):
+    if not any(one["usable"] for one in found["gpus"]):
         return "no GPU here: " + found.get("unusable", "none that is usable") + " (--list and --dry need none)"
     return None if found["images"] else no_code(options)
 
@@ -215,6 +223,7 @@ def listing(steps, options):
         words = words_of(step, options)
         words = ["python", *words[1:]] if words[0] == sys.executable else words
         print(f"{step.name} (call {step.call}, at most {step.limit} s): {step.question}\n    {shlex.join(words)}")
+    print(f"One of them by itself: export HALFSTEP_BUILD={options.build} HALFSTEP_LIBRARY={options.build}/libhalfstep.so PYTHONPATH=python")
 
 
 def main(arguments=None):
