@@ -8,8 +8,9 @@
 Every round is a copy within the GPU's memory, a step, and a copy; times are of events on the stream. "Of a copy" is the median over the
 rounds of the bytes that a step has to move over its time, against the same of the copies beside it: weights and all that the optimizer
 holds read and written once, gradients read once, or twice where ours looks for gradients that are not finite (the default; ":finite" has
-been told that there are none), and all of it read once more by rules that need sums over a tensor before its update (lamb16). Contestants are made one after the other, each alone on the GPU. One that is missing, or fails, says why; the status is 1 if
-that is one of ours. Below the table stand the aims with what came out.
+been told that there are none), and all of it read once more by rules that need sums over a tensor before its update (lamb16). Contestants
+are made one after the other, each alone on the GPU. One that is missing, or fails, says why; the status is 1 if that is one of ours. Below
+the table stand the aims with what came out.
 
 --device cpu times the same on the processor, to see that everything runs; its figures mean nothing.
 """
@@ -242,7 +243,9 @@ def main(arguments=None):
         return 1
     where = torch.cuda.get_device_name() if given.device == "cuda" else f"the processor ({platform.machine()}): figures mean nothing"
     print(f"{where}, torch {torch.__version__}, " + ", ".join(f"{k} {v}" for k, v in common.versions(chosen).items() if v))
-    print("\n| contestant | " + ("us a step of the process | of C alone |" if given.small else "shapes | ms a step | of a copy | ns a parameter | bytes a parameter | copy, GB/s |"))
+    columns = "us a step of the process | of C alone |" if given.small else (
+        "shapes | ms a step | of a copy | ns a parameter | bytes a parameter | copy, GB/s |")
+    print("\n| contestant | " + columns)
     print("|---|" + "---:|" * (2 if given.small else 6))
     found, failed = [], False
     for kind in kinds:

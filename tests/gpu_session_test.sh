@@ -85,7 +85,8 @@ arguments = ["--build", sys.argv[1], "--logs", sys.argv[2]]
 gpu_session.STEPS = (Step("script", 1, 9, "", "lab/none.py"), Step("option", 1, 9, "", "lab/gpu_arithmetic.py --parts 3"),
                      Step("command", 1, 9, "", "{build}/halfstep verify --devices cuda"), Step("long", 2, 601, "", "true"))
 assert gpu_session.main([*arguments, "--dry"]) == 1
-gpu_session.STEPS = (Step("endless", 1, 1, "", f"bash -c '(sleep 2; touch {sys.argv[2]}/late) & sleep 60'"), Step("none", 1, 9, "", "no-such-program"), Step("good", 1, 9, "", "true"))
+gpu_session.STEPS = (Step("endless", 1, 1, "", f"bash -c '(sleep 2; touch {sys.argv[2]}/late) & sleep 60'"),
+                     Step("none", 1, 9, "", "no-such-program"), Step("good", 1, 9, "", "true"))
 assert gpu_session.main(arguments) == 1
 time.sleep(1.5)
 assert not os.path.exists(sys.argv[2] + "/late"), "what an endless step had started goes on"
