@@ -190,14 +190,14 @@ def memory_in_child(contestant, options) -> Dict:
 class Bare:
     """The same tensors as a subject's, stepped by ctypes alone with arrays of addresses that are already there."""
 
-    def __init__(self, recipe: str, subject: common.Subject, threads: int):
+    def __init__(self, recipe: str, subject, threads: int, device: str = "cpu"):
         import ctypes
 
         from halfstep import _abi
 
         self.abi, lib = _abi, _abi.lib
         handle, index = ctypes.c_void_p(), ctypes.c_int32()
-        _abi.check(lib.halfstep_create(ctypes.byref(_abi.Options.new(threads=threads)), ctypes.byref(handle)))
+        _abi.check(lib.halfstep_create(ctypes.byref(_abi.Options.new(threads=threads, device=device.encode())), ctypes.byref(handle)))
         self.handle = handle
         _abi.check(lib.halfstep_add_group(handle, recipe.encode(), ctypes.byref(index)), handle)
         gradient = {"f32": b"f32", "bf1": b"bf16", "f16": b"f16"}[recipe.split("/")[1][:3]]
@@ -211,10 +211,10 @@ class Bare:
         self.weights = pointers(*(parameter.data_ptr() for parameter in subject.params))
         self.gradients = pointers(*(gradient.data_ptr() for gradient in subject.gradients))
 
-    def step(self) -> float:
-        start = time.thread_time()
+    def step(self, clock=time.thread_time) -> float:
+        start = clock()
         code = self.abi.lib.halfstep_step(self.handle, self.weights, self.gradients)
-        seconds = time.thread_time() - start
+        seconds = clock() - start
         self.abi.check(code, self.handle)
         return seconds
 

@@ -4,18 +4,22 @@
     gpu_arithmetic.py               all 2^32 roots and 2^33 quotients in fp32, 2^30 of each in double precision, 2^31 estimated roots of codes
     gpu_arithmetic.py --part 64     a 64th of that
     gpu_arithmetic.py --compile     without a GPU: makes the device code, and says what instructions it takes
+    gpu_arithmetic.py --ptx FILE    with the device code of a file, which --compile --ptx FILE writes, where there is no clang
 
 clang makes PTX of gpu_arithmetic.cu as the build makes it of the kernels, and the driver compiles that. The processor's side is numpy's.
 Quotients are of random bit patterns, half of them of numbers near each other, where roundings are close. NaN are equal whatever their bits.
 Codes of int8 come from estimated roots (src/vec/cuda.h); half of these are next to where a code ends.
 """
 import argparse
+import concurrent.futures
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 #: elements of a launch
@@ -23,6 +27,8 @@ PIECE = 1 << 25
 
 
 def ptx():
+    if not shutil.which("clang"):
+        sys.exit("gpu_arithmetic.py: no clang here, which makes the device code: elsewhere --compile --ptx FILE, then here --ptx FILE")
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "arithmetic.ptx")
         made = subprocess.run(["clang", "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_80", "-nocudainc", "-nocudalib", "-Xclang", "-target-feature",
@@ -42,11 +48,11 @@ class Gpu:
             self.driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             sys.exit(f"gpu_arithmetic.py: no driver: {error}")
-        device, context, self.module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        device, self.context, self.module, self.lock = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), threading.Lock()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.call("cuCtxSetCurrent", context)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self.call("cuCtxSetCurrent", self.context)
         name = ctypes.create_string_buffer(100)
         self.call("cuDeviceGetName", name, 100, device)
         self.name = name.value.decode()
@@ -64,7 +70,12 @@ class Gpu:
         return place
 
     def run(self, kernel, like, inputs=(), *numbers):
-        """What a kernel leaves in its first room: an array like `like`; the inputs go into the rooms before."""
+        """What a kernel leaves in its first room: an array like `like`; the inputs go into the rooms before. One thread at a time."""
+        with self.lock:
+            self.call("cuCtxSetCurrent", self.context)
+            return self.run_alone(kernel, like, inputs, *numbers)
+
+    def run_alone(self, kernel, like, inputs, *numbers):
         import numpy
         for room, values in zip(self.rooms, inputs):
             self.call("cuMemcpyHtoD_v2", room, ctypes.c_void_p(values.ctypes.data), ctypes.c_size_t(values.nbytes))
@@ -116,42 +127,64 @@ def codes(radicand, draws):
     return (found[0] << 16 | found[1]).view(numpy.float32)
 
 
+#: what, kernel, type of C, how many
+QUESTIONS = (("roots", "roots", "float32", 1 << 32), ("quotients", "quotients", "float32", 1 << 33),
+             ("codes of estimated roots", "codes", "float32", 1 << 31),
+             ("roots in double", "double_roots", "float64", 1 << 30), ("quotients in double", "double_quotients", "float64", 1 << 30))
+
+
+def judge(gpu, question, piece, part, seed):
+    """How many of a piece differ. What is random in it follows from its number and the seed alone."""
+    import numpy
+    what, kernel, name, _ = QUESTIONS[question]
+    kind, random = getattr(numpy, name), numpy.random.default_rng((seed, question, piece))
+    bits = numpy.uint32 if kind == numpy.float32 else numpy.uint64
+    with numpy.errstate(all="ignore"):
+        if kernel == "roots":
+            first = piece * part * PIECE
+            inputs = [numpy.arange(first, first + PIECE, dtype=numpy.uint32).view(kind)]
+            found, expected = gpu.run(kernel, inputs[0], (), first), numpy.sqrt(inputs[0])
+        elif kernel == "codes":
+            inputs = [x.view(kind) for x in radicands(random, PIECE)]
+            found, expected = gpu.run(kernel, inputs[0], inputs), codes(inputs[0], inputs[1].view(bits))
+        else:
+            inputs = [x.view(kind) for x in pairs(random, PIECE, bits, numpy.iinfo(bits).max)][:1 if "root" in what else 2]
+            found = gpu.run(kernel, inputs[0], inputs)
+            expected = numpy.sqrt(inputs[0]) if "root" in what else inputs[0] / inputs[1]
+        return compare(what, found, expected, inputs)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, default=1, help="only an N-th of all")
     parser.add_argument("--compile", action="store_true", help="only make the device code")
+    parser.add_argument("--ptx", metavar="FILE", help="the device code: read, or written with --compile")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="of the processor's side, a gigabyte each (default: at most 8)")
     given = parser.parse_args()
-    code = ptx()
+    if given.ptx and not given.compile:
+        try:
+            with open(given.ptx, "rb") as file:
+                code = file.read()
+        except OSError as error:
+            sys.exit(f"gpu_arithmetic.py: --ptx {given.ptx}: {error.strerror}")
+    else:
+        code = ptx()
     used = sorted(set(re.findall(r"\b(?:r?sqrt|rcp|div)\.[a-z.0-9]+", code.decode())))
     print("instructions: " + ", ".join(used))
     if used != ["div.rn.f32", "div.rn.f64", "rcp.approx.ftz.f32", "rsqrt.approx.ftz.f32", "sqrt.rn.f32", "sqrt.rn.f64"]:
         sys.exit("gpu_arithmetic.py: not those of the kernels")
     if given.compile:
+        if given.ptx:
+            with open(given.ptx, "wb") as file:
+                file.write(code)
         return 0
-    import numpy
-    numpy.seterr(all="ignore")
-    gpu, random, wrong = Gpu(code + b"\0"), numpy.random.default_rng(given.seed), 0
+    gpu, wrong = Gpu(code + b"\0"), 0
     print(gpu.name)
-    for what, kernel, kind, pieces in (("roots", "roots", numpy.float32, (1 << 32) // PIECE), ("quotients", "quotients", numpy.float32, (1 << 33) // PIECE),
-                                       ("codes of estimated roots", "codes", numpy.float32, (1 << 31) // PIECE),
-                                       ("roots in double", "double_roots", numpy.float64, (1 << 30) // PIECE),
-                                       ("quotients in double", "double_quotients", numpy.float64, (1 << 30) // PIECE)):
-        bits = numpy.uint32 if kind == numpy.float32 else numpy.uint64
-        different, many = 0, max(1, pieces // given.part)
-        for piece in range(many):
-            if kernel == "roots":
-                first = piece * given.part * PIECE
-                inputs = [numpy.arange(first, first + PIECE, dtype=numpy.uint32).view(kind)]
-                found, expected = gpu.run(kernel, inputs[0], (), first), numpy.sqrt(inputs[0])
-            elif kernel == "codes":
-                inputs = [x.view(kind) for x in radicands(random, PIECE)]
-                found, expected = gpu.run(kernel, inputs[0], inputs), codes(inputs[0], inputs[1].view(bits))
-            else:
-                inputs = [x.view(kind) for x in pairs(random, PIECE, bits, numpy.iinfo(bits).max)][:1 if "root" in what else 2]
-                found = gpu.run(kernel, inputs[0], inputs)
-                expected = numpy.sqrt(inputs[0]) if "root" in what else inputs[0] / inputs[1]
-            different += compare(what, found, expected, inputs)
+    for question, (what, _, _, count) in enumerate(QUESTIONS):
+        many = max(1, count // PIECE // given.part)
+        with concurrent.futures.ThreadPoolExecutor(given.threads) as pool:
+            different = sum(pool.map(lambda piece: judge(gpu, question, piece, given.part, given.seed), range(many)))
         print(f"{'ok  ' if not different else 'FAIL'} {many * PIECE} {what}: {different} differ", flush=True)
         wrong += different
     return 1 if wrong else 0

@@ -40,5 +40,8 @@ echo "ok   info shows drivers and GPUs"
 "$halfstep" bench --device cuda --params 65536 --tensors 4 --rounds 2 --recipes adamw/bf16-sr/int8,lamb/f32 >bench
 [ "$(grep -cE '^(adamw/bf16-sr/int8|lamb/f32)' bench)" = 4 ] || fail "bench --device cuda: $(cat bench)"
 echo "ok   bench runs on the device"
+"$halfstep" verify --device cuda --every 97 >verify || fail "verify --device cuda --every 97: $(cat verify)"
+grep -qE '^ok: ([0-9]+) of \1 cases give the promised bits \(cuda\)$' verify || fail "verify --device cuda --every 97: $(cat verify)"
+echo "ok   one golden case of 97 has its bits there"
 FAKE_CUDA_FAULT=5 expect 'CUDA_ERROR_ILLEGAL_ADDRESS' verify --device cuda
 echo "ok   a fault of the device ends in one line"

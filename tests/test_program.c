@@ -459,6 +459,7 @@ static void test_commands(void)
     static const struct refusal table[] = {
         {1, "bench: cannot write nowhere/bench.csv: No such file", "bench --csv nowhere/bench.csv"},
         {1, "verify: cannot write nowhere/hashes.txt: No such file", "verify --write nowhere/hashes.txt"},
+        {1, "verify: --write writes every case: it cannot go with --every", "verify --every 2 --write hashes.txt"},
         {2, "--isa is sse9; it must be one of", "verify --isa sse9"},
         {2, "--count 1.5 is not a whole number", "random --generator mixer --count 1.5"},
         {2, "--slot 0.5 is not a whole number", "random --generator mixer --slot 0.5"},

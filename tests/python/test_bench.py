@@ -13,6 +13,7 @@ from halfstep import _abi
 
 BENCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench")
 sys.path.insert(0, BENCH)
+import gpu  # noqa: E402
 import peers  # noqa: E402
 import peers_common as common  # noqa: E402
 import traps  # noqa: E402
@@ -283,14 +284,47 @@ def test_nan_is_counted():
 def test_gpu_runs_everything_on_the_processor():
     """Its columns, and bytes that follow from the formats; figures of time mean nothing here."""
     lines = run("gpu.py", "--device", "cpu", "--elements", "2^16", "--scale", "0.001", "--rounds", "1", "--only", "adamw/bf16-sr/int8,sgd,^torch$").splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and "contestant" not in line]
+    judged = next(i for i, line in enumerate(lines) if line.startswith("| aim |"))
+    rows = [line.strip("| ").split(" | ") for line in lines[:judged] if line.startswith("| ") and "contestant" not in line]
     assert [row[:2] for row in rows] == [[key, kind] for kind in ("one", "model") for key in
                                          ("adamw/bf16-sr/int8:finite", "adamw/bf16-sr/int8", "sgd/bf16-sr:finite", "sgd/bf16-sr", "torch")]
     assert [row[5] for row in rows[:5]] == ["10.25", "12.25", "6.00", "8.00", "28.00"]
-    small = run("gpu.py", "--device", "cpu", "--small", "3", "--rounds", "1", "--only", "^torch$")
+    assert any(line.startswith("| one: `adamw/bf16-sr/int8` of a copy | 0.75 |") for line in lines)
+    small = run("gpu.py", "--device", "cpu", "--small", "3", "--rounds", "1", "--only", "^torch$,adamw/bf16-sr/int8")
     assert "us a step of the process" in small and "| torch |" in small
+    row = next(line for line in small.splitlines() if line.startswith("| adamw/bf16-sr/int8 |")).split("|")
+    assert float(row[2]) > 0 and float(row[3]) > 0, row
+
+
+def test_gpu_judges_its_aims(tmp_path):
+    """With every recipe and peer of the list on the processor; what is not installed is no failure, what is ours is one."""
+    asked = {recipe + end for recipe in gpu.RECIPES for end in ("", ":finite")} | set(gpu.PEERS)
+    assert {c.key for c in gpu.contestants()} == asked
+    assert set(gpu.SHARES) <= set(gpu.RECIPES) and set(gpu.RIVALS) <= set(gpu.RECIPES) and {r for o in gpu.RIVALS.values() for r in o} <= set(gpu.PEERS)
+    path = tmp_path / "out.json"
+    run("gpu.py", "--device", "cpu", "--elements", "2^16", "--shapes", "one", "--rounds", "1", "--only",
+        ",".join(f"^{key}$" for key in (*gpu.RECIPES, *(r + ":finite" for r in gpu.RECIPES), "torch", "torch-bf16", "flashoptim")), "--json", str(path),
+        missing=("flashoptim",))
+    report = json.loads(path.read_text())
+    assert {row["contestant"] for row in report["results"]} == asked - set(gpu.PEERS) | {"torch", "torch-bf16"}
+    moved = {row["contestant"]: row["bytes_per_param"] for row in report["results"]}
+    assert moved["lamb16/bf16-sr/bf16-sr:finite"] == pytest.approx(14 + 8, abs=0.05)  # its second reading
+    names = {line["aim"] for line in report["aims"]}
+    assert {"one: `adamw/bf16-sr/int8` of a copy", "one: time of torch over `adamw/f32/f32`",
+            "one: time of `adamw/bf16-sr` over `adamw/bf16-sr/int4`"} <= names
+    assert all(line["reached"] == (line["measured"] >= line["wanted"]) for line in report["aims"])
+    row = {"shapes": "small", "contestant": "adamw/f32/f32", "us": 31.0, "bare_us": 29.0, "tensors": gpu.SMALL}
+    assert [line["reached"] for line in gpu.aims([row])] == [False, True]
+    assert "halfstep" in run("gpu.py", "--device", "cpu", "--shapes", "one", "--elements", "2^16", "--only", "^sgd", missing=("halfstep",), status=1)
+
+
+def test_gpu_says_what_is_wrong():
+    assert "there are one and model" in run("gpu.py", "--shapes", "two", status=2)
+    assert "no contestant matches 'nobody'" in run("gpu.py", "--only", "nobody", status=2)
+    assert "gpu.py: needs torch" in run("gpu.py", missing=("torch",), status=1)
     if not torch.cuda.is_available():
-        assert "finds no GPU here" in run("gpu.py", status=1)
+        said = run("gpu.py", status=1)
+        assert "finds no GPU here" in said and ("built without CUDA" in said) == (torch.version.cuda is None), said
 
 
 def test_offload_copies_as_much_as_it_says():
