@@ -116,10 +116,10 @@ class Code:
         jump = re.match(r"@(!?)(P\d) BRA\b", self.of[start][-1])
         if not jump:
             return []
-        # What asked may stand some blocks before, with another jump in between.
+        # What asked may stand some blocks before, with other jumps in between.
         starts = sorted(self.of)
         at = starts.index(start)
-        for one in reversed([code for block in starts[max(0, at - 2):at + 1] for code in self.of[block][:-1]]):
+        for one in reversed([code for block in starts[max(0, at - 6):at + 1] for code in self.of[block][:-1]]):
             near = re.search(r"ISETP\.(G|L)\w\.U32\.AND (P\d), PT, \w+, 0x(?:5ffff|60000),", one)
             least = re.search(r"FSETP\.GE\.AND (P\d), PT, [\w.]+, (?:8\.8817841970012\d*e-16|7\.88860905221011\d*e-31),", one)
             set_here = re.match(r"(?:@!?P\d )?\w+[\w.]* (P\d),", one)

@@ -1,8 +1,9 @@
 /* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that the
- * process may touch. Every case of tests/golden/hashes.txt has to have its hash (--short: a 61st of them); errors have
- * to come back as one code and one sentence; and what the fake leaves out or mixes up has to be noticed. FAKE_CUDA:
- * another fake, such as that whose kernels are those of src/cuda. Over 500 lines because all of it shares one small
- * problem, made once for the GPU and once for the host. */
+ * process may touch. A third of the cases of tests/golden/hashes.txt have to have their hashes, another third than
+ * test_cuda_kernels takes (--short: a 61st of them; --all: all); errors have to come back as one code and one sentence;
+ * and what the fake leaves out or mixes up has to be noticed. FAKE_CUDA: another fake, such as that whose kernels are
+ * those of src/cuda. Over 500 lines because all of it shares one small problem, made once for the GPU and once for the
+ * host. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -1138,10 +1139,10 @@ static void test_swaps(int stride)
 
 int main(int argc, char **argv)
 {
-    int short_run = argc > 1 && !strcmp(argv[1], "--short"), n = 0;
+    int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
     char path[4096];
     const char *build = getenv("HALFSTEP_BUILD"), *library = getenv("FAKE_CUDA");
-    test_init(argc - short_run, argv + short_run);
+    test_init(argc - short_run - all, argv + short_run + all);
     test_program = argv[0];
     /* Loaded by its path, it is what the name means from now on. */
     if (library) snprintf(path, sizeof path, "%s", library);
@@ -1185,12 +1186,11 @@ int main(int argc, char **argv)
         {.threads = 1, .parts = 2, .bound = 1, .device = "cuda:0"},
         {.threads = 1, .parts = 3, .by_columns = 1, .device = "cuda"},
     };
-    const char *const names[] = {"every golden case, through the driver", "in 2 shards of rows",
-                                 "in 3 shards of columns"};
+    const char *const names[] = {"golden cases, through the driver", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = short_run ? 61 : l ? 16 : 1;
-            for (int i = l % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
+            int stride = short_run ? 61 : all ? 1 : l ? 16 : 3;
+            for (int i = (l + 1) % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
         }
     TEST("steps are submitted and not waited for") {
         test_submission("adamw/bf16-sr/int8");

@@ -60,7 +60,8 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define HSTEP_INLINE static inline CUDA_FUNCTION
 #define HSTEP_TABLE __attribute__((device))
 #define V_OP static inline __attribute__((always_inline)) CUDA_FUNCTION
-#define V_TABLE static __attribute__((device)) const
+/* Not constants, which compilers put where lanes that read different entries are served one after another. */
+#define V_TABLE extern "C" __attribute__((device))
 
 #ifdef __clang__
 #define CUDA_THREAD __nvvm_read_ptx_sreg_tid_x()
