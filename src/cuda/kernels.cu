@@ -251,49 +251,85 @@ CUDA_DEVICE double scan_threshold(const struct hstep_call *call, int raw)
     return raw || hstep_is_clipped_by_own_norm(call) ? (double)INFINITY : 0x1p62 / (scale > 0.0 ? scale : 1.0);
 }
 
+/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns whether some of it is out of
+ * bounds. */
+CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
+                          int64_t count, double limit, struct lane *l, vf *x)
+{
+    const char *code = gradient + element * hstep_formats[format].code_bits / 8;
+    *l = lane_at(element, 0, 0, count, 0);
+    if (count < HSTEP_TILE || (uintptr_t)code % 16 ||
+        !load_aligned(format, gradient + l->element * hstep_formats[format].code_bits / 8, x)) {
+        struct room r;
+        fetch(t, format, gradient, NULL, l, &r);
+        decode(format, 0, &r, x);
+    }
+    return !((double)hstep_number(hstep_cuda_largest(x[0], x[1])) < limit);
+}
+
+/* Of a run of a chunk, whose squares are added as well, in chunks of columns. */
+CUDA_DEVICE int scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
+                             const char *gradient, int64_t run, int64_t offset, int64_t length, double limit,
+                             struct exchange *e, int64_t *turn)
+{
+    const int64_t row = t->index_stride;
+    const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+    const int singly = row < HSTEP_GROUP;
+    int bad = 0;
+    hstep_scan_bounds(t, start, &offset, &length);
+    while (length > 0) {
+        int64_t count = HSTEP_TILE;
+        if (!singly) {
+            int64_t column = (int64_t)((start + (uint64_t)offset) % (uint64_t)row);
+            count = least(count - column % HSTEP_TILE, row - column);
+        }
+        count = least(count, length);
+        if ((*turn)++ % WARPS == warp_of_thread()) {
+            struct lane l;
+            vf x[2];
+            bad |= scan_tile(t, format, gradient, run * t->run_length + offset, count, limit, &l, x);
+            if (singly) {
+                for (int i = l.first; i < l.last; i++) {
+                    const double one = (double)PLACE(x, i);
+                    if (is_finite(one)) add_shared(call->statistics, one * one);
+                }
+            } else {
+                /* Chunks that are not finite are left out, and no others, so that no cut matters. */
+                double total = warp_total(e, x, 1);
+                if (is_finite(total) && lane_of_thread() == 0) add_shared(call->statistics, total);
+            }
+        }
+        offset += count;
+        length -= count;
+    }
+    return bad;
+}
+
+CUDA_DEVICE int scan_run(const struct hstep_tensor *t, int format, const char *gradient, int64_t run, int64_t offset,
+                         int64_t length, double limit)
+{
+    const int64_t element = run * t->run_length + offset;
+    int bad = 0;
+    for (int64_t at = (warp_of_thread() + run) % WARPS * HSTEP_TILE; at < length; at += WARPS * HSTEP_TILE) {
+        struct lane l;
+        vf x[2];
+        bad |= scan_tile(t, format, gradient, element + at, least(HSTEP_TILE, length - at), limit, &l, x);
+    }
+    return bad;
+}
+
 CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const char *gradient = (const char *)call->gradients[c->tensor - call->first];
     if (!gradient) return;
     int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = hstep_is_clipped(call) && !raw;
-    int format = plain_format(t->slot[HALFSTEP_SLOT_GRADIENT].format);
+    int format = plain_format(t->slot[HALFSTEP_SLOT_GRADIENT].format), bad = 0;
     double limit = scan_threshold(call, raw);
-    int64_t row = t->index_stride, turn = 0;
-    int bad = 0, singly = row < HSTEP_GROUP;
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
-        int64_t offset = c->offset, length = c->length;
-        if (summed) hstep_scan_bounds(t, start, &offset, &length);
-        while (length > 0) {
-            int64_t count = HSTEP_TILE;
-            if (summed && !singly) {
-                int64_t column = (int64_t)((start + (uint64_t)offset) % (uint64_t)row);
-                count = least(count - column % HSTEP_TILE, row - column);
-            }
-            count = least(count, length);
-            if (turn++ % WARPS == warp_of_thread()) {
-                struct lane l = lane_at(run * t->run_length + offset, 0, 0, count, 0);
-                struct room r;
-                vf x[2];
-                fetch(t, format, gradient, NULL, &l, &r);
-                decode(format, 0, &r, x);
-                for (int i = 0; i < PLACES; i++) bad |= !(fabs((double)PLACE(x, i)) < limit);
-                if (summed && singly) {
-                    for (int i = l.first; i < l.last; i++) {
-                        const double one = (double)PLACE(x, i);
-                        if (is_finite(one)) add_shared(call->statistics, one * one);
-                    }
-                } else if (summed) {
-                    /* Chunks that are not finite are left out, and no others, so that no cut matters. */
-                    double total = warp_total(e, x, 1);
-                    if (is_finite(total) && lane_of_thread() == 0) add_shared(call->statistics, total);
-                }
-            }
-            offset += count;
-            length -= count;
-        }
-    }
+    int64_t turn = 0;
+    for (int64_t run = c->run; run < c->run + c->runs; run++)
+        bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn)
+                      : scan_run(t, format, gradient, run, c->offset, c->length, limit);
     if (bad && call->scan != HSTEP_SCAN_NONE) call->statistics[hstep_flags_offset() + c->tensor - call->first] = 1;
 }
 

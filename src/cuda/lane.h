@@ -157,11 +157,70 @@ CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, s
     else fetch(w->t, w->format[s], w->code[s], w->extra[s], l, r);
 }
 
+/* ---- Whole, aligned tiles: in registers, where the format is a constant ---- */
+
+/* In registers of 32 bits, which bytes are taken from at less cost than from wider ones. */
+V_OP void copy_word(char *to, const char *from) { memcpy(to, from, 4); }
+
+V_OP void copy_8(void *to, const void *from)
+{
+    char *t = (char *)__builtin_assume_aligned(to, 8);
+    const char *f = (const char *)__builtin_assume_aligned(from, 8);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+}
+
+V_OP void copy_16(void *to, const void *from)
+{
+    char *t = (char *)__builtin_assume_aligned(to, 16);
+    const char *f = (const char *)__builtin_assume_aligned(from, 16);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+    copy_word(t + 8, f + 8);
+    copy_word(t + 12, f + 12);
+}
+
+/* n bytes, a power of two up to 16, aligned to as many. */
+V_OP void copy_aligned(void *to, const void *from, const int n)
+{
+    switch (n) {
+    case 1: memcpy(to, from, 1); break;
+    case 2: memcpy(__builtin_assume_aligned(to, 2), __builtin_assume_aligned(from, 2), 2); break;
+    case 4: copy_word((char *)__builtin_assume_aligned(to, 4), (const char *)__builtin_assume_aligned(from, 4)); break;
+    case 8: copy_8(to, from); break;
+    default: copy_16(to, from); break;
+    }
+}
+
+/* The codes of a lane's places: up to 32 bytes. */
+V_OP void copy_codes(void *to, const void *from, const int n)
+{
+    if (n == 32) copy_16((char *)to + 16, (const char *)from + 16);
+    copy_aligned(to, from, n < 32 ? n : 16);
+}
+
 /* ---- Formats ---- */
 
 CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, vf *x)
 {
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+}
+
+/* All places of a lane whose codes are aligned to 16 bytes, of the formats of gradients that fused kernels know; 0 of
+ * others. */
+V_OP int load_aligned(int format, const char *code, vf *x)
+{
+    struct room r = {{0}, {0}};
+    switch (format) {
+#define GRADIENT(fn)                                                              \
+    case HSTEP_FORMAT_##fn:                                                       \
+        copy_codes(r.code, code, PLACES *columns_of(HSTEP_FORMAT_##fn).bits / 8); \
+        decode(HSTEP_FORMAT_##fn, 0, &r, x);                                      \
+        return 1;
+        HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
+#undef GRADIENT
+    default: return 0;
+    }
 }
 
 V_OP void scale_pair(vf *x, float factor)
