@@ -81,6 +81,10 @@ if(UNIX)
   target_link_libraries(fake_blas PRIVATE ${CMAKE_DL_LIBS})
   set_target_properties(fake_blas PROPERTIES OUTPUT_NAME cublas SUFFIX .so.12 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda)
   add_dependencies(fake_cuda fake_blas)
+  # Every rule with every recipe: inlined, with a sanitizer's checks in between, it takes a compiler ten minutes.
+  if(HALFSTEP_SANITIZE)
+    set_source_files_properties(${tests}/cuda/emulate.c PROPERTIES COMPILE_OPTIONS -fno-inline)
+  endif()
   if(NOT HALFSTEP_SANITIZE MATCHES thread) # to which fibers are no threads
     halfstep_fake_cuda(fake_cuda_emulated fake_cuda/emulated ${tests}/cuda/emulate.c)
   endif()
