@@ -3,13 +3,13 @@
 
 #include "host/pair.h"
 
-/* Every fourth thread has the numbers of four: what is not in range is not alone in being taken another way. */
-CUDA_DEVICE size_t first_of_four(void) { return (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD; }
+CUDA_DEVICE size_t thread_of_grid(void) { return (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD; }
 
-/* The last of four as what is the same in all lanes is taken. */
+/* Every fourth thread has the numbers of four: what is not in range is not alone in being taken another way. The last
+ * of four is taken as what is the same in all lanes. */
 CUDA_KERNEL void roots(float *x, uint32_t first)
 {
-    const size_t i = first_of_four();
+    const size_t i = thread_of_grid();
     if (i % VL) return;
     const uint32_t from = first + (uint32_t)i;
     v_store(x + i, v_sqrt(v_from_bits(vi_add(vi_set(from), vi_iota()))));
@@ -18,7 +18,7 @@ CUDA_KERNEL void roots(float *x, uint32_t first)
 
 CUDA_KERNEL void quotients(float *x, const float *y)
 {
-    const size_t i = first_of_four();
+    const size_t i = thread_of_grid();
     if (i % VL) return;
     const vf a = v_load(x + i), b = v_load(y + i);
     v_store(x + i, v_div(a, b));
@@ -28,7 +28,7 @@ CUDA_KERNEL void quotients(float *x, const float *y)
 /* x: radicands; y: random bits, in the low halves of patterns. */
 CUDA_KERNEL void codes(float *x, const float *y)
 {
-    const size_t i = first_of_four();
+    const size_t i = thread_of_grid();
     if (i % VL) return;
     const vf radicand = v_load(x + i);
     const vi r = vi_and(v_bits(v_load(y + i)), vi_set(0xffffu));
@@ -39,12 +39,12 @@ CUDA_KERNEL void codes(float *x, const float *y)
 
 CUDA_KERNEL void double_roots(double *x)
 {
-    const size_t i = (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD;
+    const size_t i = thread_of_grid();
     x[i] = sqrt(x[i]);
 }
 
 CUDA_KERNEL void double_quotients(double *x, const double *y)
 {
-    const size_t i = (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD;
+    const size_t i = thread_of_grid();
     x[i] = x[i] / y[i];
 }

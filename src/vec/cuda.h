@@ -228,16 +228,12 @@ V_OP int hstep_cuda_bf16_special(vi ue, vi uo, const int small)
 V_OP vi vi_add(vi a, vi b) { V_LANES(vi, a.x[I] + b.x[I]); }
 V_OP vi vi_sub(vi a, vi b) { V_LANES(vi, a.x[I] - b.x[I]); }
 V_OP vi vi_mul(vi a, vi b) { V_LANES(vi, a.x[I] * b.x[I]); }
-V_OP vi vi_mulhi(vi a, vi b) { V_LANES(vi, (uint32_t)(((uint64_t)a.x[I] * b.x[I]) >> 32)); }
 V_OP vi vi_mul16(vi a, vi b) { V_LANES(vi, hstep_halves_mul(a.x[I], b.x[I])); }
 V_OP vi vi_add16(vi a, vi b) { V_LANES(vi, hstep_halves_add(a.x[I], b.x[I])); }
 V_OP vi vi_and(vi a, vi b) { V_LANES(vi, a.x[I] & b.x[I]); }
 V_OP vi vi_or(vi a, vi b) { V_LANES(vi, a.x[I] | b.x[I]); }
 V_OP vi vi_xor(vi a, vi b) { V_LANES(vi, a.x[I] ^ b.x[I]); }
-V_OP vi vi_min16(vi a, vi b) { V_LANES(vi, hstep_halves_min(a.x[I], b.x[I])); }
-V_OP vi vi_negate16(vi a, vi s) { V_LANES(vi, hstep_halves_negate(a.x[I], s.x[I])); }
 V_OP vi vi_join16(vi a, vi b) { V_LANES(vi, (a.x[I] & 0xffffu) | (b.x[I] & 0xffff0000u)); }
-V_OP vi vi_andnot(vi a, vi b) { V_LANES(vi, ~a.x[I] & b.x[I]); }
 V_OP vi vi_shl(vi a, const int n) { V_LANES(vi, a.x[I] << n); }
 V_OP vi vi_shr(vi a, const int n) { V_LANES(vi, a.x[I] >> n); }
 V_OP vi vi_sra(vi a, const int n) { V_LANES(vi, (uint32_t)((int32_t)a.x[I] >> n)); }
@@ -266,12 +262,10 @@ V_OP uint32_t hstep_cuda_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
     return (a & 255u) | (b & 255u) << 8 | (c & 255u) << 16 | d << 24;
 }
-V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high, const int least, const int most)
+V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
 {
-    const int32_t a = hstep_saturated(hstep_half_low(low), least, most),
-                  b = hstep_saturated(hstep_half_high(low), least, most),
-                  c = hstep_saturated(hstep_half_low(high), least, most),
-                  d = hstep_saturated(hstep_half_high(high), least, most);
+    const int32_t a = hstep_saturated(hstep_half_low(low), 0, 255), b = hstep_saturated(hstep_half_high(low), 0, 255);
+    const int32_t c = hstep_saturated(hstep_half_low(high), 0, 255), d = hstep_saturated(hstep_half_high(high), 0, 255);
     return hstep_cuda_bytes((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 #else
@@ -285,20 +279,14 @@ V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high, const int least,
         return all;                                                                \
     }
 CUDA_FOUR_BYTES(hstep_cuda_bytes, "0x0040")
-/* The halves of two words as bytes. least: -128 or 0. */
-V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high, const int least, const int most)
+/* The halves of two words as bytes. */
+V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
 {
     const int32_t a = hstep_half_low(low), b = hstep_half_high(low);
     const int32_t c = hstep_half_low(high), d = hstep_half_high(high);
     uint32_t part, all;
-    (void)most;
-    if (least) {
-        __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(part) : "r"(d), "r"(c));
-        __asm__("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
-    } else {
-        __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(part) : "r"(d), "r"(c));
-        __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
-    }
+    __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(part) : "r"(d), "r"(c));
+    __asm__("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(part));
     return all;
 }
 #endif
@@ -377,21 +365,10 @@ V_OP void vp_store_8(void *p, vi e, vi o)
     hstep_cuda_put_word(p, 1, hstep_cuda_bytes(e.x[2], o.x[2], e.x[3], o.x[3]));
 }
 
-V_OP vi vh_load_u8(const void *p)
-{
-    vi e, o;
-    vp_load_u8(p, &e, &o);
-    return vi_or(e, vi_shl(o, 16));
-}
-V_OP void vh_store_s8(void *p, vi x)
-{
-    hstep_cuda_put_word(p, 0, hstep_cuda_saturated(x.x[0], x.x[1], -128, 127));
-    hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3], -128, 127));
-}
 V_OP void vh_store_u8(void *p, vi x)
 {
-    hstep_cuda_put_word(p, 0, hstep_cuda_saturated(x.x[0], x.x[1], 0, 255));
-    hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3], 0, 255));
+    hstep_cuda_put_word(p, 0, hstep_cuda_saturated(x.x[0], x.x[1]));
+    hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3]));
 }
 
 V_OP vf hstep_cuda_from_half(vi a) { V_LANES(vf, hstep_half_decode((uint16_t)a.x[I])); }

@@ -154,13 +154,17 @@ def test_a_step_is_on_the_current_stream(fake):
     same(fake, both)
 
 
+def give_a_nan(gpu, params):
+    given = gradients(params, 3)
+    given["head.weight"][3, 4] = float("nan")
+    give(gpu, params, given)
+
+
 def test_a_step_that_is_refused_is_told_of_later(gpu):
     both = pair(gpu, halfstep.Adam)
     run(gpu, both, 1, 3)
     for params, opt in both:
-        given = gradients(params, 3)
-        given["head.weight"][3, 4] = float("nan")
-        give(gpu, params, given)
+        give_a_nan(gpu, params)
         if opt is both[0][1]:
             with pytest.warns(RuntimeWarning, match="'head.weight' is not finite"):
                 opt.step()
@@ -209,9 +213,7 @@ def test_whoever_asks_first_is_told_of_a_refused_step(gpu, question):
     both, answers = pair(gpu, halfstep.AdamW, torch.bfloat16, weights="bf16-kahan", clip_norm=1.0), []
     run(gpu, both, 1, 3)
     for params, opt in both:
-        given = gradients(params, 3)
-        given["head.weight"][3, 4] = float("nan")
-        give(gpu, params, given)
+        give_a_nan(gpu, params)
         if opt is both[0][1]:
             with pytest.warns(RuntimeWarning, match="'head.weight' is not finite"):
                 opt.step()
