@@ -11,16 +11,17 @@ build:
 demo: build
 	@$(BUILD)/halfstep demo --out $(BUILD)/demo
 
+# The first tier of the tests. The last lines say what it leaves to test-all.
 test:
-	@bash scripts/setup.sh test
-	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
-	@cd $(BUILD) && ctest -j$(JOBS) --output-on-failure --no-tests=error
+	@bash scripts/test.sh test $(BUILD) $(JOBS)
 
-# What to run while working: everything but Python, other builds and long runs.
+# Every test; CI runs it.
+test-all:
+	@bash scripts/test.sh all $(BUILD) $(JOBS)
+
+# What to run after each change: programs and scripts that are short, without Python and other builds.
 check:
-	@bash scripts/setup.sh test
-	@bash scripts/build.sh $(BUILD) $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
-	@cd $(BUILD) && ctest -C check -j$(JOBS) -LE long --output-on-failure --no-tests=error
+	@bash scripts/test.sh check $(BUILD) $(JOBS)
 
 # The C sources, as .clang-format says; a test holds them to it.
 format:
@@ -77,4 +78,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test check format coverage bench golden budgets stats faults fuzz experiments install clean
+.PHONY: build demo test test-all check format coverage bench golden budgets stats faults fuzz experiments install clean

@@ -1,6 +1,18 @@
-# Every test comes from the files in tests/: test_*.c are programs, *_test.sh are scripts, python/test_*.py run in a virtual
-# environment, and the builds at the end repeat the programs with other compilers. Other programs in tests/ serve the
-# scripts. What a program links follows from what it includes. A test that needs something absent is skipped with the reason, or fails where CI=true.
+# Every test comes from the files in tests/: test_*.c are programs, *_test.sh are scripts, python/test_*.py run under pytest in a
+# virtual environment, and the other builds at the end repeat the programs with other compilers. Other programs in tests/ serve the
+# scripts. What a program links follows from what it includes. A test that lacks something is skipped with the reason, or fails
+# where CI=true.
+#
+# There are two tiers. A test with the label "all" is run by `make test-all` only. The label "long" is left out by `make check`,
+# which takes the tests of the configuration "check" in their place. The first comment of a test says which labels it gets:
+#
+#   --short                              a program has a short run, for `make check` and for builds that run slowly
+#   --all                                a program has a further run, for `make test-all`
+#   Runs under sanitizers.               a program is part of the sanitizer build of `make test`, not of `make test-all`'s
+#   Not for an emulator.                 a program judges by statistics, which are the same on every instruction set
+#   (make check leaves it out.)          a script is long
+#   (make test-all runs it.)             a script belongs to the second tier
+#   (make test-all runs "... all" too.)  a script has a further run for the second tier
 
 set(tests ${PROJECT_SOURCE_DIR}/tests)
 
@@ -8,9 +20,10 @@ set(tests ${PROJECT_SOURCE_DIR}/tests)
 set(environment "HALFSTEP_SOURCE=${PROJECT_SOURCE_DIR}" "HALFSTEP_BUILD=${PROJECT_BINARY_DIR}"
   ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
   TSAN_OPTIONS=halt_on_error=1:die_after_fork=0)
-function(halfstep_test_properties name)
+function(halfstep_test_properties name labels)
   set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 FAIL_REGULAR_EXPRESSION "(^|\n)0 passed, 0 failed"
     ENVIRONMENT "${environment}" ${ARGN})
+  set_property(TEST ${name} PROPERTY LABELS ${labels})
 endfunction()
 
 function(halfstep_test_program name source)
@@ -24,6 +37,7 @@ function(halfstep_test_program name source)
   if(CMAKE_CROSSCOMPILING AND statistics)
     return()
   endif()
+  file(STRINGS ${source} sanitized REGEX "Runs under sanitizers\\.")
   file(STRINGS ${source} includes REGEX "^#include +\"")
   set(libraries halfstep_static Threads::Threads)
   if(includes MATCHES "halfstep_io\\.h|io/")
@@ -51,46 +65,65 @@ function(halfstep_test_program name source)
   if(NOT name MATCHES "^test_")
     return()
   endif()
-  file(STRINGS ${source} short REGEX "\"--short\"")
-  set(arguments "")
-  if(HALFSTEP_SHORT_TESTS AND short)
-    set(arguments --short)
+  # Checks of addresses say little about arithmetic: its programs are built and run in the second tier.
+  set(labels "")
+  if(HALFSTEP_SANITIZE MATCHES address AND NOT sanitized)
+    set(labels all)
+    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+    add_dependencies(second_tier ${name})
   endif()
-  add_test(NAME ${name} COMMAND ${name} ${arguments} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  halfstep_test_properties(${name} TIMEOUT 1800 COST 50)
-  # make check (ctest -C check -LE long) has the short run in place of the long one.
-  if(short)
-    set_property(TEST ${name} PROPERTY LABELS long)
-    add_test(NAME short_${name} CONFIGURATIONS check COMMAND ${name} --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    halfstep_test_properties(short_${name} TIMEOUT 1800 COST 50)
+  file(STRINGS ${source} short REGEX "^(/\\*| \\*).*--short")
+  file(STRINGS ${source} all REGEX "^(/\\*| \\*).*--all")
+  if(short AND HALFSTEP_SHORT_TESTS)
+    add_test(NAME ${name} COMMAND ${name} --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  else()
+    add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    if(short)
+      list(APPEND labels long)
+      add_test(NAME short_${name} CONFIGURATIONS check COMMAND ${name} --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+      halfstep_test_properties(short_${name} "" TIMEOUT 1800 COST 50)
+    endif()
+    if(all AND NOT HALFSTEP_SHORT_TESTS)
+      add_test(NAME ${name}_all COMMAND ${name} --all WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+      halfstep_test_properties(${name}_all all TIMEOUT 3600 COST 200)
+    endif()
   endif()
+  halfstep_test_properties(${name} "${labels}" TIMEOUT 1800 COST 50)
 endfunction()
 
 # Drivers without a GPU, by the name that the library looks for, and what they take for device code: one runs each kernel as the host's entry
 # of its name, the other the kernels themselves.
 function(halfstep_fake_cuda name folder kernels)
-  add_library(${name} SHARED ${tests}/fake_cuda/fake_cuda.c ${kernels})
+  add_library(${name} SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_cuda.c ${kernels})
   target_include_directories(${name} PRIVATE include src tests)
   target_link_libraries(${name} PRIVATE halfstep_static Threads::Threads m)
   target_link_options(${name} PRIVATE LINKER:--exclude-libs,ALL)
   set_target_properties(${name} PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/${folder})
 endfunction()
+# The kernels of src/cuda on the processor. The main build and one sanitizer show what they can show.
+set(with_emulation FALSE)
+if(UNIX AND (NOT HALFSTEP_TESTS STREQUAL UNIT OR HALFSTEP_SANITIZE MATCHES address))
+  set(with_emulation TRUE)
+  add_library(emulation OBJECT EXCLUDE_FROM_ALL ${tests}/cuda/emulate.c)
+  target_include_directories(emulation PRIVATE include src tests)
+  # Every rule with every recipe: inlined, with a sanitizer's checks in between, it takes a compiler ten minutes.
+  if(HALFSTEP_SANITIZE)
+    target_compile_options(emulation PRIVATE -fno-inline)
+  endif()
+endif()
 if(UNIX)
   halfstep_fake_cuda(fake_cuda fake_cuda ${tests}/fake_cuda/kernels.c)
-  add_library(fake_blas SHARED ${tests}/fake_cuda/fake_blas.c)
+  add_library(fake_blas SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_blas.c)
   target_link_libraries(fake_blas PRIVATE ${CMAKE_DL_LIBS})
   set_target_properties(fake_blas PROPERTIES OUTPUT_NAME cublas SUFFIX .so.12 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda)
   add_dependencies(fake_cuda fake_blas)
-  # Every rule with every recipe: inlined, with a sanitizer's checks in between, it takes a compiler ten minutes.
-  if(HALFSTEP_SANITIZE)
-    set_source_files_properties(${tests}/cuda/emulate.c PROPERTIES COMPILE_OPTIONS -fno-inline)
-  endif()
-  if(NOT HALFSTEP_SANITIZE MATCHES thread) # to which fibers are no threads
-    halfstep_fake_cuda(fake_cuda_emulated fake_cuda/emulated ${tests}/cuda/emulate.c)
+  if(with_emulation)
+    halfstep_fake_cuda(fake_cuda_emulated fake_cuda/emulated $<TARGET_OBJECTS:emulation>)
   endif()
   file(WRITE ${PROJECT_BINARY_DIR}/tests/fake_cuda/image "fake\n")
 endif()
 
+add_custom_target(second_tier)
 halfstep_compile_per_isa(test_vec_unit tests/test_vec_unit.c vec_unit_objects)
 file(GLOB programs CONFIGURE_DEPENDS tests/*.c)
 list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|header_test_c)\\.c$")
@@ -99,12 +132,12 @@ foreach(source IN LISTS programs)
   set(extra "")
   if(name STREQUAL test_cuda_driver AND NOT UNIX)
     continue()
-  elseif(name STREQUAL test_cuda_kernels AND HALFSTEP_SANITIZE MATCHES thread)
+  elseif(name STREQUAL test_cuda_kernels AND NOT with_emulation)
     continue()
   elseif(name STREQUAL test_vec)
     set(extra ${vec_unit_objects})
   elseif(name STREQUAL test_cuda_kernels)
-    set(extra ${tests}/cuda/emulate.c)
+    set(extra $<TARGET_OBJECTS:emulation>)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c ${io_sources})
@@ -116,13 +149,14 @@ foreach(source IN LISTS programs)
 endforeach()
 if(TARGET test_cuda_driver)
   add_dependencies(test_cuda_driver fake_cuda)
-endif()
-if(TARGET test_cuda_driver AND TARGET fake_cuda_emulated)
-  add_dependencies(test_cuda_driver fake_cuda_emulated)
-  add_test(NAME test_cuda_driver_emulated COMMAND test_cuda_driver --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  halfstep_test_properties(test_cuda_driver_emulated TIMEOUT 1800 COST 30)
-  set_property(TEST test_cuda_driver_emulated APPEND PROPERTY
-    ENVIRONMENT FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda/emulated/libcuda.so.1)
+  if(with_emulation)
+    add_dependencies(test_cuda_driver fake_cuda_emulated)
+    add_test(NAME test_cuda_driver_emulated COMMAND test_cuda_driver --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    get_property(labels TEST test_cuda_driver PROPERTY LABELS)
+    halfstep_test_properties(test_cuda_driver_emulated "${labels}" TIMEOUT 1800 COST 30)
+    set_property(TEST test_cuda_driver_emulated APPEND PROPERTY
+      ENVIRONMENT FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda/emulated/libcuda.so.1)
+  endif()
 endif()
 
 # tests/faults/calls.def lists the calls that can be made to fail, in a program by the linker, elsewhere by LD_PRELOAD.
@@ -205,44 +239,61 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     # One with a script of its own, which leaves nothing behind, is run by that.
     if(NOT EXISTS ${tests}/${name}_test.sh)
       add_test(NAME example_${name} COMMAND example_${name} WORKING_DIRECTORY ${PROJECT_BINARY_DIR})
-      halfstep_test_properties(example_${name} TIMEOUT 300)
+      halfstep_test_properties(example_${name} "" TIMEOUT 300)
     endif()
   endforeach()
 
   file(GLOB scripts CONFIGURE_DEPENDS tests/*_test.sh)
   foreach(script IN LISTS scripts)
     get_filename_component(name ${script} NAME_WE)
+    file(STRINGS ${script} marks REGEX "^# .*\\(make (check|test-all) ")
+    set(labels "")
+    if(marks MATCHES "make check leaves it out")
+      list(APPEND labels long)
+    endif()
+    if(marks MATCHES "make test-all runs it")
+      list(APPEND labels all)
+    endif()
     add_test(NAME ${name} COMMAND bash ${script} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    halfstep_test_properties(${name} TIMEOUT 1800 COST 100)
-    file(STRINGS ${script} long REGEX "^# .*make check leaves it out")
-    if(long)
-      set_property(TEST ${name} PROPERTY LABELS long)
+    halfstep_test_properties(${name} "${labels}" TIMEOUT 1800 COST 100)
+    if(marks MATCHES "make test-all runs .* all. too")
+      add_test(NAME ${name}_all COMMAND bash ${script} all WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+      halfstep_test_properties(${name}_all all TIMEOUT 3600 COST 200)
     endif()
   endforeach()
 
-  # One environment and one installed wheel serve them all, so these are made first of everything.
-  add_test(NAME python_package COMMAND bash ${tests}/python_package.sh WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  halfstep_test_properties(python_package TIMEOUT 2400 COST 3000 FIXTURES_SETUP python LABELS long)
-  file(GLOB python_tests CONFIGURE_DEPENDS tests/python/test_*.py)
-  foreach(script IN LISTS python_tests)
-    get_filename_component(name ${script} NAME_WE)
-    add_test(NAME python_${name} COMMAND bash ${tests}/run_python.sh ${script} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    halfstep_test_properties(python_${name} TIMEOUT 1800 COST 300 FIXTURES_REQUIRED python LABELS long)
-  endforeach()
+  # One environment and one installed wheel serve all Python tests, so these are made first of everything. pytest starts a process
+  # for each core.
+  include(ProcessorCount)
+  ProcessorCount(cores)
+  function(halfstep_python_test name)
+    add_test(NAME ${name} COMMAND bash ${ARGN} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    halfstep_test_properties(${name} long TIMEOUT 3600)
+  endfunction()
+  halfstep_python_test(python_package ${tests}/python_package.sh)
+  halfstep_python_test(python ${tests}/run_python.sh)
+  halfstep_python_test(python_package_sdist ${tests}/python_package.sh sdist)
+  halfstep_python_test(python_all ${tests}/run_python.sh all)
+  set_tests_properties(python_package PROPERTIES COST 3000 FIXTURES_SETUP python)
+  set_tests_properties(python python_all PROPERTIES COST 2000 FIXTURES_REQUIRED python PROCESSORS ${cores})
+  set_tests_properties(python_package_sdist python_all PROPERTIES LABELS all)
 
-  # The same programs from other compilers, with sanitizers, and for the other processor: each a build of its own inside
-  # this one, configured, built and run by one test. They are the longest tests, so they start first.
-  function(halfstep_other_build name needs)
+  # The same programs from other compilers, with sanitizers, and for the other processor: each a build of its own inside this one,
+  # configured, built and run by one test. They are the longest tests, so they start first.
+  function(halfstep_other_build name labels needs)
     add_test(NAME build_${name}
       COMMAND bash ${tests}/other_build.sh ${PROJECT_BINARY_DIR}/${name} "${needs}" -DHALFSTEP_TESTS=UNIT
               -DHALFSTEP_SHORT_TESTS=ON -DHALFSTEP_WERROR=${HALFSTEP_WERROR} ${ARGN})
-    halfstep_test_properties(build_${name} TIMEOUT 3600 COST 1000 LABELS long)
+    halfstep_test_properties(build_${name} "${labels}" TIMEOUT 3600 COST 4000)
   endfunction()
-  halfstep_other_build(asan gcc --preset asan -DCMAKE_C_COMPILER=gcc)
-  halfstep_other_build(tsan gcc --preset tsan -DCMAKE_C_COMPILER=gcc)
-  halfstep_other_build(clang clang -DCMAKE_C_COMPILER=clang -DHALFSTEP_TOOLS=OFF)
+  halfstep_other_build(asan "long" clang --preset asan -DCMAKE_C_COMPILER=clang)
+  halfstep_other_build(tsan "long;all" clang --preset tsan -DCMAKE_C_COMPILER=clang)
+  halfstep_other_build(clang "long;all" clang -DCMAKE_C_COMPILER=clang -DHALFSTEP_TOOLS=OFF)
   if(NOT halfstep_processor STREQUAL aarch64)
-    halfstep_other_build(aarch64 "aarch64-linux-gnu-gcc qemu-aarch64" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
+    halfstep_other_build(aarch64 "long;all" "aarch64-linux-gnu-gcc qemu-aarch64" -DHALFSTEP_TOOLS=OFF -DHALFSTEP_IO=OFF
       -DCMAKE_TOOLCHAIN_FILE=${PROJECT_SOURCE_DIR}/cmake/aarch64-linux-gnu.cmake)
   endif()
+  # What the sanitizer build left to the second tier; it is in the same folder.
+  add_test(NAME build_asan_all COMMAND bash ${tests}/other_build.sh ${PROJECT_BINARY_DIR}/asan clang)
+  halfstep_test_properties(build_asan_all "long;all" TIMEOUT 3600 COST 4000)
 endif()

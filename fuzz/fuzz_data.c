@@ -95,6 +95,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                 sum += sets[s]->images[i * sets[s]->side * sets[s]->side + p];
         }
     }
+    (void)sum;
     image_set_free(&train);
     image_set_free(&test);
     if (data[0] & 128) unlink(path);

@@ -17,7 +17,7 @@ part() {
 }
 part python3 tests/faults/sweep.py --jobs "$(nproc)"
 # Both again where a sanitizer sees what they leave behind.
-part bash scripts/build.sh "$build/asan" "$(nproc)" --preset asan -DCMAKE_C_COMPILER=gcc
+part bash scripts/build.sh "$build/asan" "$(nproc)" --preset asan -DCMAKE_C_COMPILER=clang
 part "$build/asan/tests/test_faults" --all
 part "$build/asan/tests/test_program_faults" --all
 part env HALFSTEP_BUILD="$build/asan" python3 tests/faults/sweep.py --every 4 --jobs "$(nproc)"

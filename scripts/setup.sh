@@ -1,6 +1,7 @@
 #!/bin/bash
-# setup.sh build|test|fuzz|stats: makes sure that what the build, the tests, fuzzing or the long statistics need is installed. Where apt may be used (root, or sudo
-# that asks for no password) it installs what is missing; otherwise it names the packages in one line and exits 1.
+# setup.sh build|test|all|fuzz|stats: makes sure that what the build, `make test`, `make test-all`, fuzzing or the long statistics need
+# is installed. Installs what is missing if apt may be used (by root, or by sudo that asks for no password); otherwise names the
+# packages in one line and exits 1.
 set -eu
 
 missing=
@@ -40,36 +41,41 @@ want libdnnl-dev header have_dnnl
 want libjansson-dev header have_jansson
 want zlib1g-dev header have_zlib
 
-if [ "${1:-build}" = test ]; then
-    want g++ program g++
+case ${1:-build} in
+test | all | fuzz)
+    # The sanitizer builds are clang's, whose runtimes have its version in their packages' names.
     want clang program clang
+    version=$(clang -dumpversion 2>/dev/null | cut -d. -f1)
+    version=${version:-14}
+    want "libclang-rt-$version-dev" sh -c 'test -e "$(clang -print-file-name=libclang_rt.asan-$(uname -m).a)"'
+    want "libomp-$version-dev" sh -c 'echo "int main(void) { return 0; }" | clang -fopenmp -x c - -o /dev/null'
+    want python3 program python3
+    ;;
+esac
+
+case ${1:-build} in
+test | all)
+    want g++ program g++
     want binutils program readelf
     want util-linux program setarch
-    want lz4 program lz4
     # The program is built without MPI too; the tests of many processes need it.
     want libopenmpi-dev program mpicc
     want openmpi-bin program mpirun
-    want python3 program python3
     # Debian keeps pip's part of venv in a package of its own.
     want python3-venv python3 -c 'import ensurepip, venv'
     # DeepSpeed and torch.compile make extensions of their own.
     want python3-dev python3 -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+    ;;
+esac
+
+if [ "${1:-build}" = all ]; then
+    want lz4 program lz4
     if [ "$(uname -m)" = x86_64 ]; then
         want gcc-aarch64-linux-gnu program aarch64-linux-gnu-gcc
         want libc6-dev-arm64-cross test -e /usr/aarch64-linux-gnu/include/stdio.h
         want qemu-user program qemu-aarch64
         want gcc-mingw-w64-x86-64 program x86_64-w64-mingw32-gcc
     fi
-fi
-
-if [ "${1:-build}" = fuzz ]; then
-    want clang program clang
-    want python3 program python3
-    # clang's runtimes have its version in their packages' names.
-    version=$(clang -dumpversion 2>/dev/null | cut -d. -f1)
-    version=${version:-14}
-    want "libclang-rt-$version-dev" sh -c 'test -e "$(clang -print-file-name=libclang_rt.fuzzer-$(uname -m).a)"'
-    want "libomp-$version-dev" sh -c 'echo "int main(void) { return 0; }" | clang -fopenmp -x c - -o /dev/null'
 fi
 
 if [ "${1:-build}" = stats ]; then

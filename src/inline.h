@@ -7,6 +7,12 @@
 #define HSTEP_INLINE static inline
 #endif
 
+/* The attribute of functions that must be inlined to be quick. A build with sanitizers defines it as "unused": inlined into
+ * every kernel, their checks would take the compiler minutes. */
+#ifndef HSTEP_ALWAYS_INLINE
+#define HSTEP_ALWAYS_INLINE always_inline
+#endif
+
 /* And tables with a name of their own, which kernels look into. */
 #ifndef HSTEP_TABLE
 #define HSTEP_TABLE

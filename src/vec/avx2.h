@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "inline.h"
+
 #define HSTEP_VEC_NAME "avx2"
 #define VL 8
 
@@ -18,7 +20,7 @@ typedef __m256i vi;
 typedef __m256 vm; /* all bits of a lane, or none */
 typedef struct { __m256d quarter[4]; } va;
 
-#define V_OP static inline __attribute__((always_inline, unused))
+#define V_OP static inline __attribute__((HSTEP_ALWAYS_INLINE, unused))
 #define V_TABLE static const
 
 V_OP vf v_set(float x) { return _mm256_set1_ps(x); }

@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "inline.h"
+
 #define HSTEP_VEC_NAME "avx512"
 #define VL 16
 
@@ -20,7 +22,7 @@ typedef __m512i vi;
 typedef __mmask16 vm;
 typedef struct { __m512d half[2]; } va;
 
-#define V_OP static inline __attribute__((always_inline, unused))
+#define V_OP static inline __attribute__((HSTEP_ALWAYS_INLINE, unused))
 #define V_TABLE static const
 
 /* Every odd 16-bit element of a vector. */

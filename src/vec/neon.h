@@ -13,6 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "inline.h"
+
 #define HSTEP_VEC_NAME "neon"
 #define VL 4
 
@@ -21,7 +23,7 @@ typedef uint32x4_t vi;
 typedef uint32x4_t vm; /* all bits of a lane, or none */
 typedef struct { float64x2_t pair[8]; } va;
 
-#define V_OP static inline __attribute__((always_inline, unused))
+#define V_OP static inline __attribute__((HSTEP_ALWAYS_INLINE, unused))
 #define V_TABLE static const
 
 V_OP vf v_set(float x) { return vdupq_n_f32(x); }

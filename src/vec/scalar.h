@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "inline.h"
+
 #define HSTEP_VEC_NAME "scalar"
 #define VL 1
 
@@ -15,7 +17,7 @@ typedef uint32_t vi;
 typedef int vm;
 typedef struct { double lane[16]; } va;
 
-#define V_OP static inline __attribute__((always_inline, unused))
+#define V_OP static inline __attribute__((HSTEP_ALWAYS_INLINE, unused))
 #define V_TABLE static const
 
 #include "vec/half.h"
