@@ -179,13 +179,13 @@ def caught():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Chooses the cases that `make test` runs of a test with several parameters: each value at least once, in turn with the values of the
-    others. The other cases of the product are marked "all"."""
+    others. The other cases of the product are marked "all". A product that a test makes itself joins the names of its values by "|"."""
     tests = {}
     for item in items:
         if hasattr(item, "callspec"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
-        values = {case: set(enumerate(case.callspec._idlist)) for case in cases}  # one id a parameter
+        values = {case: {(i, part) for i, name in enumerate(case.callspec._idlist) for part in name.split("|")} for case in cases}
         left, uses = set().union(*values.values()), collections.Counter()
         while left:
             case = max(values, key=lambda c: (len(values[c] & left), -sum(uses[v] for v in values[c])))
