@@ -1,6 +1,7 @@
 #!/bin/bash
 # The README's line for building the core library without any build system works as it is printed there.
 # (make check leaves it out.)
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch

@@ -4,6 +4,7 @@
 # ptxas can be had (PTXAS, or of the Python index, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES, as the
 # build does; and the table that the build makes of them holds every byte.
 # (make check leaves it out.)
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need clang
 make_scratch

@@ -3,6 +3,7 @@
 # makes PTX of all of them, and AMD's code as hipcc would (which is clang), without any toolkit. A static table, a function that only a host
 # may call, or a word of CUDA fails here.
 # (make check leaves it out.)
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need clang
 make_scratch

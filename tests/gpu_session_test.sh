@@ -1,6 +1,7 @@
 #!/bin/bash
 # What bench/gpu_session.py would run on a GPU, where there is none: its commands are there and take their options, its limits fit a lease, mistakes are
 # said in one sentence, and a step that fails or never ends does not keep the others from running. The driver of tests/fake_cuda stands for a GPU.
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need python3
 [ -x "$build_dir/halfstep" ] || skip "$build_dir/halfstep is not built"

@@ -4,10 +4,11 @@ source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
 build_dir=${HALFSTEP_BUILD:-$source_dir/build}
 # A make above this script must not pass its job server on to the builds in here.
 unset MAKEFLAGS MFLAGS MAKELEVEL
+script_words="$0${*:+ $*}"
 
 fail() {
     echo "FAIL $*"
-    echo "     reproduce: HALFSTEP_BUILD=$build_dir bash $0"
+    echo "     reproduce: HALFSTEP_BUILD=$build_dir bash $script_words"
     exit 1
 }
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # The core compiles and links for 64-bit Windows: no symbol is missing when every object is in one program.
 # (make check leaves it out.)
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need cmake x86_64-w64-mingw32-gcc
 make_scratch

@@ -1,6 +1,8 @@
 #!/bin/bash
-# `train lm` under mpirun: any number of processes has the weights, states, log and checkpoint of one; ranks that die, or do not belong
-# together, are named, and what was saved goes on, on any number. `mpi_test.sh long [KILLS]` (make faults) is the same on longer text with 50 kills.
+# `train lm` under mpirun: any number of ranks has the weights, states, log and checkpoint of one process. Ranks that die, or that do not belong
+# together, are named. A checkpoint goes on, on any number of ranks. `mpi_test.sh all` takes every recipe on 1 to 4 ranks and kills more of them;
+# `mpi_test.sh long [KILLS]` (make faults) does so on longer text, with 50 kills.
+# (make test-all runs "tests/mpi_test.sh all" too.)
 . "$(dirname "$0")/lib.sh"
 need mpirun flock pgrep
 [ -e "$build_dir/libhalfstep_mpi.so" ] || skip "this build found no MPI"
@@ -31,18 +33,20 @@ step_of() { "$program" inspect "$1" 2>/dev/null | sed -nE 's/^step ([0-9]+),.*/\
 
 small="--width 64 --depth 2 --context 64 --batch 2 --val-every 5 --eval-batches 5 --sample-bytes 40 --quiet --json"
 steps=10
-[ "$mode" = short ] || { small="--width 128 --depth 3 --batch 4 --val-every 20 --eval-batches 5 --sample-bytes 40 --quiet --json" steps=60; }
+[ "$mode" != long ] || { small="--width 128 --depth 3 --batch 4 --val-every 20 --eval-batches 5 --sample-bytes 40 --quiet --json" steps=60; }
 
 # ---- Any number of ranks -------------------------------------------------------------------------------------------------------------
 
-# 7 micro-steps: no number of ranks but one divides them. Without MPI the tree has to be asked for.
+# compare RANKS RECIPE ARGUMENT...: the run on each of these numbers of ranks is that of one process. No number of ranks but 1 divides the
+# 7 micro-steps. Without MPI the tree has to be asked for.
 compare() {
-    local recipe=$1 name n
-    name=$(tr / - <<<"$recipe") 
-    shift
+    local numbers=$1 recipe=$2 name n
+    [ "$mode" = short ] || numbers="1 2 3 4"
+    name=$(tr / - <<<"$recipe")
+    shift 2
     set -- --data "$data" --recipe "$recipe" --steps $steps --micro-steps 7 $small "$@"
     "$program" train lm "$@" --accumulator tree --log "$name-0.csv" --checkpoint "$name-0" >"$name-0.json" || fail "$recipe alone"
-    for n in 1 2 3 4; do
+    for n in $numbers; do
         ranks $n "$@" --log "$name-$n.csv" --checkpoint "$name-$n" >"$name-$n.json" || fail "$recipe on $n ranks"
         same "$recipe, ranks of the result" "$(field ranks "$name-$n.json")" $n
         same "$recipe, hash of $n ranks" "$(hash_of "$name-$n.json")" "$(hash_of "$name-0.json")"
@@ -52,16 +56,16 @@ compare() {
             cmp "$name-$n/$file" "$name-0/$file" || fail "$recipe: another $file on $n ranks"
         done
     done
-    same "$recipe, rows of the log" "$(wc -l <"$name-3.csv")" $((steps + 1))
-    echo "ok   $recipe: the bits of one process on 1, 2, 3 and 4 ranks: $(hash_of "$name-0.json")"
+    same "$recipe, rows of the log" "$(wc -l <"$name-$n.csv")" $((steps + 1))
+    echo "ok   $recipe: the bits of one process on $numbers ranks: $(hash_of "$name-0.json")"
 }
-compare adamw/bf16-sr/int8 --weight-decay 0.1
-compare lamb/f32/f32 --clip 1
-compare muon/bf16-sr/int8
+compare 2 adamw/bf16-sr/int8 --weight-decay 0.1
+compare "1 3" lamb/f32/f32 --clip 1
+compare 4 muon/bf16-sr/int8
 # Averages are gathered to be evaluated; factors over rows and columns stay with a matrix.
-compare schedulefree/bf16-ecc8/int8
+compare 3 schedulefree/bf16-ecc8/int8
 if [ "$mode" = long ]; then
-    for recipe in adafactor/bf16-sr came/bf16-kahan prodigy/f32 adamw/bf16-sr/int4 adamw/bf16-sr/fp8-lamb16 lamb16 adan/f16-ecc16/dyn8; do compare $recipe; done
+    for recipe in adafactor/bf16-sr came/bf16-kahan prodigy/f32 adamw/bf16-sr/int4 adamw/bf16-sr/fp8-lamb16 lamb16 adan/f16-ecc16/dyn8; do compare 3 $recipe; done
 fi
 
 # Each rank has its share of the states.
@@ -72,7 +76,7 @@ echo "ok   states: $third of $whole bytes a parameter on the first of 3 ranks"
 # The same with a program of one's own.
 if command -v mpicc >/dev/null; then
     mpicc -std=c11 -O2 -I"$source_dir/include" "$source_dir/examples/mpi.c" -o example -L"$build_dir" -lhalfstep -lm || fail "examples/mpi.c does not compile"
-    for n in 1 2 3 5; do timeout 60 mpirun -n $n ./example >"example-$n" || fail "examples/mpi.c on $n ranks"; done
+    for n in 1 2 3 5; do timeout 240 mpirun -n $n ./example >"example-$n" || fail "examples/mpi.c on $n ranks"; done
     for n in 2 3 5; do same "examples/mpi.c on $n ranks" "$(cat example-$n)" "$(cat example-1)"; done
     echo "ok   examples/mpi.c: $(cat example-1)"
 fi
@@ -98,7 +102,7 @@ refused() {
     local -x OMPI_MCA_odls_base_sigkill_timeout=0
     local status=$1 text=$2 got=0
     shift 2
-    timeout 60 mpirun "$@" >refused.out 2>refused.err || got=$?
+    timeout 240 mpirun "$@" >refused.out 2>refused.err || got=$?
     [ "$got" = "$status" ] && grep -qF -- "$text" refused.err || { cat refused.err; fail "expected status $status and \"$text\", got $got"; }
     same "lines of that error" "$(grep -c '^halfstep:' refused.err)" 1
 }
@@ -120,11 +124,11 @@ refused 1 "rank 0 of 2: held: another run is training there" -n 2 $run --checkpo
 exec 9>&-
 # The data may lie elsewhere on another machine.
 cp "$data" copy.txt
-timeout 60 mpirun -n 1 $run : -n 1 ${run/"$data"/copy.txt} >copy.json || fail "the same data under another name"
+timeout 240 mpirun -n 1 $run : -n 1 ${run/"$data"/copy.txt} >copy.json || fail "the same data under another name"
 mkdir parts
 head -c 1000 "$data" >parts/1
 tail -c +1001 "$data" | gzip >parts/2.gz
-timeout 60 mpirun -n 1 $run : -n 1 ${run/"$data"/parts} >parts.json || fail "the same data in a folder"
+timeout 240 mpirun -n 1 $run : -n 1 ${run/"$data"/parts} >parts.json || fail "the same data in a folder"
 same "hash of the data in a folder" "$(hash_of parts.json)" "$(hash_of copy.json)"
 # A weight that explodes is the same error on all: one line, of the first rank.
 got=0
@@ -141,12 +145,12 @@ start() {
     mpirun -n "$1" "$program" train lm "${@:2}" >job.out 2>job.err &
     job=$!
 }
-# finish: waits for the job, at most a minute; its status is in `ended`.
+# finish WHAT: waits for the job, at most four minutes, and sets `ended` to its status.
 finish() {
-    local left=600
+    local left=2400
     while kill -0 "$job" 2>/dev/null; do
         left=$((left - 1))
-        [ $left -gt 0 ] || { kill -9 "$job"; fail "the job did not end within a minute of $1"; }
+        [ $left -gt 0 ] || { kill -9 "$job"; fail "the job did not end within four minutes of $1"; }
         sleep 0.1
     done
     ended=0
@@ -154,15 +158,15 @@ finish() {
 }
 a_rank() { pgrep -P "$job" | shuf -n 1; }
 saved() {
-    for _ in $(seq 600); do
+    for _ in $(seq 2400); do
         [ ! -e "$1/manifest.json" ] || return 0
         kill -0 "$job" 2>/dev/null || { cat job.err; fail "the job has ended by itself"; }
         sleep 0.1
     done
-    fail "nothing was saved in a minute"
+    fail "nothing was saved in four minutes"
 }
 
-for whom in job rank; do
+for whom in $([ "$mode" = short ] || echo job) rank; do
     rm -rf told
     # How long mpirun leaves its processes alone before SIGKILL follows SIGTERM; it waits that long whenever a rank fails, too.
     [ $whom = rank ] || export OMPI_MCA_odls_base_sigkill_timeout=15
@@ -183,7 +187,7 @@ same "hash after SIGTERM" "$(hash_of resumed.json)" "$(hash_of straight.json)"
 echo "ok   SIGTERM, to mpirun or to one rank, saves once, at one step"
 
 # One run, killed and resumed on changing numbers of ranks until there were enough kills.
-if [ -z "$kills" ]; then kills=$([ "$mode" = long ] && echo 50 || echo 3); fi
+if [ -z "$kills" ]; then kills=$(case $mode in short) echo 1 ;; all) echo 3 ;; *) echo 50 ;; esac); fi
 # On a machine with other things to do ranks come late: kills go on, and come later, until one run has saved something.
 deaths=0 between=0 longest=0
 while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ]; do

@@ -3,6 +3,7 @@
 # names the row; formats whose scales are single bytes (F8_E8M0, F8_E4M3) need a header and a row and nothing else; and rows anywhere
 # in the tables take no promised case away and change none.
 # (make check leaves it out.)
+# (make test-all runs it.)
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch

@@ -1,11 +1,14 @@
 #!/bin/bash
-# The Python package as its users get it: this tree becomes an sdist, the sdist a wheel, what is in the wheel is judged, and
-# it is installed into the virtual environment that the Python tests run in.
+# The Python package as users get it: this tree becomes an sdist, the sdist becomes a wheel, and the content of both is judged. The wheel takes
+# the library that is already built, and is installed into the virtual environment of the Python tests. With the argument `sdist`, the library is
+# compiled from the sdist instead, and the wheel is installed into a folder of its own.
+# (make test-all runs "tests/python_package.sh sdist" too.)
 . "$(dirname "$0")/lib.sh"
 need python3 cmake readelf
+mode=${1:-prebuilt}
 make_scratch
 installed=$build_dir/venv/halfstep.installed
-rm -f "$installed"
+[ "$mode" = sdist ] || rm -f "$installed"
 status=0
 bash "$source_dir/scripts/venv.sh" "$build_dir/venv" || status=$?
 [ "$status" = 0 ] || exit "$status"
@@ -16,25 +19,34 @@ version=$(sed -n 's/^#define HALFSTEP_VERSION_[A-Z]* *//p' "$source_dir/include/
 (cd "$source_dir" && "$python" -c 'import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])' "$scratch") \
     >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the sdist cannot be made"; }
 tar xzf "$scratch/halfstep-$version.tar.gz" -C "$scratch" || fail "no sdist of version $version: $(ls "$scratch")"
+tree=$scratch/halfstep-$version
 for file in docs/python.md examples/finetune.py README.md CHANGELOG.md; do
-    [ -s "$scratch/halfstep-$version/$file" ] || fail "the sdist lacks $file"
+    [ -s "$tree/$file" ] || fail "the sdist lacks $file"
 done
 echo "ok   sdist"
 
-# Into a folder that stays, where only what differs is replaced: then the next build compiles only that.
-tree=$build_dir/wheel/sdist
-mkdir -p "$tree"
-(cd "$tree" && find . -type f) | while read -r file; do
-    [ -e "$scratch/halfstep-$version/$file" ] || rm "$tree/$file"
-done
-(cd "$scratch/halfstep-$version" && find . -type f) | while read -r file; do
-    cmp -s "$scratch/halfstep-$version/$file" "$tree/$file" && continue
-    mkdir -p "$(dirname "$tree/$file")"
-    cat "$scratch/halfstep-$version/$file" >"$tree/$file"
-done
-CMAKE_BUILD_PARALLEL_LEVEL=2 "$python" -m pip wheel --disable-pip-version-check --no-index --no-deps \
-    --no-build-isolation --config-settings=build-dir="$build_dir/wheel/build" -w "$scratch/wheel" "$tree" >"$scratch/log" 2>&1 ||
-    { cat "$scratch/log"; fail "the wheel cannot be made from the sdist"; }
+settings=()
+if [ "$mode" = sdist ]; then
+    # Only files that differ are replaced in a folder that stays, so that the next run compiles only what changed.
+    kept=$build_dir/wheel/sdist
+    mkdir -p "$kept"
+    (cd "$kept" && find . -type f) | while read -r file; do
+        [ -e "$tree/$file" ] || rm "$kept/$file"
+    done
+    (cd "$tree" && find . -type f) | while read -r file; do
+        cmp -s "$tree/$file" "$kept/$file" && continue
+        mkdir -p "$(dirname "$kept/$file")"
+        cat "$tree/$file" >"$kept/$file"
+    done
+    tree=$kept
+    settings=("--config-settings=build-dir=$build_dir/wheel/build")
+else
+    prebuilt=$(readlink -f "$build_dir/libhalfstep.so")
+    [ -s "$prebuilt" ] || skip "$build_dir/libhalfstep.so is not built"
+    settings=("--config-settings=cmake.define.HALFSTEP_PREBUILT=$prebuilt")
+fi
+CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$python" -m pip wheel --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+    "${settings[@]}" -w "$scratch/wheel" "$tree" >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the wheel cannot be made from the sdist"; }
 
 wheel=$(echo "$scratch"/wheel/*)
 [ "$(basename "$wheel")" = "halfstep-$version-py3-none-linux_$(uname -m).whl" ] || fail "the wheel is called $wheel"
@@ -56,17 +68,23 @@ with zipfile.ZipFile(wheel) as archive:
 P
 echo "ok   wheel"
 
-"$python" -m pip install --disable-pip-version-check --quiet --no-index --no-deps --force-reinstall "$wheel" \
+folder=$build_dir/venv
+target=()
+if [ "$mode" = sdist ]; then
+    folder=$scratch/target
+    target=(--target "$folder")
+fi
+"$python" -m pip install --disable-pip-version-check --quiet --no-index --no-deps --force-reinstall "${target[@]}" "$wheel" \
     >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the wheel cannot be installed"; }
-# -I: neither the environment nor the working folder has a say.
-library=$(cd "$scratch" && "$python" -I -c 'import halfstep, halfstep._abi as abi; print(abi.version(), abi.path)') ||
-    fail "import halfstep"
+# -I: Python ignores its environment variables and the working folder.
+library=$(cd "$scratch" && "$python" -I -c 'import sys; sys.path[:0] = sys.argv[1:]; import halfstep, halfstep._abi as abi; print(abi.version(), abi.path)' \
+    "${target[@]:1}") || fail "import halfstep"
 case "$library" in
-"$version $build_dir/venv/"*/halfstep/libhalfstep.so) library=${library#* } ;;
+"$version $folder/"*halfstep/libhalfstep.so) library=${library#* } ;;
 *) fail "loaded $library" ;;
 esac
 needed=$(readelf -d "$library" | sed -nE 's/.*(NEEDED|RPATH|RUNPATH)[^[]*\[(.*)\]/\1 \2/p' |
     grep -vE '^NEEDED (lib(c|m|pthread|dl)\.so|ld-linux)' || true)
 [ -z "$needed" ] || fail "the library in the wheel has $needed"
 echo "ok   installed, imported; the library needs the C library alone"
-touch "$installed"
+[ "$mode" = sdist ] || touch "$installed"

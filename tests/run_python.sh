@@ -1,19 +1,19 @@
 #!/bin/bash
-# run_python.sh SCRIPT: runs a Python test in the environment that tests/python_package.sh made: under pytest if it has test
-# functions, else by itself.
-script=$1
+# run_python.sh [all | ARGUMENT...]: runs the Python tests with pytest, one process a core, in the environment of tests/python_package.sh.
+# Without an argument it runs what `make test` runs. `all` runs the rest, which is marked "all" and left to `make test-all`.
+# Other arguments go to pytest: run_python.sh tests/python/test_ema.py, or run_python.sh tests/python/test_ema.py::test_copies.
 . "$(dirname "$0")/lib.sh"
 [ -e "$build_dir/venv/halfstep.installed" ] || skip "the Python package is not installed (ctest -R python_package says why)"
+cd "$source_dir"
+case "${1:-}" in
+"") set -- -n "$(nproc)" -m "not all" tests/python ;;
+all) set -- -n "$(nproc)" -m all tests/python ;;
+esac
 
-# The installed package is tested, with its own library. Tests run side by side, so each has one thread; what torch.compile
-# and DeepSpeed compile stays in the build folder, and they look for ninja on the path.
+# The installed package is tested, with its own library. Each process has one thread, because tests run side by side. The caches of
+# torch.compile and DeepSpeed stay in the build folder; both look for ninja on the path.
 unset HALFSTEP_LIBRARY PYTHONPATH
-export HALFSTEP_BUILD=$build_dir
+export HALFSTEP_SOURCE=$source_dir HALFSTEP_BUILD=$build_dir
 export OMP_NUM_THREADS=1 PATH="$build_dir/venv/bin:$PATH"
 export TORCHINDUCTOR_CACHE_DIR="$build_dir/inductor" TORCH_EXTENSIONS_DIR="$build_dir/torch_extensions"
-if grep -qE '^ *def test_' "$script"; then
-    set -- -m pytest -q -rs -p no:cacheprovider "$script"
-else
-    set -- "$script"
-fi
-exec "$build_dir/venv/bin/python" "$@"
+exec "$build_dir/venv/bin/python" -m pytest -q -rs -p no:cacheprovider "$@"

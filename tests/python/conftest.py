@@ -1,6 +1,8 @@
-"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer."""
+"""What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer. And how the tests run."""
+import collections
 import io
 import os
+import shlex
 import warnings
 
 import pytest
@@ -169,3 +171,47 @@ def caught():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
+
+
+# ---- How tests run ----
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Chooses the cases that `make test` runs of a test with several parameters: each value at least once, in turn with the values of the
+    others. The other cases of the product are marked "all". A product that a test makes itself joins the names of its values by "|"."""
+    tests = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        values = {case: {(i, part) for i, name in enumerate(case.callspec._idlist) for part in name.split("|")} for case in cases}
+        left, uses = set().union(*values.values()), collections.Counter()
+        while left:
+            case = max(values, key=lambda c: (len(values[c] & left), -sum(uses[v] for v in values[c])))
+            chosen = values.pop(case)
+            left -= chosen
+            uses.update(chosen)
+        for case in values:
+            case.add_marker(pytest.mark.all)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives a file's tests to one process, and all files that start ranks to the same one, so that at most one group of ranks runs at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "ranks" if "\nfrom ranks import" in (config.rootpath / file).read_text(encoding="utf-8") else file
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """Adds the command that runs a failed test alone."""
+    report = (yield).get_result()
+    if report.failed:
+        report.sections.append(("reproduce", "bash tests/run_python.sh " + shlex.quote(report.nodeid)))

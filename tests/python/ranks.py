@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-#: more than any test needs; what hangs is told
-_TIMEOUT = 120
+#: seconds; more than any test needs on a machine that is busy with other things. Ranks that hang are reported after it
+_TIMEOUT = 480
 
 
 def _rank(rank, size, store, function, arguments, pipe):

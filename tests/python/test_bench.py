@@ -18,6 +18,7 @@ import peers  # noqa: E402
 import peers_common as common  # noqa: E402
 import traps  # noqa: E402
 
+pytestmark = pytest.mark.all
 PEERS = ("optimi", "torchao", "heavyball", "torchastic", "adamw_bf16", "deepspeed", "bitsandbytes", "flashoptim")
 
 

@@ -486,6 +486,7 @@ print((memory("VmHWM") - before) / n)
 """
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read as Linux tells it")
 def test_peak_memory():
     """Bytes an element beyond what backward() alone takes: 2, the buffer. The package also makes the sum in float32 and its

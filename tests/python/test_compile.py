@@ -215,6 +215,7 @@ def test_gradient_release_under_a_compiled_forward():
     assert found[0] == found[1]
 
 
+@pytest.mark.all
 def test_inductor():
     """The default backend, where a C++ compiler works: the step is the same operator in its code."""
     model, opt = make("adamw", "ecc8-int8", compile=True)
@@ -236,6 +237,7 @@ def test_inductor():
     assert result(model, opt) == result(others, other)
 
 
+@pytest.mark.all
 def test_inductor_training_step():
     """A whole training step by inductor. Its kernels may round otherwise than eager's: this gradient cannot."""
     def loss_of(p, x):

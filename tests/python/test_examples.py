@@ -10,6 +10,7 @@ import xml.etree.ElementTree
 import pytest
 import torch
 
+pytestmark = pytest.mark.all
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, os.pardir, os.pardir)
 FINETUNE = os.path.join(ROOT, "examples", "finetune.py")

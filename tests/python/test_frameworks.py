@@ -15,7 +15,7 @@ TESTED, UNTESTED = TEXT.split("\n## Untested\n")
 SNIPPETS = [(title, code) for section in re.split(r"^### ", TESTED, flags=re.M)[1:]
             for title in [section.splitlines()[0]] for code in re.findall(r"^```python\n(.*?)^```", section, flags=re.M | re.S)]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("title, code", SNIPPETS, ids=[f"{i} {title}" for i, (title, _) in enumerate(SNIPPETS)])

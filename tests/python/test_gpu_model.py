@@ -11,6 +11,7 @@ from fake_gpu import Fake
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "lab"))
 import gpu_model  # noqa: E402
 
+pytestmark = pytest.mark.all
 OPTIONS = types.SimpleNamespace(seed=1, width=32, depth=1, heads=2, context=16, batch=2, steps=4, every=2,
                                 data=os.path.join(gpu_model.ROOT, "data", "demo.txt"))
 

@@ -340,6 +340,7 @@ def cpu_adam():
     return DeepSpeedCPUAdam
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_follows_deepspeed(cpu_adam, decoupled, decay):
@@ -351,6 +352,7 @@ def test_follows_deepspeed(cpu_adam, decoupled, decay):
     follow(opt, params, judge, reference, rtol=1e-4, atol=5e-6, rate=1e-3)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("size", [22, 55, 127, 1024, 1048576])
 def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
     """Its suite's sizes, ten steps; its bar is 1 % of the norm, this one every element."""
@@ -361,6 +363,7 @@ def test_follows_deepspeed_in_its_own_sizes(cpu_adam, size):
     follow(opt, params, judge, reference, steps=5 if size > 10000 else 10, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.all
 def test_follows_deepspeed_with_bf16_weights_to_nearest(cpu_adam):
     """weights="bf16", states="f32" is what it does with BF16 parameters: all but a few roundings are equal."""
     params = start(dtype=torch.bfloat16)

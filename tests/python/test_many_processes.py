@@ -217,6 +217,7 @@ def deepspeed(rank, size, folder):
     return ends[0] == ends[1] != before, opt.recipe(p), opt.memory()["states"] / p.numel(), opt.grad_norm == other.grad_norm, opt.grad_norm
 
 
+@pytest.mark.all
 def test_deepspeed_resumes(pool, tmp_path):
     found = pool.run(2, deepspeed, str(tmp_path))
     for same, recipe, held, norms, _ in found:

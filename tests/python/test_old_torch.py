@@ -8,6 +8,7 @@ import torch
 
 import halfstep
 
+pytestmark = pytest.mark.all
 RECIPES = [("f32", torch.float32, {}), ("bf16-sr/int8", torch.bfloat16, {"states": "int8"}),
            ("bf16-kahan", torch.bfloat16, {"weights": "bf16-kahan"})]
 recipes = pytest.mark.parametrize("dtype, options", [r[1:] for r in RECIPES], ids=[r[0] for r in RECIPES])

@@ -3,10 +3,8 @@ import json
 import os
 import struct
 import subprocess
-import sys
-import tempfile
 
-import numpy
+import pytest
 import safetensors
 
 
@@ -38,30 +36,18 @@ def check_file(path, names):
     assert not missing, f"{path}: no {sorted(missing)}"
 
 
-def main():
-    program = os.path.join(os.environ["HALFSTEP_BUILD"], "halfstep")
-    source = os.environ["HALFSTEP_SOURCE"]
-    depth = 2
+@pytest.mark.parametrize("recipe", ["adamw/f32", "adamw/bf16-sr/int8", "adamw/bf16-ecc16/bf16-kahan+int8", "lion/bf16-kahan/int8"])
+def test_checkpoint(recipe, tmp_path):
+    program, depth = os.path.join(os.environ["HALFSTEP_BUILD"], "halfstep"), 2
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     for layer in range(depth):
-        prefix = f"model.layers.{layer}."
-        names += [prefix + part + ".weight" for part in (
+        names += [f"model.layers.{layer}.{part}.weight" for part in (
             "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
             "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
-    for recipe in ("adamw/f32", "adamw/bf16-sr/int8", "adamw/bf16-ecc16/bf16-kahan+int8", "lion/bf16-kahan/int8"):
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([program, "train", "lm", "--data", os.path.join(source, "data", "demo.txt"), "--recipe", recipe,
-                            "--steps", "2", "--width", "64", "--depth", str(depth), "--heads", "2", "--context", "32",
-                            "--batch", "2", "--eval-batches", "1", "--checkpoint", folder, "--json"],
-                           check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            check_file(os.path.join(folder, "model.safetensors"), names)
-            check_file(os.path.join(folder, "optimizer.safetensors"), [])
-            with open(os.path.join(folder, "config.json")) as f:
-                config = json.load(f)
-            assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == depth
-        print(f"ok   {recipe}")
-    print("4 passed, 0 failed")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    subprocess.run([program, "train", "lm", "--data", os.path.join(os.environ["HALFSTEP_SOURCE"], "data", "demo.txt"), "--recipe", recipe,
+                    "--steps", "2", "--width", "64", "--depth", str(depth), "--heads", "2", "--context", "32",
+                    "--batch", "2", "--eval-batches", "1", "--checkpoint", tmp_path, "--json"], check=True, capture_output=True)
+    check_file(tmp_path / "model.safetensors", names)
+    check_file(tmp_path / "optimizer.safetensors", [])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == depth

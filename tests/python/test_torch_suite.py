@@ -40,7 +40,7 @@ def inputs(rule):
 
 
 def pairs():
-    return [pytest.param(class_of(rule), options, id=f"{rule}-{desc.replace(' ', '_')}")
+    return [pytest.param(class_of(rule), options, id=f"{rule}|{desc.replace(' ', '_')}")
             for rule in RULES for options, desc in inputs(rule)]
 
 

@@ -96,12 +96,14 @@ def test_lm_ends_where_torch_does(text):
     assert text["val_loss"] == pytest.approx(evaluated(model, data.evaluation(4)), abs=BOUND)
 
 
+@pytest.mark.all
 def test_lm_is_as_exact_as_torch(text):
     """Both against double precision: measured 6e-7 for the trainer in C and 1e-6 for torch in fp32."""
     exact = trained(*llama(text), STEPS, torch.float64)
     assert farthest(text["losses"], exact) < BOUND
 
 
+@pytest.mark.all
 def test_lm_with_products_in_bf16(text):
     """Weights in fp32: measured 2e-3 at the end."""
     assert lm("--compute", "bf16", "--steps", STEPS)["val_loss"] == pytest.approx(text["val_loss"], abs=1e-2)
@@ -114,6 +116,7 @@ class Interleaved(ours.Attention):
         return torch.stack((a * cosine - b * sine, b * cosine + a * sine), -1).flatten(-2)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("what", ["positions", "epsilon of norms", "decay of norms", "epsilon", "beta2", "seed"])
 def test_what_differs_is_seen(text, what):
     """Of what torch could do otherwise, each moves a loss of the first steps by more than the bound."""
@@ -162,6 +165,7 @@ def test_mnist_ends_where_torch_does(tmp_path):
 # ---- bench/trainer.py ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.all
 def test_bench(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured -->\n<!-- end -->\nafter\n")
@@ -182,12 +186,14 @@ def test_bench(tmp_path):
     assert f"{lm_['rows'][1]['best']:,.0f}" in text
 
 
+@pytest.mark.all
 def test_bench_refuses():
     for words, line in ((("--sizes", "huge"), "no size huge"), (("--only", "nobody"), "no contestant matches 'nobody'")):
         done = subprocess.run([sys.executable, os.path.join(BENCH, "trainer.py"), *words], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and line in done.stderr
 
 
+@pytest.mark.all
 def test_rate_of_onednn(tmp_path):
     built = tmp_path / "onednn_peak"
     subprocess.run(["cc", "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", os.path.join(ROOT, "lab", "onednn_peak.c"), "-o", built, "-ldnnl"], check=True)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 OPTIONS = {"weights": "bf16-ecc8", "states": "int8", "seed": 5}
 
 
+@pytest.mark.all
 def test_all_trainers_are_there():
     for name in ("transformers", "accelerate", "lightning", "trl", "peft"):
         assert importlib.import_module(name).__version__
@@ -154,6 +155,7 @@ def peft_model():
     return found
 
 
+@pytest.mark.all
 def test_peft(tmp_path):
     """Adapters alone are trained; the frozen rest has no states. The trainer makes the optimizer: its resuming replaces the adapters'
     parameters, and any optimizer that was made before steps those that were there, torch's too."""
@@ -178,6 +180,7 @@ def tokenizer(folder):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+@pytest.mark.all
 def test_trl(tmp_path):
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     generator = torch.Generator().manual_seed(3)
@@ -197,6 +200,7 @@ def test_trl(tmp_path):
 # ---- Accelerate ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_accelerate(tmp_path, accumulation):
     accelerate = importlib.import_module("accelerate")
@@ -315,6 +319,7 @@ def same_there(gpu, one, other):
         assert where == {"cuda" if p.dim() == 1 else "cpu"}, where
 
 
+@pytest.mark.all
 @hosted
 def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
     """A whole run and a resumed one have the bits of a loop without Accelerate, whose states are beside the weights."""
@@ -356,6 +361,7 @@ def test_accelerate_with_states_elsewhere(fake, tmp_path, hosted):
         same_there(fake, (plain, expected), (accelerator.unwrap_model(model), opt))
 
 
+@pytest.mark.all
 @hosted
 def test_lightning_with_states_elsewhere(fake, tmp_path, hosted):
     """As for Accelerate."""

@@ -77,6 +77,7 @@ def test_the_stub_is_current():
     assert open(stubs.FILE).read() == stubs.stub(), "python scripts/stubs.py --write"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("tool", ["mypy", "basedpyright"])
 def test_mistakes_are_found_and_nothing_else(files, tool):
     found, out = errors(tool, files)
