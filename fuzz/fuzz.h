@@ -6,7 +6,7 @@
  * With libFuzzer (HALFSTEP_LIBFUZZER) that is all. Without it, this header has the main program:
  *
  *   fuzz_NAME [ROUNDS [SEED [FIRST]]]   rounds of make_input(), each by itself a function of seed and number
- *   fuzz_NAME --short                   the corpus, and few rounds
+ *   fuzz_NAME [--short | --all]         the corpus, and some rounds: a quarter of all, or fewer, or all
  *   fuzz_NAME --seconds N               as many rounds as fit
  *   fuzz_NAME FILE...                   replays
  *   fuzz_NAME --input SEED NUMBER FILE  writes the input of one round to a file, for the corpus
@@ -179,13 +179,13 @@ static int fuzz_rounds(unsigned long first, unsigned long rounds, double limit, 
            (fuzz_accepted * 50 < rounds || fuzz_rejected * 50 < rounds);
 }
 
-static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned long rounds_long)
+static int fuzz_main(int argc, char **argv, unsigned long rounds_short, unsigned long rounds_all)
 {
     char *end = NULL;
-    int is_short = argc > 1 && !strcmp(argv[1], "--short"), timed = argc > 2 && !strcmp(argv[1], "--seconds"),
-        status = 1;
-    unsigned long rounds = is_short ? rounds_short : rounds_long;
-    if (argc > 1 && !is_short && !timed) rounds = strtoul(argv[1], &end, 10);
+    int is_short = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all");
+    int timed = argc > 2 && !strcmp(argv[1], "--seconds"), status = 1;
+    unsigned long rounds = is_short ? rounds_short : all ? rounds_all : rounds_all / 4;
+    if (argc > 1 && !is_short && !all && !timed) rounds = strtoul(argv[1], &end, 10);
     int replay = end && *end;
     if (argc > 2 && !timed && !replay) fuzz_seed = strtoul(argv[2], NULL, 10);
     unsigned long first = argc > 3 && !replay ? strtoul(argv[3], NULL, 10) : 0;

@@ -1,6 +1,7 @@
 /* The smallest possible test kit: named groups, checks that say what differed and how to run it again.
  * A test program is one main(): TEST("name") opens a group, CHECK() judges, test_done() prints the total
- * and gives the exit status. Command line: an optional substring selects groups (`test_vec load`). */
+ * and gives the exit status. Command line: a length (--short or --all, see below), then a part of a group's name,
+ * which selects groups (`test_vec load`). */
 #ifndef HALFSTEP_TEST_H
 #define HALFSTEP_TEST_H
 
@@ -17,11 +18,28 @@ static const char *test_program = "test", *test_filter = "";
 static char test_group[256]; /* a copy: a name may be gone when its group ends, where the next one begins */
 static int test_passed, test_failed, test_group_failed;
 
-static inline void test_init(int argc, char **argv)
+/* How much a program runs. `make test` runs programs without an argument: they do what finds most in little time.
+ * --short is for sanitizers, emulators and `make check`. --all is for `make test-all` and leaves nothing out. A program
+ * has a shorter or a longer run if its first comment names the argument; cmake/tests.cmake reads that. */
+enum { TEST_SHORT, TEST_NORMAL, TEST_ALL };
+static int test_length = TEST_NORMAL;
+static const char *const test_length_words[] = {" --short", "", " --all"};
+
+/* Returns the number that belongs to this run's length. */
+#define BY_LENGTH(at_short, at_normal, at_all) \
+    (test_length == TEST_SHORT ? (at_short) : test_length == TEST_ALL ? (at_all) : (at_normal))
+#define UNLESS_ALL(sample, all) BY_LENGTH(sample, sample, all)
+
+/* Reads the command line. Returns the index of the word after the length, which is the filter if there is one. */
+static inline int test_init(int argc, char **argv)
 {
+    int next = 1;
     test_program = argv[0];
-    if (argc > 1) test_filter = argv[1];
+    for (int length = TEST_SHORT; length <= TEST_ALL; length += TEST_ALL)
+        if (argc > 1 && !strcmp(argv[1], test_length_words[length] + 1)) test_length = length, next = 2;
+    test_filter = argc > next ? argv[next] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);
+    return next;
 }
 
 static inline void test_close_group(void)
@@ -30,7 +48,7 @@ static inline void test_close_group(void)
     printf("%s %s\n", test_group_failed ? "FAIL" : "ok  ", test_group);
     if (test_group_failed) {
         test_failed++;
-        printf("     reproduce: %s '%s'\n", test_program, test_group);
+        printf("     reproduce: %s%s '%s'\n", test_program, test_length_words[test_length], test_group);
     } else {
         test_passed++;
     }

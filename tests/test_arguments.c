@@ -230,8 +230,7 @@ static void test_null_pointers(void)
         REFUSED(halfstep_bf16_stochastic(&one, &half, 1, NULL));
         EXPECT(halfstep_bf16_stochastic(NULL, NULL, 0, NULL), HALFSTEP_OK);
         /* None of it has moved anything. */
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(o, 0, &c));
+        halfstep_counters c = counters_of(o, 0);
         CHECK(c.state_steps == 0 && c.writes == 0 && halfstep_skipped_steps(o) == 0, "a refused call has counted");
         MUST(halfstep_step(o, weights, gradients));
         halfstep_destroy(o);
@@ -374,8 +373,7 @@ static void test_shapes(void)
         t = tensor("b", 2, 1, 8);
         MUST(halfstep_add_tensor(o, &t, &index));
         MUST(halfstep_allocate_states(o));
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(o, 2, &c));
+        halfstep_counters c = counters_of(o, 2);
         EXPECT_NAMED(o, halfstep_set_counters(o, 3, &c), HALFSTEP_ERROR_DUPLICATE, "'a'");
         halfstep_destroy(o);
     }

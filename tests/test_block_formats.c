@@ -1,8 +1,8 @@
 /* The block formats that share scales beyond int8's: every code, rounding against references in double that know no bit
  * patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them, torchao's
  * maps and codes rebuilt from their definition, the same bytes on every instruction set and through the public
- * interface. --short samples where the full run enumerates. Over 500 lines because the formats share codecs, inputs and
- * layout. */
+ * interface. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by fixed
+ * strides. Over 500 lines because the formats share codecs, inputs and layout. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -18,8 +18,6 @@
 #include "formats/fp8_e5m2.h"
 #include "formats/fp8_lamb16.h"
 #include "formats/int4.h"
-
-static int short_run;
 
 /* ---- Codecs: one element with a given scale, by the functions of the headers on one lane ------------------------- */
 
@@ -323,7 +321,7 @@ static void test_fp8_top(void)
     for (int e5m2 = 0; e5m2 < 2; e5m2++) {
         const struct codec *c = &codecs[e5m2 ? E5M2 : FP8];
         float top = e5m2 ? 57344.0f : 448.0f;
-        for (uint32_t u = 0; u < 1u << 23; u += short_run ? 61 : 1) {
+        for (uint32_t u = 0; u < 1u << 23; u += BY_LENGTH(61, 7, 1)) {
             float largest = from_bits(0x3f800000 + u), scale = c->scale(largest, 0), t = largest * (1.0f / scale);
             CHECK(t <= top && t > top * (1 - 0x1p-21f), "%s: %a scales to %a", c->name, (double)largest, (double)t);
         }
@@ -334,7 +332,7 @@ static void test_fp8_top(void)
 
 static void test_nearest(void)
 {
-    int tries = short_run ? 20000 : 200000;
+    int tries = BY_LENGTH(20000, 50000, 200000);
     for (int nonneg = 0; nonneg < 2; nonneg++)
         for (int i = 0; i < tries; i++) {
             float largest = some_largest(i % 6), x = some_value(largest, nonneg),
@@ -474,12 +472,12 @@ static void test_dynamic_codes(void)
                     float scale = ldexpf(random_mantissa(), (int)(random32() % 60) - 30);
                     check_map_code(four, nonneg, x * scale, scale);
                 }
-            for (int i = 0; i < (short_run ? 50000 : 500000); i++) {
+            for (int i = 0; i < BY_LENGTH(50000, 100000, 500000); i++) {
                 float scale = fmaxf(some_largest(i), 1e-12f);
                 check_map_code(four, nonneg, some_value(scale, nonneg), scale);
             }
             /* Every fp32 number in [-1, 1], or a sample of them. */
-            for (uint64_t u = 0; u <= 0x3f800000; u += short_run ? 7919 : 61) {
+            for (uint64_t u = 0; u <= 0x3f800000; u += BY_LENGTH(7919, 509, 61)) {
                 check_map_code(four, nonneg, from_bits((uint32_t)u), 1.0f);
                 if (!nonneg) check_map_code(four, 0, from_bits((uint32_t)u | 0x80000000u), 1.0f);
             }
@@ -489,7 +487,7 @@ static void test_dynamic_codes(void)
 /* The mean over all random words: exact where codes are linear in what is rounded. */
 static void test_unbiased(void)
 {
-    for (int i = 0; i < (short_run ? 24 : 200); i++) {
+    for (int i = 0; i < BY_LENGTH(24, 50, 200); i++) {
         int nonneg = i % 2;
         float largest = some_largest(i % 6), x = some_value(largest, nonneg);
         float scale = int4_scale_of(largest, nonneg);
@@ -545,7 +543,7 @@ static void test_bounds(void)
     double worst[CODECS][2] = {{0}};
     for (int f = 0; f < LAMB16; f++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
-            for (int i = 0; i < (short_run ? 40000 : 400000); i++) {
+            for (int i = 0; i < BY_LENGTH(40000, 100000, 400000); i++) {
                 const struct codec *c = &codecs[f];
                 float largest = some_largest(i % 5), x = some_value(largest, nonneg), s = c->scale(largest, nonneg);
                 int stochastic = f < DYN8 && i / 5 % 2;
@@ -602,8 +600,7 @@ static void test_kept(void)
     enum { ROWS = 16, COLUMNS = 512, N = ROWS * COLUMNS };
     static float in[N], out[N];
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        MUST(halfstep_get_format_info(row, &info));
+        halfstep_format_info info = format_info(row);
         if (!info.block) continue;
         const struct kept *k = NULL;
         for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++)
@@ -613,7 +610,7 @@ static void test_kept(void)
             if (!(info.roles & (nonneg ? HALFSTEP_ROLE_NONNEG : HALFSTEP_ROLE_SIGNED))) continue;
             double worst = 0;
             int zeros = 0, block = info.block < N ? info.block : N;
-            for (int round = 0; round < (short_run ? 8 : 80); round++) {
+            for (int round = 0; round < BY_LENGTH(8, 20, 80); round++) {
                 struct one t;
                 char recipe[64];
                 snprintf(recipe, sizeof recipe, nonneg ? "adamw/f32/f32+%s" : "lion/f32/%s", info.name);
@@ -722,7 +719,7 @@ static void test_tiles(const struct hstep_kernels *k)
     uint16_t random[HSTEP_TILE];
     for (int f = 0; f < CODECS; f++)
         for (int nonneg = 0; nonneg < 2; nonneg++)
-            for (int i = 0; i < (short_run ? 300 : 3000); i++) {
+            for (int i = 0; i < BY_LENGTH(300, 1000, 3000); i++) {
                 const struct codec *c = &codecs[f];
                 const struct hstep_format *format = &hstep_formats[c->format];
                 const struct hstep_format_kernels *kernels = &k->format[c->format];
@@ -852,9 +849,7 @@ static void test_slots(void)
 
 int main(int argc, char **argv)
 {
-    short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
-    test_program = argv[0];
+    test_init(argc, argv);
     make_maps();
 
     TEST("values of codes") test_values();

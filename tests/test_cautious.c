@@ -278,8 +278,7 @@ static void test_ends(void)
             g[i] = 1;
             m[i] = i == 7 ? 2.0f : -4.0f;
         }
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(t.o, 0, &c));
+        halfstep_counters c = counters_of(t.o, 0);
         c.state_steps = c.full_steps = 1;
         MUST(halfstep_set_counters(t.o, 0, &c));
         one_write(&t, HALFSTEP_SLOT_WEIGHT, w);
@@ -324,7 +323,7 @@ struct several {
 static void open_several(struct several *m, int cautious, int only)
 {
     halfstep_options options = {.struct_size = sizeof options, .threads = 2, .seed = 5};
-    int32_t group[2], index;
+    int32_t group[2];
     MUST(halfstep_create(&options, &m->o));
     for (int k = 0; k < 2; k++) {
         MUST(halfstep_add_group(m->o, "adamw/f32/int8", &group[k]));
@@ -333,14 +332,9 @@ static void open_several(struct several *m, int cautious, int only)
     for (int i = 0; i < TENSORS; i++) {
         char name[8];
         snprintf(name, sizeof name, "t%d", i);
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .group = group[cautious >> i & 1],
-                             .name = name,
-                             .ndim = 2,
-                             .rows = ROWS,
-                             .row_length = COLUMNS,
-                             .gradient = "f32"};
-        if (only >> i & 1) MUST(halfstep_add_tensor(m->o, &d, &index));
+        if (only >> i & 1)
+            ADD_TENSOR(m->o, .group = group[cautious >> i & 1], .name = name, .ndim = 2, .rows = ROWS,
+                       .row_length = COLUMNS, .gradient = "f32");
     }
     MUST(halfstep_allocate_states(m->o));
     struct source s = {11};
@@ -396,22 +390,15 @@ static void test_handles(void)
         static float w[N], g[N];
         halfstep_options options = {.struct_size = sizeof options, .threads = 1};
         halfstep_optimizer *o;
-        int32_t group, index;
+        int32_t group;
         void *weights[1] = {w};
         const void *gradients[1] = {g};
         int64_t statistics[200];
         MUST(halfstep_create(&options, &o));
         MUST(halfstep_add_group(o, "lion/f32/f32", &group));
         MUST(halfstep_set_hyper(o, group, "cautious", 1));
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .name = "w",
-                             .ndim = 2,
-                             .rows = 2 * ROWS,
-                             .row_length = COLUMNS,
-                             .n_rows = ROWS,
-                             .n_columns = COLUMNS,
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(o, &d, &index));
+        ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 2 * ROWS, .row_length = COLUMNS, .n_rows = ROWS,
+                   .n_columns = COLUMNS, .gradient = "f32");
         MUST(halfstep_allocate_states(o));
         CHECK(halfstep_statistics_count(o) <= 200, "more statistics than the test has room for");
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));

@@ -40,8 +40,7 @@ static void add(int64_t rows, const char *rule, const char *weight, const char *
 static void list_wanted(void)
 {
     for (int32_t row = 0; row < halfstep_format_count(); row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        MUST(halfstep_get_format_info(row, &info));
+        halfstep_format_info info = format_info(row);
         char states[32];
         snprintf(states, sizeof states, info.roles & HALFSTEP_ROLE_NONNEG ? "%.23s" : "%.23s+f32", info.name);
         if (info.roles & HALFSTEP_ROLE_WEIGHT) add(2, "adamw", info.name, NULL);
@@ -71,24 +70,17 @@ static void open_run(struct run *r)
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 20};
     MUST(halfstep_create(&options, &r->o));
     for (int i = 0; i < count; i++) {
-        int32_t group, index;
+        int32_t group;
         char name[80];
         snprintf(name, sizeof name, "%d.%.63s", i, members[i].recipe);
         MUST(halfstep_add_group(r->o, members[i].recipe, &group));
         if (!strncmp(members[i].recipe, "adam/", 5)) MUST(halfstep_set_hyper(r->o, group, "amsgrad", 1));
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .group = group,
-                             .name = name,
-                             .ndim = 2,
-                             .rows = members[i].rows,
-                             .row_length = COLUMNS,
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(r->o, &d, &index));
+        ADD_TENSOR(r->o, .group = group, .name = name, .ndim = 2, .rows = members[i].rows, .row_length = COLUMNS,
+                   .gradient = "f32");
     }
     MUST(halfstep_allocate_states(r->o));
     for (int i = 0; i < count; i++) {
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        MUST(halfstep_get_slot_info(r->o, i, HALFSTEP_SLOT_WEIGHT, &info));
+        halfstep_slot_info info = slot_info(r->o, i, HALFSTEP_SLOT_WEIGHT);
         r->weight_bytes[i] = (size_t)info.code_bytes;
         r->weight[i] = zeroed(r->weight_bytes[i]);
         r->gradient[i] = zeroed((size_t)members[i].rows * COLUMNS * 4);
@@ -137,8 +129,7 @@ static uint64_t sum_of(const struct run *r, int i)
     snprintf(name, sizeof name, "%.*s", (int)strcspn(members[i].recipe, "/"), members[i].recipe);
     MUST(halfstep_get_rule_info(halfstep_rule_find(name), &rule));
     for (int32_t slot = 0; slot < HALFSTEP_SLOT_STATE + rule.states; slot++) {
-        halfstep_slot_info info = {.struct_size = sizeof info};
-        MUST(halfstep_get_slot_info(r->o, i, slot, &info));
+        halfstep_slot_info info = slot_info(r->o, i, slot);
         if (slot == HALFSTEP_SLOT_GRADIENT || info.format < 0) continue;
         if (info.code) hash = mix(hash, info.code, (size_t)info.code_bytes);
         if (info.extra) hash = mix(hash, info.extra, (size_t)info.extra_bytes);

@@ -1,6 +1,6 @@
 /* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that the
  * process may touch. A third of the cases of tests/golden/hashes.txt have to have their hashes, another third than
- * test_cuda_kernels takes (--short: a 61st of them; --all: all); errors have to come back as one code and one sentence;
+ * test_cuda_kernels takes (a sixteenth of them; --short: a 61st; --all: all); errors have to come back as one code and one sentence;
  * and what the fake leaves out or mixes up has to be noticed. FAKE_CUDA: another fake, such as that whose kernels are
  * those of src/cuda. Over 500 lines because all of it shares one small problem, made once for the GPU and once for the
  * host. */
@@ -1139,11 +1139,10 @@ static void test_swaps(int stride)
 
 int main(int argc, char **argv)
 {
-    int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
+    int n = 0;
     char path[4096];
     const char *build = getenv("HALFSTEP_BUILD"), *library = getenv("FAKE_CUDA");
-    test_init(argc - short_run - all, argv + short_run + all);
-    test_program = argv[0];
+    test_init(argc, argv);
     /* Loaded by its path, it is what the name means from now on. */
     if (library) snprintf(path, sizeof path, "%s", library);
     else snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
@@ -1189,7 +1188,7 @@ int main(int argc, char **argv)
     const char *const names[] = {"golden cases, through the driver", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = short_run ? 61 : all ? 1 : l ? 16 : 3;
+            int stride = BY_LENGTH(61, l ? 61 : 16, l ? 16 : 1);
             for (int i = (l + 1) % stride; i < n; i += stride) run_golden(list, &cases[i], &layouts[l]);
         }
     TEST("steps are submitted and not waited for") {
@@ -1220,7 +1219,7 @@ int main(int argc, char **argv)
     TEST("an event that is left out is noticed") test_left_out("no event is recorded", FAKE_CUDA_NO_EVENT_RECORD);
     TEST("a stream that does not wait for another is noticed")
         test_left_out("no stream waits for an event", FAKE_CUDA_NO_STREAM_WAIT);
-    TEST("fields of a launch in each other's place are noticed") test_swaps(library || short_run ? 16 : 1);
+    TEST("fields of a launch in each other's place are noticed") test_swaps(library ? 16 : BY_LENGTH(16, 4, 1));
     TEST("parameters in each other's place are noticed")
         test_mutation("parameters are swapped", FAKE_CUDA_SWAP_PARAMETERS, 0);
     TEST("blocks and threads in each other's place are noticed")

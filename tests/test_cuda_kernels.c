@@ -274,8 +274,8 @@ static void check_arithmetic(int fours)
 
 int main(int argc, char **argv)
 {
-    int short_run = argc > 1 && !strcmp(argv[1], "--short"), all = argc > 1 && !strcmp(argv[1], "--all"), n = 0;
-    test_init(argc - short_run - all, argv + short_run + all);
+    int n = 0;
+    test_init(argc, argv);
     char *list = test_source_text("tests/golden/hashes.txt");
     struct golden_case *cases = golden_cases(&n);
     if (!cases) return 1;
@@ -286,10 +286,10 @@ int main(int argc, char **argv)
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {
-            int stride = (all ? 1 : short_run ? 61 : 3) * (l ? 17 : 1);
+            int stride = BY_LENGTH(61, 3, 1) * (l ? 17 : 1);
             for (int i = l % stride; i < n; i += stride) check_golden(list, &cases[i], &layouts[l]);
         }
-    TEST("roots and quotients within a range and beyond it") check_arithmetic(short_run ? 20000 : 400000);
+    TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(20000, 100000, 400000));
     TEST("sums over slices") check_slices(host);
     TEST("any number of blocks") {
         grid_blocks = 1;

@@ -2,13 +2,11 @@
  * I-20..I-24, torchao: I-25..I-31, flashoptim: I-32..I-40, llm.c: I-41, I-42), as in test_traps.c, which has those of
  * arithmetic on weights and second moments; here are those of rules, of LAMB16's states, of checkpoints and of
  * replicas. Each passes here and fails on the peer's way, which runs beside as a counter-check where it is cheap. Over
- * 500 lines because every defect needs its own small experiment. --short shortens the long runs. */
+ * 500 lines because every defect needs its own small experiment. Runs are short unless --all is given. */
 #include <math.h>
 
 #include "ref/fixture.h"
 #include "test.h"
-
-static int short_run;
 
 /* Normal numbers for step k, element i: a long table, read from another place at each step. */
 enum { TABLE = 1 << 20 };
@@ -33,27 +31,6 @@ static void set_weights(struct one *t, double scale)
 {
     for (int64_t i = 0; i < t->n; i++) t->room[i] = (float)(scale * (double)normal(7919, i));
     one_write(t, HALFSTEP_SLOT_WEIGHT, t->room);
-}
-
-static halfstep_format_info format_info(int32_t row)
-{
-    halfstep_format_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_format_info(row, &info));
-    return info;
-}
-
-static halfstep_slot_info slot_info(halfstep_optimizer *o, int32_t tensor, int slot)
-{
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_slot_info(o, tensor, slot, &info));
-    return info;
-}
-
-static halfstep_rule_info rule_row(int32_t row)
-{
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_rule_info(row, &info));
-    return info;
 }
 
 /* ---- All that a tensor stores ------------------------------------------------------------------------------------ */
@@ -158,7 +135,7 @@ static double ranger_moved(const char *format, double lr, int steps)
 static void test_lookahead(void)
 {
     TEST("I-1 ranger realises slow progress under every 16-bit weight format") {
-        int steps = short_run ? 600 : 3000;
+        int steps = UNLESS_ALL(600, 3000);
         /* Every six fast steps the slow weights go half of the way, and the fast ones start again from there. */
         double exact = 0;
         for (int t = 1; t <= steps; t++) exact += 0.5e-5 * radam_step(t, 0.99);
@@ -169,7 +146,7 @@ static void test_lookahead(void)
             double part = ranger_moved(info.name, 1e-5, steps) / exact;
             printf("     %-10s realised %.4f of the movement\n", info.name, part);
             /* Without a residual, weights wander by half of 2^-7 a rounding. */
-            double bound = info.extra_bits || info.code_bits == 32 ? 0.02 : short_run ? 0.2 : 0.08;
+            double bound = info.extra_bits || info.code_bits == 32 ? 0.02 : UNLESS_ALL(0.2, 0.08);
             CHECK(fabs(part - 1) < bound, "%s: %.4f", info.name, part);
         }
         double peer = lookahead_peer(1e-5, steps) / exact;
@@ -230,7 +207,7 @@ struct model {
 
 static void model_open(struct model *m, const char *recipe, int empty_step)
 {
-    int32_t group, index;
+    int32_t group;
     halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
     MUST(halfstep_create(&options, &m->o));
     MUST(halfstep_add_group(m->o, recipe, &group));
@@ -238,14 +215,8 @@ static void model_open(struct model *m, const char *recipe, int empty_step)
     if (empty_step) MUST(halfstep_end_round(m->o));
     for (int i = 0; i < TENSORS; i++) {
         static const char *const names[TENSORS] = {"scalar", "matrix", "vector"};
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .group = group,
-                             .name = names[i],
-                             .ndim = dimensions[i],
-                             .rows = shape[i][0],
-                             .row_length = shape[i][1],
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(m->o, &d, &index));
+        ADD_TENSOR(m->o, .group = group, .name = names[i], .ndim = dimensions[i], .rows = shape[i][0],
+                   .row_length = shape[i][1], .gradient = "f32");
     }
     MUST(halfstep_allocate_states(m->o));
     for (int i = 0; i < TENSORS; i++) {
@@ -288,7 +259,7 @@ static int models_differ(struct model *a, struct model *b)
 /* Residual and scales included, under a recipe of 16-bit weights and the rule's default states. */
 static void rule_recipe(int32_t rule, char recipe[64])
 {
-    halfstep_rule_info info = rule_row(rule);
+    halfstep_rule_info info = rule_info(rule);
     snprintf(recipe, 64, "%s/%s", info.name, rule % 2 ? "bf16-sr" : "bf16-kahan");
 }
 
@@ -326,7 +297,7 @@ static void test_empty_calls(void)
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
             char recipe[64];
             struct model plain, stray;
-            if (rule_row(rule).totals) continue; /* it is not released */
+            if (rule_info(rule).totals) continue; /* it is not released */
             rule_recipe(rule, recipe);
             model_open(&plain, recipe, 0);
             model_open(&stray, recipe, 0);
@@ -379,7 +350,7 @@ static void test_micro_steps(void)
     TEST("I-10 no rule drops the gradient of a micro-step: it counts, or is refused by name") {
         int refused = 0, counted = 0;
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
-            halfstep_rule_info info = rule_row(rule);
+            halfstep_rule_info info = rule_info(rule);
             char recipe[64];
             double moved[2];
             int result = HALFSTEP_OK;
@@ -526,7 +497,7 @@ static void test_first_steps(void)
     TEST("I-11 decay is lr * weight_decay from the first step that moves anything on, under every rule that decays by "
          "it") {
         for (int32_t rule = 0; rule < halfstep_rule_count(); rule++) {
-            halfstep_rule_info info = rule_row(rule);
+            halfstep_rule_info info = rule_info(rule);
             /* By design: lumps, shares of the weights' norm, and a rate that needs gradients. ema's gradient is a
              * weight. */
             if (!strcmp(info.name, "adamw-delayed") || !strcmp(info.name, "prodigy") ||
@@ -613,7 +584,7 @@ static double fallen_moment(const char *recipe, int ndim, int64_t rows, int64_t 
 
 static void test_delayed(void)
 {
-    int steps = short_run ? 2000 : 10000;
+    int steps = UNLESS_ALL(2000, 10000);
     double each = 0.1 / steps; /* lr * decay */
     TEST("I-15 adamw-delayed: decay of 1e-5 a step is gathered and applied, under every weight format") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
@@ -700,12 +671,12 @@ static void test_delayed(void)
         char full[64];
         MUST(halfstep_recipe_full("adamw-delayed/bf16-kahan", full, sizeof full));
         CHECK(!strcmp(full, "adamw-delayed/bf16-kahan/bf16-sr"), "the default is %s", full);
-        int before = short_run ? 600 : 3000, after = short_run ? 1500 : 6000;
+        int before = UNLESS_ALL(600, 3000), after = UNLESS_ALL(1500, 6000);
         double ours = fallen_moment("adamw-delayed/bf16-kahan", 2, 16, 64, before, after);
         double peer = fallen_moment("adamw-delayed/bf16-kahan/bf16", 2, 16, 64, before, after);
         printf("     root of v over the exact root after a tenfold fall: %.4f, to nearest %.2f\n", ours, peer);
         CHECK(fabs(ours - 1) < 0.01, "%.4f", ours);
-        CHECK(peer > (short_run ? 1.2 : 4.5), "the counter-check is only %.2f", peer);
+        CHECK(peer > UNLESS_ALL(1.2, 4.5), "the counter-check is only %.2f", peer);
     }
     TEST("I-18 a BF16 weight with a 16-bit error code is an fp32 replica, bit for bit") {
         static const char *const rules[] = {"adamw-delayed", "adamw", "ranger", "sgd"};
@@ -742,7 +713,7 @@ static void test_delayed(void)
         for (int run = 0; run < 3; run++) {
             halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = (uint64_t)run};
             halfstep_optimizer *o;
-            int32_t group, index;
+            int32_t group;
             static float w[COUNT], g[COUNT];
             void *weights[COUNT];
             const void *gradients[COUNT];
@@ -752,14 +723,7 @@ static void test_delayed(void)
             for (int i = 0; i < COUNT; i++) {
                 char name[32];
                 snprintf(name, sizeof name, "layers.%d.weight", run == 2 ? COUNT - 1 - i : i);
-                halfstep_tensor d = {.struct_size = sizeof d,
-                                     .group = group,
-                                     .name = name,
-                                     .ndim = 0,
-                                     .rows = 1,
-                                     .row_length = 1,
-                                     .gradient = "f32"};
-                MUST(halfstep_add_tensor(o, &d, &index));
+                ADD_TENSOR(o, .group = group, .name = name, .ndim = 0, .rows = 1, .row_length = 1, .gradient = "f32");
                 weights[i] = &w[i];
                 gradients[i] = &g[i];
             }
@@ -869,7 +833,7 @@ static void test_lamb16(void)
     }
     TEST("I-21 fp8 states of m use their range: nothing is clipped, and the root mean square is kept") {
         static const int sizes[] = {520, 5010, 25050, 400500};
-        for (int i = 0; i < (short_run ? 3 : 4); i++) {
+        for (int i = 0; i < UNLESS_ALL(3, 4); i++) {
             double ratio[3], clipped[3];
             static const char *const states[] = {"fp8-lamb16", "fp8", "fp8-e5m2"};
             for (int f = 0; f < 3; f++) momentum_fidelity(states[f], sizes[i], &ratio[f], &clipped[f]);
@@ -887,10 +851,10 @@ static void test_lamb16(void)
     TEST("I-22 fp8 states of v track it for 1500 steps") {
         static const int sizes[] = {520, 5010, 25050}, times[] = {50, 200, 500, 1000, 1500};
         static const char *const states[] = {"fp8-lamb16", "fp8+fp8-e5m2", "fp8"};
-        for (int i = short_run; i < (short_run ? 2 : 3); i++)
+        for (int i = UNLESS_ALL(1, 0); i < UNLESS_ALL(2, 3); i++)
             for (int f = 0; f < 3; f++) {
                 double ratio[5] = {0};
-                int count = short_run ? 3 : 5;
+                int count = UNLESS_ALL(3, 5);
                 moment_tracking(states[f], sizes[i], times, count, ratio);
                 printf("     N = %5d, %-12s stored / true v after 50, 200, 500, 1000, 1500:", sizes[i], states[f]);
                 for (int k = 0; k < count; k++) {
@@ -969,12 +933,12 @@ static void test_block_states(void)
                     one_close(&t);
                 }
         }
-        int before = short_run ? 600 : 3000, after = short_run ? 1500 : 6000;
+        int before = UNLESS_ALL(600, 3000), after = UNLESS_ALL(1500, 6000);
         double ours = fallen_moment("adamw/bf16-sr/dyn8", 2, 31, 31, before, after);
         double peer = fallen_moment("adamw/bf16-sr/bf16", 2, 31, 31, before, after);
         printf("     31 x 31: root of v over the exact root after a tenfold fall: %.4f, to nearest %.2f\n", ours, peer);
         CHECK(fabs(ours - 1) < 0.02, "%.4f", ours);
-        CHECK(peer > (short_run ? 1.2 : 4.5), "the counter-check is only %.2f", peer);
+        CHECK(peer > UNLESS_ALL(1.2, 4.5), "the counter-check is only %.2f", peer);
     }
     TEST("I-27 one NaN or infinity poisons nothing, in every state format") {
         static const uint32_t bad[] = {0x7fc00000, 0x7fffffff, 0xff800000, 0x7f800001};
@@ -1127,7 +1091,7 @@ static void test_block_states(void)
 static void test_small_rates(void)
 {
     TEST("I-32 no learning rate is refused for the weight's precision, and small steps are realised") {
-        int steps = short_run ? 2000 : 10000;
+        int steps = UNLESS_ALL(2000, 10000);
         static const double rates[] = {3e-5, 1e-6};
         for (int r = 0; r < 2; r++) {
             double moved[2];
@@ -1144,7 +1108,7 @@ static void test_small_rates(void)
             }
             /* Steps of 1e-6 are 8.4 units of fp32 there, and the same 8 in both. */
             printf("     lr %g realised %.4f of the movement, fp32 weights %.4f\n", rates[r], moved[1], moved[0]);
-            CHECK(fabs(moved[1] / moved[0] - 1) < (short_run ? 0.1 : 0.02), "lr %g: %.4f of the movement", rates[r],
+            CHECK(fabs(moved[1] / moved[0] - 1) < UNLESS_ALL(0.1, 0.02), "lr %g: %.4f of the movement", rates[r],
                   moved[1]);
         }
         /* The peer's check for 24 bits at a largest weight of 1: as written, and with its sign right. */
@@ -1178,7 +1142,7 @@ static void copy_counts(struct one *to, struct one *from, int32_t rule)
 {
     halfstep_counters c = {.struct_size = sizeof c};
     uint64_t steps;
-    halfstep_rule_info info = rule_row(rule);
+    halfstep_rule_info info = rule_info(rule);
     MUST(halfstep_get_counters(from->o, 0, &c));
     MUST(halfstep_set_counters(to->o, 0, &c));
     MUST(halfstep_get_group_steps(from->o, 0, &steps));
@@ -1208,7 +1172,7 @@ static int resumes(const char *recipe, int32_t rule, int through_bf16)
     each_stream(next.o, 0, next.weight, file.bytes, 1);
     free(file.bytes);
     copy_counts(&next, &part, rule);
-    for (int s = 0; through_bf16 && s < rule_row(rule).states; s++) {
+    for (int s = 0; through_bf16 && s < rule_info(rule).states; s++) {
         if (slot_info(next.o, 0, HALFSTEP_SLOT_STATE + s).format < 0) continue;
         one_read(&next, HALFSTEP_SLOT_STATE + s, next.room);
         for (int64_t i = 0; i < next.n; i++) next.room[i] = bf16_nearest(next.room[i]);
@@ -1264,7 +1228,7 @@ static void test_resume(void)
             char recipe[64];
             int32_t rule = halfstep_rule_find(info.roles & HALFSTEP_ROLE_NONNEG ? "adamw" : "lion");
             if (info.roles & HALFSTEP_ROLE_SIGNED) {
-                snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule_row(rule).name, info.name);
+                snprintf(recipe, sizeof recipe, "%s/bf16-sr/%s", rule_info(rule).name, info.name);
                 CHECK(resumes(recipe, rule, 0), "%s does not resume", recipe);
                 tried++;
             }
@@ -1293,20 +1257,13 @@ static void test_groups(void)
     TEST("I-39 each group has its own lr, schedule and reference, whatever the order of calls") {
         static const double rates[] = {1e-3, 1e-1, 3e-2};
         halfstep_optimizer *o;
-        int32_t group, index;
+        int32_t group;
         float w[3][32], g[32] = {0};
         MUST(halfstep_create(NULL, &o));
         for (int i = 0; i < 3; i++) {
             static const char *const names[] = {"a", "b", "c"};
             MUST(halfstep_add_group(o, "adamw/f32", &group));
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .group = group,
-                                 .name = names[i],
-                                 .ndim = 2,
-                                 .rows = 1,
-                                 .row_length = 32,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            ADD_TENSOR(o, .group = group, .name = names[i], .ndim = 2, .rows = 1, .row_length = 32, .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         for (int i = 2; i >= 0; i--) {
@@ -1469,7 +1426,7 @@ static void test_replicas(void)
 static void test_half(void)
 {
     TEST("I-42 IEEE half weights have stochastic rounding: steps below half a unit are realised") {
-        int steps = short_run ? 2000 : 10000;
+        int steps = UNLESS_ALL(2000, 10000);
         for (int f = 0; f < 2; f++) {
             struct one t;
             one_open(&t, f ? "adamw/f16" : "adamw/f16-sr", 2, 16, 256, "f16");
@@ -1482,7 +1439,7 @@ static void test_half(void)
             double moved = (1 - one_mean(&t, HALFSTEP_SLOT_WEIGHT)) / (1e-6 * steps);
             printf("     %-6s realised %.4f of the movement\n", f ? "f16" : "f16-sr", moved);
             if (f) CHECK(moved == 0, "the counter-check moved by %g", moved);
-            else CHECK(fabs(moved - 1) < (short_run ? 0.1 : 0.03), "%.4f of the movement", moved);
+            else CHECK(fabs(moved - 1) < UNLESS_ALL(0.1, 0.03), "%.4f of the movement", moved);
             one_close(&t);
         }
     }
@@ -1523,8 +1480,7 @@ static void test_half(void)
                 MUST(one_step(&t[i]));
             }
         }
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(t[1].o, 0, &c));
+        halfstep_counters c = counters_of(t[1].o, 0);
         CHECK(c.state_steps == 10 && c.full_steps == 10 && halfstep_skipped_steps(t[1].o) == 30,
               "%d steps are counted, %d skipped", (int)c.state_steps, (int)halfstep_skipped_steps(t[1].o));
         struct image clean = take(t[0].o, 0, t[0].weight);
@@ -1567,9 +1523,7 @@ static void test_zeroed_weights(void)
 
 int main(int argc, char **argv)
 {
-    short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
-    test_program = argv[0];
+    test_init(argc, argv);
     test_lookahead();
     test_adan();
     test_empty_calls();

@@ -1,6 +1,6 @@
 /* The core at its edges: sums without end, parts of tensors, the caller's floating-point mode, callers of other
  * versions, threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a
- * small world of its own. --short leaves out what takes gigabytes of gradients. */
+ * small world of its own. Only --all does what takes gigabytes of gradients. */
 #define _GNU_SOURCE
 #include <fenv.h>
 #include <math.h>
@@ -23,18 +23,10 @@
 #include "ref/fixture.h"
 #include "test.h"
 
-static halfstep_rule_info rule_at(int32_t row)
-{
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_rule_info(row, &info));
-    return info;
-}
-
 /* ---- Sums without end -------------------------------------------------------------------------------------------- */
 
-static void test_sums_without_end(int short_run)
+static void test_sums_without_end(void)
 {
-    (void)short_run;
     TEST("sums of tasks are merged without end") {
         /* As many squares as fill a task of short rows, merged as often as 2^32 of them take. */
         int64_t task[HSTEP_EXACT_LIMBS] = {0}, total[HSTEP_EXACT_LIMBS] = {0}, from[HSTEP_EXACT_LIMBS];
@@ -52,7 +44,7 @@ static void test_sums_without_end(int short_run)
         /* One page of gradients, seen again and again. */
         enum { WINDOW = 1 << 26 };
         const int64_t windows = 66, n = windows * WINDOW / 2;
-        int file = short_run ? -1 : memfd_create("gradients", 0);
+        int file = test_length < TEST_ALL ? -1 : memfd_create("gradients", 0);
         char *all = file < 0 || ftruncate(file, WINDOW) ? MAP_FAILED
                                                         : mmap(NULL, (size_t)windows * WINDOW, PROT_NONE,
                                                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -62,7 +54,7 @@ static void test_sums_without_end(int short_run)
                 all = MAP_FAILED;
             }
         if (all == MAP_FAILED) {
-            printf("     left out: %s\n", short_run ? "a short run" : "no memory to map");
+            printf("     left out: %s\n", test_length < TEST_ALL ? "it is for --all" : "no memory to map");
         } else {
             halfstep_optimizer *o;
             int32_t index;
@@ -109,8 +101,7 @@ static void test_sums_without_end(int short_run)
         MUST(halfstep_step_tensor_begin(t.o, 0, t.gradient, statistics));
         statistics[HSTEP_EXACT_LIMBS - 1] = -1;
         EXPECT(halfstep_step_tensor_finish(t.o, 0, t.weight, t.gradient, statistics), HALFSTEP_NONFINITE);
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(t.o, 0, &c));
+        halfstep_counters c = counters_of(t.o, 0);
         CHECK(!memcmp(before, t.weight, t.weight_bytes) && c.state_steps == 0 && halfstep_skipped_steps(t.o) == 2,
               "something changed, or the steps are not counted as skipped");
         uint64_t steps;
@@ -179,17 +170,8 @@ static void ranks_open(struct ranks *r, const char *recipe, int n)
             first[1] = n > 1 && t == 0 ? k * columns / 2 : 0;
             held[0] = n > 1 && t == 1 ? rows / 2 : t == 2 && k ? 0 : rows;
             held[1] = n > 1 && t == 0 ? columns / 2 : columns;
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .name = name,
-                                 .ndim = 2,
-                                 .rows = rows,
-                                 .row_length = columns,
-                                 .first_row = first[0],
-                                 .n_rows = held[0],
-                                 .first_column = first[1],
-                                 .n_columns = held[1],
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(r->o[k], &d, &index));
+            ADD_TENSOR(r->o[k], .name = name, .ndim = 2, .rows = rows, .row_length = columns, .first_row = first[0],
+                       .n_rows = held[0], .first_column = first[1], .n_columns = held[1], .gradient = "f32");
             r->weight[k][t] = zeroed((size_t)(held[0] * held[1]) * 4);
             r->gradient[k][t] = zeroed((size_t)(held[0] * held[1]) * 4);
         }
@@ -454,7 +436,7 @@ static size_t compute_all(unsigned char *out)
         MUST(halfstep_add_tensor(o, &d, &tensor));
         MUST(halfstep_allocate_states(o));
         halfstep_rule_info rule =
-            rule_at(halfstep_rule_find(strncmp(recipes[i], "sched", 5) ? "adamw" : "schedulefree"));
+            rule_info(halfstep_rule_find(strncmp(recipes[i], "sched", 5) ? "adamw" : "schedulefree"));
         halfstep_slot_info info = {.struct_size = sizeof info};
         char *weight = zeroed(N * 4), *sum = zeroed(N * 4);
         for (int slot = 0; slot < 2 + HALFSTEP_MAX_STATES; slot++) {
@@ -636,7 +618,7 @@ static void test_values(void)
     }
     TEST("scalars are bounded by what updates leave there") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            halfstep_rule_info rule = rule_at(row);
+            halfstep_rule_info rule = rule_info(row);
             struct one t;
             if (!rule.scalars) continue;
             one_open(&t, rule.name, 2, 4, 64, "f32");
@@ -726,8 +708,7 @@ static void test_bytes(void)
                     for (int slot = 2; slot < 4; slot++) {
                         halfstep_slot_info info = {.struct_size = sizeof info};
                         if (halfstep_get_slot_info(t.o, 0, slot, &info) || info.format < 0) continue;
-                        halfstep_format_info f = {.struct_size = sizeof f};
-                        MUST(halfstep_get_format_info(info.format, &f));
+                        halfstep_format_info f = format_info(info.format);
                         for (uint64_t k = 0; k < info.code_bytes; k++) ((char *)info.code)[k] = (char)next64(&s);
                         for (uint64_t k = 0; k < info.extra_bytes; k++) ((char *)info.extra)[k] = (char)next64(&s);
                         for (uint64_t k = 0; f.scale_bytes >= 2 && k < info.extra_bytes; k += (uint64_t)f.scale_bytes)
@@ -860,9 +841,7 @@ static void test_threads(void)
         for (int i = 0; i < THREADS; i++) {
             char name[32];
             snprintf(name, sizeof name, "tensor number %d", i);
-            halfstep_tensor d = {
-                .struct_size = sizeof d, .name = name, .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            ADD_TENSOR(o, .name = name, .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         for (int i = 0; i < THREADS; i++) {
@@ -920,13 +899,8 @@ static void test_accumulation(void)
             struct one *both[2] = {&early, &late};
             for (int b = 0; b < 2; b++) {
                 one_open(both[b], "adamw/bf16-sr/int8", shapes[i][1] == 1 ? 1 : 2, shapes[i][0], shapes[i][1], "f32");
-                halfstep_tensor d = {.struct_size = sizeof d,
-                                     .name = "w",
-                                     .ndim = both[b]->ndim,
-                                     .rows = shapes[i][0],
-                                     .row_length = shapes[i][1],
-                                     .gradient = "f32"};
-                MUST(halfstep_add_tensor(both[b]->o, &d, &index));
+                ADD_TENSOR(both[b]->o, .name = "w", .ndim = both[b]->ndim, .rows = shapes[i][0],
+                           .row_length = shapes[i][1], .gradient = "f32");
                 if (b) MUST(halfstep_allocate_states(both[b]->o));
                 both[b]->gradient = zeroed((size_t)both[b]->n * 4);
                 struct source s = {3};
@@ -952,11 +926,10 @@ static void test_accumulation(void)
 
 int main(int argc, char **argv)
 {
-    int short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
+    test_init(argc, argv);
     /* First, as its children have to make the choice. */
     test_choice();
-    test_sums_without_end(short_run);
+    test_sums_without_end();
     test_parts();
     test_mode();
     test_constants();

@@ -1,7 +1,7 @@
 /* The formats over IEEE half against a reference in double that knows nothing of bit patterns: all codes, stochastic
  * rounding by enumeration, whole binades, special values, the same bits on every instruction set, and the count of
- * saturated weights. --short samples where the full run enumerates. Over 500 lines because the formats share tiles,
- * reference and format table. */
+ * saturated weights. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by
+ * fixed strides. Over 500 lines because the formats share tiles, reference and format table. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -9,8 +9,6 @@
 #include "ref/fixture.h"
 #include "core/tables.h"
 #include "test.h"
-
-static int short_run;
 
 /* bits: of the error code, or 0. */
 static const struct half_format {
@@ -173,7 +171,7 @@ static void test_codes(void)
                 struct stored in, out;
                 float x[HSTEP_TILE];
                 uint32_t words[HSTEP_TILE_WORDS];
-                if (short_run && half > 1100 && half % 37) continue;
+                if (half > 1100 && half % BY_LENGTH(37, 7, 1)) continue;
                 random_words(&s, words);
                 for (int i = 0; i < 256; i++) {
                     /* A zero weight has no neighbour below. */
@@ -247,7 +245,7 @@ static void test_stochastic(void)
         for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) {
             int dropped = rows[k].exponent < -14 ? 13 - 14 - rows[k].exponent : 13;
             uint32_t kept = rows[k].kept << 13 >> dropped << dropped, n = (uint32_t)1 << dropped;
-            uint32_t stride = short_run ? n / 16 - 1 : (uint32_t)rows[k].stride;
+            uint32_t stride = BY_LENGTH(n / 16 - 1, (uint32_t)rows[k].stride * 4 + 1, (uint32_t)rows[k].stride);
             for (uint32_t low = 0; low < n; low = low + stride < n || low == n - 1 ? low + stride : n - 1) {
                 uint32_t bits = (uint32_t)(rows[k].exponent + 127) << 23 | kept | low;
                 enumerate(&formats[1], bits);
@@ -258,7 +256,7 @@ static void test_stochastic(void)
     TEST("f16-sr below 2^-17: the probability to 2^-16, and nothing from at most 2^-41") {
         struct source s = {3};
         for (int exponent = -149; exponent < -17; exponent++)
-            for (int round = 0; round < (short_run ? 1 : exponent < -45 ? 2 : 30); round++) {
+            for (int round = 0; round < (exponent < -45 ? BY_LENGTH(1, 2, 2) : BY_LENGTH(1, 6, 30)); round++) {
                 float x = (float)ldexp((round & 1 ? -1 : 1) * (round < 2 ? 1 : 1 + next_unit(&s)), exponent);
                 enumerate(&formats[1], to_bits(x));
             }
@@ -271,7 +269,7 @@ static void test_stochastic(void)
         for (int exponent = -40; exponent < 16; exponent++) {
             int dropped = exponent < -14 ? 5 - 14 - exponent : 5;
             uint32_t n = dropped < 16 ? (uint32_t)1 << dropped : 65536;
-            uint32_t stride = short_run ? n / 4 + 1 : dropped > 7 ? n / 60 + 1 : 1;
+            uint32_t stride = BY_LENGTH(n / 4 + 1, dropped > 5 ? n / 30 + 1 : 1, dropped > 7 ? n / 60 + 1 : 1);
             for (size_t k = 0; k < 4; k++)
                 for (uint32_t low = 0; low < n; low += stride) {
                     uint32_t mantissa = (uint32_t)(next64(&s) & 0x7fffff);
@@ -301,7 +299,7 @@ static void judge_binade(const struct half_format *f, int exponent, struct sourc
 {
     float in[HSTEP_TILE], out[HSTEP_TILE], again[HSTEP_TILE];
     struct stored stored, second;
-    uint32_t words[HSTEP_TILE_WORDS], stride = short_run ? 251 : exponent == 0 || exponent == -15 ? 1 : 7;
+    uint32_t words[HSTEP_TILE_WORDS], stride = BY_LENGTH(251, 29, exponent == 0 || exponent == -15 ? 1 : 7);
     /* From half a unit below the binade to half a unit above. */
     uint32_t at = (uint32_t)((exponent + 127) << 23) - 0x4000, end = at + 0x808000;
     if (end > 0x477fefff) end = 0x477fe000 + (f->bits ? 0xf80 : 1);
@@ -463,7 +461,7 @@ static void test_special(void)
     TEST("a change of zero leaves every byte, whatever the random bits") {
         struct source s = {6};
         for (int f = 0; f < FORMATS; f++)
-            for (int round = 0; round < (short_run ? 100 : 4000); round++) {
+            for (int round = 0; round < BY_LENGTH(100, 1000, 4000); round++) {
                 float in[HSTEP_TILE], zero[HSTEP_TILE] = {0};
                 uint32_t words[HSTEP_TILE_WORDS];
                 struct stored before, after;
@@ -571,7 +569,7 @@ static void test_isas(void)
             if (!k || k == scalar) continue;
             struct source s = {7};
             for (int f = 0; f < FORMATS; f++)
-                for (int round = 0; round < (short_run ? 100 : 4000); round++) {
+                for (int round = 0; round < BY_LENGTH(100, 1000, 4000); round++) {
                     const struct half_format *format = &formats[f];
                     float in[HSTEP_TILE], a[HSTEP_TILE], b[HSTEP_TILE];
                     uint32_t words[HSTEP_TILE_WORDS];
@@ -614,8 +612,7 @@ static void test_saturated(void)
     TEST("halfstep_saturated counts the weights at either end, of any 16-bit format and in a shard") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             enum { ROWS = 5, COLUMNS = 333, HELD = 3, FIRST = 300, N = HELD * FIRST };
-            halfstep_format_info info = {.struct_size = sizeof info};
-            MUST(halfstep_get_format_info(row, &info));
+            halfstep_format_info info = format_info(row);
             if (!(info.roles & HALFSTEP_ROLE_WEIGHT)) continue;
             static float values[N];
             static char weight[N * 4];
@@ -626,17 +623,8 @@ static void test_saturated(void)
             snprintf(recipe, sizeof recipe, "sgd/%s", info.name);
             MUST(halfstep_create(NULL, &o));
             MUST(halfstep_add_group(o, recipe, &group));
-            halfstep_tensor t = {.struct_size = sizeof t,
-                                 .group = group,
-                                 .name = "w",
-                                 .ndim = 2,
-                                 .rows = ROWS,
-                                 .row_length = COLUMNS,
-                                 .first_row = 1,
-                                 .n_rows = HELD,
-                                 .n_columns = FIRST,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &t, &tensor));
+            tensor = ADD_TENSOR(o, .group = group, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
+                                .first_row = 1, .n_rows = HELD, .n_columns = FIRST, .gradient = "f32");
             MUST(halfstep_allocate_states(o));
             double largest = info.code_bits != 16 ? 1e30 : !strcmp(info.code_dtype, "F16") ? 65504 : 0x1.fep127;
             for (int i = 0; i < N; i++) values[i] = (float)(i % 7 ? 1 : i % 2 ? -largest : largest);
@@ -682,9 +670,7 @@ static void test_saturated(void)
 
 int main(int argc, char **argv)
 {
-    short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
-    test_program = argv[0];
+    test_init(argc, argv);
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) half_words[i] = 0x80008000u;
     TEST("every format over IEEE half is judged here") {
         for (int row = 0; row < HSTEP_FORMATS; row++) {

@@ -1,7 +1,7 @@
 /* Every call of the library into the C library fails once, and once from some call on: the API answers with an error
  * code and a sentence, nothing is lost, and the same call made again gives the same bits.
  *
- *   test_faults [--short]        one error at the first call from each place, once or from there on
+ *   test_faults                  one error at the first call from each place, once or from there on
  *   test_faults --all            every error at each call, both
  *   test_faults NAME:ERROR:K[+]  one fault (faults/inject.h), in this process
  *
@@ -475,7 +475,7 @@ static void add_fault(const char *name, const char *error, uint64_t number, int 
 }
 
 /* The errors in turn, so that a short list has all of them. */
-static void list_faults(int everything)
+static void list_faults(void)
 {
     static uint64_t numbers[1 << 16];
     unsigned turn = 0;
@@ -485,7 +485,7 @@ static void list_faults(int everything)
         snprintf(text, sizeof text, "%s", inject_errors[call]);
         for (char *error = strtok_r(text, " ", &save); error && errors < 8; error = strtok_r(NULL, " ", &save))
             list[errors++] = error;
-        if (everything) {
+        if (test_length == TEST_ALL) {
             for (uint64_t k = 1; k <= count; k++)
                 for (size_t e = 0; e < 2 * errors; e++) add_fault(inject_names[call], list[e / 2], k, e % 2);
         } else {
@@ -523,7 +523,8 @@ static void work_through(const char *program)
 
 int main(int argc, char **argv)
 {
-    int everything = argc > 1 && !strcmp(argv[1], "--all"), is_short = argc > 1 && !strcmp(argv[1], "--short");
+    int next = test_init(argc, argv);
+    test_filter = "";
     const char *base = getenv("TMPDIR");
     char own[400];
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -539,13 +540,12 @@ int main(int argc, char **argv)
     snprintf(directory, sizeof directory, "%s/run", own);
     for (int i = 0; i < TENSORS; i++)
         for (int j = 0; j < ELEMENTS; j++) gradients[i][j] = (float)((i * 31 + j * 17) % 101 - 50) / 500.0f;
-    test_init(1, argv);
 
-    if (argc > 1 && !is_short && !everything) {
+    if (argc > next) {
         setvbuf(stdout, NULL, _IONBF, 0);
         reference = scenario(NULL);
         int ok = reference != 0;
-        for (int i = 1; i < argc && ok; i++) {
+        for (int i = next; i < argc && ok; i++) {
             scenario(argv[i]);
             printf("%s: %s\n", argv[i],
                    shared->violation[0] ? shared->violation
@@ -580,7 +580,7 @@ int main(int argc, char **argv)
             inject_record("any");
             scenario(NULL);
             inject_record(NULL);
-            list_faults(everything);
+            list_faults();
             close(ends[0]);
             for (size_t done = 0; done < fault_count * sizeof *faults;) {
                 ssize_t put = write(ends[1], (char *)faults + done, fault_count * sizeof *faults - done);

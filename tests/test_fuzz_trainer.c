@@ -1,4 +1,4 @@
-/* The fuzz target's corpus and seeded rounds, run as a test ("--short" runs fewer). */
+/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many. */
 #include "tools/halfstep/args.h"
 
 #include "../fuzz/fuzz_trainer.c"

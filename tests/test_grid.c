@@ -19,8 +19,7 @@ static int format_count;
 static void list_formats(void)
 {
     for (int32_t row = 0; row < halfstep_format_count() && format_count < MOST_FORMATS; row++) {
-        halfstep_format_info info = {.struct_size = sizeof info};
-        MUST(halfstep_get_format_info(row, &info));
+        halfstep_format_info info = format_info(row);
         if (info.grid) formats[format_count++] = info.name;
     }
 }
@@ -205,21 +204,13 @@ static void test_writes(void)
     }
     TEST("a part of no elements keeps pace") {
         halfstep_optimizer *o;
-        int32_t group, index;
+        int32_t group;
         static float g[64], w[64];
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw/f32/int8", &group));
         for (int part = 0; part < 2; part++) {
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .name = part ? "b" : "a",
-                                 .ndim = 2,
-                                 .rows = 2,
-                                 .row_length = 32,
-                                 .first_row = part ? 0 : 1,
-                                 .n_rows = part ? 2 : 0,
-                                 .n_columns = 32,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            ADD_TENSOR(o, .name = part ? "b" : "a", .ndim = 2, .rows = 2, .row_length = 32, .first_row = part ? 0 : 1,
+                       .n_rows = part ? 2 : 0, .n_columns = 32, .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         MUST(halfstep_set_choice(o, HALFSTEP_ALL_GROUPS, "scan", "known-finite"));
@@ -332,8 +323,7 @@ static void test_slots(void)
         static const char *const some[] = {"int8", "int4", "fp8", "fp8-e5m2"}, *const without[] = {"f32", "dyn8",
                                                                                                    "fp8-lamb16"};
         for (int i = 0; i < 7; i++) {
-            halfstep_format_info info = {.struct_size = sizeof info};
-            MUST(halfstep_get_format_info(halfstep_format_find(i < 4 ? some[i] : without[i - 4]), &info));
+            halfstep_format_info info = format_info(halfstep_format_find(i < 4 ? some[i] : without[i - 4]));
             CHECK(info.grid == (i < 4), "%s: grid %d", info.name, info.grid);
         }
     }

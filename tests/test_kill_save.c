@@ -1,7 +1,7 @@
 /* Kills a process at random instants of saving, and opens what it left: the last checkpoint that was reported as saved,
  * or the one being saved, complete to the last byte; and never an older one than before.
  *
- *   test_kill_save [KILLS [SEED [DIRECTORY]]]
+ *   test_kill_save [--all | KILLS [SEED [DIRECTORY]]]     (200 kills; by itself 40)
  *
  * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to
  * recur. */
@@ -21,7 +21,7 @@
 #include "halfstep_io.h"
 #include "test.h"
 
-enum { MAX_BYTES = 8 << 20, DEFAULT_KILLS = 200, SHORT_KILLS = 40 };
+enum { MAX_BYTES = 8 << 20 };
 
 /* What the child tells the parent in shared memory, which outlives it. */
 typedef struct report {
@@ -135,14 +135,14 @@ static void remove_all(const char *dir)
 
 int main(int argc, char **argv)
 {
-    int is_short = argc > 1 && !strcmp(argv[1], "--short");
-    long kills = argc > 1 && !is_short ? strtol(argv[1], NULL, 10) : is_short ? SHORT_KILLS : DEFAULT_KILLS;
+    int next = test_init(argc, argv);
+    long kills = argc > next ? strtol(argv[next], NULL, 10) : UNLESS_ALL(40, 200);
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 20250 + (uint64_t)kills;
     const char *base = getenv("TMPDIR");
     char own[512], dir[600], text[1024] = "";
     report *shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
-    test_init(1, argv);
+    test_filter = "";
     snprintf(own, sizeof own, "%s/halfstep-kill-XXXXXX", argc > 3 ? argv[3] : base && *base ? base : P_tmpdir);
     if (kills < 1 || shared == MAP_FAILED || !mkdtemp(own)) {
         fprintf(stderr, "%s: cannot start in %s: %s\n", argv[0], own, strerror(errno));

@@ -79,11 +79,9 @@ static int run(const char *recipe, long steps, double *sum, double *norm, long *
 
 int main(int argc, char **argv)
 {
-    int is_short = argc > 1 && !strcmp(argv[1], "--short");
-    char *end = NULL;
-    long steps = argc > 1 && !is_short ? strtol(argv[1], &end, 10) : is_short ? 3000 : 30000;
-    if (end && *end) steps = 30000;
-    test_init(end && *end ? argc : 1, argv);
+    test_init(argc, argv);
+    long given = atol(test_filter), steps = given > 0 ? given : BY_LENGTH(3000, 30000, 30000);
+    if (given) test_filter = "";
     /* Weights up to 2: an update is at most u = 2^-21, an ulp of fp32 2^-23, of BF16 2^-7, of an 8-bit error code
      * 2^-15. The new weight is computed in fp32, which errs by half an ulp at most, always to one side at worst. A
      * stochastic rounding errs by at most an ulp with probability u / ulp: variance u ulp a step, without bias. */

@@ -1,6 +1,6 @@
 /* The matrix machinery of muon: the product kernel of every instruction set and the Newton-Schulz iteration against
  * plain C loops, bit for bit, and against double precision; then muon through the public calls. --short leaves out the
- * largest shapes. Over 500 lines because the plain loops are here too. */
+ * largest shapes, --all none. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
 #include "dispatch.h"
@@ -11,8 +11,6 @@
 #include "ref/fixture.h"
 #include "ref/muon.h"
 #include "test.h"
-
-static int short_run;
 
 static const float quintic[3] = {3.4445f, -4.775f, 2.0315f};
 
@@ -148,7 +146,7 @@ static void test_bits(void)
                                     {33, 13},  {64, 64},  {31, 97},   {97, 31},   {1, 7},      {7, 1},
                                     {4, 1100}, {1100, 4}, {100, 517}, {521, 100}, {130, 1090}, {1030, 131}};
     TEST("the iteration has the bits of plain loops, on every instruction set and with 1 to 4 threads") {
-        for (int k = 0; k < (short_run ? 14 : 18); k++) {
+        for (int k = 0; k < BY_LENGTH(14, 16, 18); k++) {
             int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, steps = k < 14 ? 5 : 2;
             float *in = floats(3 * n), *expected = in + n, *u = expected + n;
             struct source s = {(uint64_t)k + 1};
@@ -275,7 +273,7 @@ static void test_accuracy(void)
 {
     static const int shapes[][2] = {{16, 80}, {80, 16}, {64, 64}, {48, 300}, {130, 130}, {400, 60}, {256, 512}};
     TEST("the iteration is as exact as its growth lets it be") {
-        for (int k = 0; k < (short_run ? 4 : 7); k++) {
+        for (int k = 0; k < BY_LENGTH(4, 5, 7); k++) {
             int rows = shapes[k][0], columns = shapes[k][1], n = rows * columns, m = rows < columns ? rows : columns;
             float *u = floats(n);
             double *image = zeroed(sizeof *image * (size_t)n), *values = zeroed(sizeof *values * (size_t)m), range[2];
@@ -325,13 +323,8 @@ static void model_open(struct model *m, const char *recipe, int isa, int threads
     for (int i = 0; i < LAYERS; i++) {
         char name[8];
         snprintf(name, sizeof name, "w%d", i);
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .name = name,
-                             .ndim = layer[i][0],
-                             .rows = layer[i][1],
-                             .row_length = layer[i][2],
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(m->o, &d, &index));
+        ADD_TENSOR(m->o, .name = name, .ndim = layer[i][0], .rows = layer[i][1], .row_length = layer[i][2],
+                   .gradient = "f32");
     }
     MUST(halfstep_allocate_states(m->o));
     for (int i = 0; i < LAYERS; i++) {
@@ -527,11 +520,6 @@ static void test_muon(void)
 
 int main(int argc, char **argv)
 {
-    if (argc > 1 && !strcmp(argv[1], "--short")) {
-        short_run = 1;
-        argc--;
-        argv++;
-    }
     test_init(argc, argv);
     test_product();
     test_bits();

@@ -222,13 +222,7 @@ static void touches(const char *recipe, int64_t rows, int64_t row_length)
     for (int i = 0; i < TENSORS; i++) {
         char name[8];
         snprintf(name, sizeof name, "t%d", i);
-        halfstep_tensor t = {.struct_size = sizeof t,
-                             .name = name,
-                             .ndim = 2,
-                             .rows = i == 1 ? 3 : rows,
-                             .row_length = row_length,
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(o, &t, &index));
+        ADD_TENSOR(o, .name = name, .ndim = 2, .rows = i == 1 ? 3 : rows, .row_length = row_length, .gradient = "f32");
     }
     MUST(halfstep_state_bytes(o, &bytes));
     unsigned char *memory = aligned_alloc(64, bytes);

@@ -1,7 +1,7 @@
 /* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever
  * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations
- * and its reading can fail and its locale can be another one. Over 500 lines because each thing that a file may say
- * wrong is a row. */
+ * and its reading can fail and its locale can be another one. By itself a third of the recipes; --short: a fifth;
+ * --all: all. Over 500 lines because each thing that a file may say wrong is a row. */
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>
@@ -146,7 +146,6 @@ static int quick_fsync(int fd)
 /* ---- Runs -------------------------------------------------------------------------------------------------------- */
 
 static char scratch[256], message[1024];
-static int is_short;
 #define TEXT message, sizeof message
 
 static const char *at(const char *name) { return path_in(scratch, name); }
@@ -408,9 +407,9 @@ static void test_every_recipe(void)
                 plan p = {.recipe = {r.name, recipe}, .seed = 3, .momentum = 0.9};
                 char full[64];
                 if (!(w.roles & HALFSTEP_ROLE_WEIGHT) || halfstep_recipe_full(recipe, full, sizeof full)) continue;
-                if (!is_short || (rule + weight + state) % 5 == 0) checked += check_resume(&p);
+                if ((rule + weight + state) % BY_LENGTH(5, 3, 1) == 0) checked += check_resume(&p);
             }
-    CHECK(checked > (is_short ? 60 : 300), "only %d recipes", checked);
+    CHECK(checked > BY_LENGTH(60, 100, 300), "only %d recipes", checked);
     printf("     %d recipes\n", checked);
 }
 
@@ -1075,8 +1074,7 @@ static void test_which_tensors(void)
     if (!build(&c, &usual)) test_fail(__FILE__, __LINE__, "build");
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 2; k++) {
-            halfstep_counters small = {.struct_size = sizeof small};
-            MUST(halfstep_get_counters(i ? c.o : b.o, 3 + k, &small));
+            halfstep_counters small = counters_of(i ? c.o : b.o, 3 + k);
             small.id = (uint64_t)(i == k ? 1 : 2);
             MUST(halfstep_set_counters(i ? c.o : b.o, 3 + k, &small));
         }
@@ -1456,8 +1454,7 @@ static void remove_scratch(void)
 int main(int argc, char **argv)
 {
     const char *base = getenv("TMPDIR");
-    is_short = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(is_short ? 1 : argc, argv);
+    test_init(argc, argv);
     snprintf(scratch, sizeof scratch, "%s/halfstep-optimizer-XXXXXX", base && *base ? base : P_tmpdir);
     if (!mkdtemp(scratch)) {
         perror(scratch);

@@ -3,7 +3,7 @@
  * tests/faults/sweep.py does so from the outside, with the libraries' own calls and with what is left in files, but
  * with few faults.
  *
- *   test_program_faults [--short]         one error at the first call from every second place (sixth), once or from
+ *   test_program_faults [--short]         one error at the first call from every sixth place (twelfth), once or from
  *                                         there on, in turn
  *   test_program_faults --all             at that from each place
  *   test_program_faults COMMAND FAULT     one fault (faults/inject.h) of the command of that number
@@ -194,7 +194,8 @@ int main(int argc, char **argv)
 {
     setenv("OMP_NUM_THREADS", "1", 1);
     setenv("HALFSTEP_THREADS", "1", 1);
-    test_init(1, argv);
+    int next = test_init(argc, argv);
+    test_filter = "";
     inject_hold(1);
     make_scratch();
     demand(!chdir(scratch), "no folder");
@@ -206,8 +207,8 @@ int main(int argc, char **argv)
     demand(!program(LM "--steps 2 --recipe schedulefree/f32 --checkpoint free"), program_errors);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     demand(shared != MAP_FAILED, "no memory");
-    int only = argc == 3 ? atoi(argv[1]) : -1;
-    size_t every = argc != 2 ? 2 : !strcmp(argv[1], "--short") ? 6 : !strcmp(argv[1], "--all") ? 1 : 2;
+    int only = argc > next + 1 ? atoi(argv[next]) : -1;
+    size_t every = BY_LENGTH(12, 6, 1);
     for (int command = 0; command < COMMANDS_HERE; command++) {
         if (only >= 0 && command != only) continue;
         test_open_group(commands_here[command].line);
@@ -220,7 +221,7 @@ int main(int argc, char **argv)
                 demand(!program(commands_here[command].line), program_errors);
                 strcpy(expected, printed);
                 cut(commands_here[command].same, expected);
-                judge(command, argv[2]);
+                judge(command, argv[next + 1]);
             } else {
                 judge_all(command, every);
             }

@@ -1,13 +1,11 @@
 /* Every rule against plain double precision (ref/), every format against the error that its header states, and
- * stochastic rounding by enumeration. Prints the largest errors it met. --short samples where the full run enumerates.
- * Long runs are test_trajectories.c's.
+ * stochastic rounding by enumeration. Prints the largest errors it met. Only --all enumerates everything; the other
+ * runs, of which --short is the shortest, sample by fixed strides. Long runs are test_trajectories.c's.
  * Over 500 lines because all of them judge by the same reference. */
 #include <math.h>
 
 #include "ref/table.h"
 #include "test.h"
-
-static int short_run;
 
 /* 0, or 2^low to 2^high with all bits random, either sign. */
 static float wide(struct source *s, int low, int high)
@@ -234,8 +232,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     one_write(&t, HALFSTEP_SLOT_GRADIENT, d.g);
     for (int j = 0; j < info.states; j++)
         if (d.stored[j]) write_state(&t, &info, j, &d);
-    halfstep_counters c = {.struct_size = sizeof c};
-    MUST(halfstep_get_counters(t.o, 0, &c));
+    halfstep_counters c = counters_of(t.o, 0);
     d.r.id = c.id;
     c.state_steps = step - 1;
     c.full_steps = full - 1;
@@ -331,7 +328,7 @@ static void test_steps(void)
         TEST(name) {
             struct source s = {(uint64_t)row + 100};
             double worst[KINDS] = {0}, worst_state[KINDS] = {0};
-            for (int round = 0; round < (short_run ? 60 : 600); round++)
+            for (int round = 0; round < BY_LENGTH(60, 100, 600); round++)
                 judge_step(ref, row, &s, round % KINDS, &worst[round % KINDS], &worst_state[round % KINDS]);
             printf("     %-13s weights %.2f %.2f %.2f, states %.2f %.2f %.2f (typical, wide, cancelling)\n", ref->rule,
                    worst[0], worst[1], worst[2], worst_state[0], worst_state[1], worst_state[2]);
@@ -389,7 +386,7 @@ static void judge_elements(const char *format, const char *recipe, const char *g
     double worst = 0;
     one_open(&t, recipe, 2, ROWS, COLUMNS, gradient);
     one_start(&t);
-    for (int round = 0; round < (short_run ? 4 : 40); round++) {
+    for (int round = 0; round < BY_LENGTH(4, 6, 40); round++) {
         for (int i = 0; i < N; i++) in[i] = wide(&s, low, high);
         one_write(&t, slot, in);
         one_read(&t, slot, out);
@@ -458,8 +455,7 @@ static void test_formats(void)
             const char *weight = format_for(row, HALFSTEP_ROLE_WEIGHT),
                        *gradient = format_for(row, HALFSTEP_ROLE_GRADIENT);
             const char *state = format_for(row, HALFSTEP_ROLE_SIGNED);
-            halfstep_format_info info = {.struct_size = sizeof info};
-            MUST(halfstep_get_format_info(row, &info));
+            halfstep_format_info info = format_info(row);
             if (info.block) continue; /* kept[] of test_block_formats.c has them */
             const struct kept *k = kept_of(info.name);
             CHECK(k, "kept[] of tests/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
@@ -537,7 +533,7 @@ static void test_stochastic(void)
          * whole. */
         static const uint16_t high[] = {0x3f80, 0xc2ff, 0x0000, 0x8000, 0x007f, 0x0080, 0x80ff, 0x7f7e, 0xff7d, 0x4000};
         for (int k = 0; k < 10; k++) {
-            uint32_t stride = short_run ? 2047 : k < 2 ? 1 : 127;
+            uint32_t stride = BY_LENGTH(2047, k < 2 ? 31 : 509, k < 2 ? 1 : 127);
             for (uint32_t low = 0; low < 65536; low = low + stride < 65536 || low == 65535 ? low + stride : 65535) {
                 uint32_t bits = (uint32_t)high[k] << 16 | low, away = count_away(bits, words);
                 CHECK(away == 2 * low, "%08x went away %u times of 131072, expected %u", bits, away, 2 * low);
@@ -549,7 +545,7 @@ static void test_stochastic(void)
                                       0x7f800000, 0xff800000, 0x7f7fffff, 0xff7fffff, 0x7f7f0001, 0x7f7f0000,
                                       0x00000001, 0x80000001, 0x0000ffff, 0x00000000, 0x80000000};
         for (size_t k = 0; k < sizeof in / sizeof in[0]; k++)
-            for (uint32_t i = 0; i < 65536; i += short_run ? 255 : 1) {
+            for (uint32_t i = 0; i < 65536; i += BY_LENGTH(255, 31, 1)) {
                 float pair[2];
                 uint16_t out[2];
                 uint32_t high = in[k] >> 16;
@@ -569,9 +565,7 @@ static void test_stochastic(void)
 
 int main(int argc, char **argv)
 {
-    short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
-    test_program = argv[0];
+    test_init(argc, argv);
     test_steps();
     test_formats();
     test_stochastic();

@@ -49,13 +49,6 @@ static int same_states(struct one *a, struct one *b)
     return 1;
 }
 
-static halfstep_rule_info rule_at(int32_t row)
-{
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_rule_info(row, &info));
-    return info;
-}
-
 /* ---- Optimizer accumulation -------------------------------------------------------------------------------------- */
 
 /* A step with lr 0 moves no weight, so it has to leave the states that a micro-step leaves. */
@@ -76,11 +69,11 @@ static void micro_steps_of(const char *rule, const char *formats)
         EXPECT(one_step(&b), HALFSTEP_OK);
     }
     CHECK(!memcmp(before, a.weight, a.weight_bytes), "%s: a micro-step moved a weight", recipe);
-    for (int slot = HALFSTEP_SLOT_STATE; slot < HALFSTEP_SLOT_STATE + rule_at(halfstep_rule_find(rule)).states; slot++)
-        if (rule_at(halfstep_rule_find(rule)).state_role[slot - HALFSTEP_SLOT_STATE] != HALFSTEP_ROLE_WEIGHT)
+    for (int slot = HALFSTEP_SLOT_STATE; slot < HALFSTEP_SLOT_STATE + rule_info(halfstep_rule_find(rule)).states;
+         slot++)
+        if (rule_info(halfstep_rule_find(rule)).state_role[slot - HALFSTEP_SLOT_STATE] != HALFSTEP_ROLE_WEIGHT)
             CHECK(same_slot(&a, &b, slot), "%s: slot %d differs", recipe, slot);
-    halfstep_counters c = {.struct_size = sizeof c};
-    MUST(halfstep_get_counters(a.o, 0, &c));
+    halfstep_counters c = counters_of(a.o, 0);
     CHECK(c.state_steps == 3 && c.full_steps == 0 && c.writes == 3, "%s: counters", recipe);
     uint64_t steps;
     MUST(halfstep_get_group_steps(a.o, 0, &steps));
@@ -98,25 +91,24 @@ static void test_micro_steps(void)
     static const char *const formats[] = {"f32", "bf16-sr/int8", "bf16-kahan", "f32/int4", "bf16-ecc8/fp8-lamb16"};
     TEST("micro-steps leave the states that steps of lr 0 leave, and the weights alone") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++)
-            for (size_t i = 0; rule_at(row).accumulates && i < sizeof formats / sizeof formats[0]; i++)
-                micro_steps_of(rule_at(row).name, formats[i]);
+            for (size_t i = 0; rule_info(row).accumulates && i < sizeof formats / sizeof formats[0]; i++)
+                micro_steps_of(rule_info(row).name, formats[i]);
     }
     TEST("a rule that would lose micro-gradients says so, and changes nothing") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
             struct one t;
-            const char *rule = rule_at(row).name;
+            const char *rule = rule_info(row).name;
             one_open(&t, rule, 2, 4, 64, "f32");
             MUST(halfstep_set_choice(t.o, 0, "decay", "decoupled"));
             one_start(&t);
             random_gradient(&t, 1);
-            int keeps = rule_at(row).accumulates && strcmp(rule, "sgd") && strcmp(rule, "rmsprop");
+            int keeps = rule_info(row).accumulates && strcmp(rule, "sgd") && strcmp(rule, "rmsprop");
             EXPECT(micro_step(&t), keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
             CHECK(keeps || strstr(halfstep_error_detail(t.o), rule), "'%s' does not name %s",
                   halfstep_error_detail(t.o), rule);
             EXPECT(halfstep_accumulate_states_tensor(t.o, 0, t.gradient),
                    keeps ? HALFSTEP_OK : HALFSTEP_ERROR_UNSUPPORTED);
-            halfstep_counters c = {.struct_size = sizeof c};
-            MUST(halfstep_get_counters(t.o, 0, &c));
+            halfstep_counters c = counters_of(t.o, 0);
             CHECK(c.state_steps == (keeps ? 2 : 0), "%s: %d state steps", rule, (int)c.state_steps);
             one_close(&t);
         }
@@ -154,24 +146,16 @@ static void test_sums(void)
 {
     TEST("a part of a tensor needs its sums from all parts") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            if (!rule_at(row).two_pass || rule_at(row).matrix) continue;
+            if (!rule_info(row).two_pass || rule_info(row).matrix) continue;
             halfstep_optimizer *o;
             int32_t index;
             float weight[3 * 64] = {0}, gradient[3 * 64] = {0};
             void *weights[1] = {weight};
             const void *gradients[1] = {gradient};
             MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, rule_at(row).name, &index));
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .name = "part",
-                                 .ndim = 2,
-                                 .rows = 9,
-                                 .row_length = 64,
-                                 .first_row = 3,
-                                 .n_rows = 3,
-                                 .n_columns = 64,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            MUST(halfstep_add_group(o, rule_info(row).name, &index));
+            ADD_TENSOR(o, .name = "part", .ndim = 2, .rows = 9, .row_length = 64, .first_row = 3, .n_rows = 3,
+                       .n_columns = 64, .gradient = "f32");
             MUST(halfstep_allocate_states(o));
             EXPECT(halfstep_step(o, weights, gradients), HALFSTEP_ERROR_UNSUPPORTED);
             CHECK(strstr(halfstep_error_detail(o), "'part'"), "'%s'", halfstep_error_detail(o));
@@ -278,19 +262,19 @@ static void test_copies(void)
     TEST("the weights to evaluate are schedule-free's average, and the weights of other rules") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
             struct one t;
-            open_random(&t, rule_at(row).name, 2, 5, 300, "f32");
+            open_random(&t, rule_info(row).name, 2, 5, 300, "f32");
             float *w = zeroed((size_t)t.n * 4), *x = zeroed((size_t)t.n * 4), *z = zeroed((size_t)t.n * 4);
             one_read(&t, HALFSTEP_SLOT_WEIGHT, w);
             MUST(halfstep_read_average(t.o, 0, t.weight, 0, 5, x));
-            CHECK(!memcmp(w, x, (size_t)t.n * 4), "%s: before the first step", rule_at(row).name);
+            CHECK(!memcmp(w, x, (size_t)t.n * 4), "%s: before the first step", rule_info(row).name);
             for (int step = 0; step < 3; step++) {
                 random_gradient(&t, (uint64_t)step);
                 MUST(one_step(&t));
             }
             one_read(&t, HALFSTEP_SLOT_WEIGHT, w);
             MUST(halfstep_read_average(t.o, 0, t.weight, 0, 5, x));
-            if (!rule_at(row).average) {
-                CHECK(!memcmp(w, x, (size_t)t.n * 4), "%s averages nothing", rule_at(row).name);
+            if (!rule_info(row).average) {
+                CHECK(!memcmp(w, x, (size_t)t.n * 4), "%s averages nothing", rule_info(row).name);
             } else {
                 one_read(&t, HALFSTEP_SLOT_STATE + 1, z);
                 int differ = 0;
@@ -415,16 +399,9 @@ static void handle_open(struct handle *h, const char *recipe, int tensors, const
     MUST(halfstep_create(&options, &h->o));
     MUST(halfstep_add_group(h->o, recipe, &index));
     for (int i = 0; i < tensors; i++) {
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .name = i ? "second" : "first",
-                             .ndim = 2,
-                             .rows = rows[i],
-                             .row_length = row_length,
-                             .first_row = rows[i] / parts * part,
-                             .n_rows = rows[i] / parts,
-                             .n_columns = row_length,
-                             .gradient = "f32"};
-        MUST(halfstep_add_tensor(h->o, &d, &index));
+        ADD_TENSOR(h->o, .name = i ? "second" : "first", .ndim = 2, .rows = rows[i], .row_length = row_length,
+                   .first_row = rows[i] / parts * part, .n_rows = rows[i] / parts, .n_columns = row_length,
+                   .gradient = "f32");
         h->elements[i] = rows[i] / parts * row_length;
         float *weight = h->weight[i] = zeroed((size_t)h->elements[i] * 4);
         float *gradient = h->gradient[i] = zeroed((size_t)h->elements[i] * 4);
@@ -493,10 +470,10 @@ static void test_orders(void)
     }
     TEST("micro-steps of parts need no sums of rules, tensor by tensor or all at once") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
-            if (!rule_at(row).two_pass || !rule_at(row).accumulates) continue;
+            if (!rule_info(row).two_pass || !rule_info(row).accumulates) continue;
             struct handle all, single;
             char recipe[48];
-            snprintf(recipe, sizeof recipe, "%s/f32/f32", rule_at(row).name);
+            snprintf(recipe, sizeof recipe, "%s/f32/f32", rule_info(row).name);
             handle_open(&all, recipe, 1, four, 64, 1, 2);
             handle_open(&single, recipe, 1, four, 64, 1, 2);
             MUST(halfstep_allocate_states(all.o));

@@ -1,7 +1,7 @@
 /* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double
  * precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights, so
- * that nothing corrects an error. --short follows the first 48 steps. --table prints what was measured, for the bounds
- * below. */
+ * that nothing corrects an error. That is --all; by itself only the first 48 steps. --table prints what was measured, for the
+ * bounds below, over all steps. */
 #include <math.h>
 
 #include "ref/table.h"
@@ -110,8 +110,7 @@ static double follow(const struct course *c, const char *recipe)
     ref_apply(&t, c->row, &c->h);
     one_start(&t);
     for (int j = 0; j < c->info.states; j++) {
-        halfstep_slot_info slot = {.struct_size = sizeof slot};
-        MUST(halfstep_get_slot_info(t.o, 0, HALFSTEP_SLOT_STATE + j, &slot));
+        halfstep_slot_info slot = slot_info(t.o, 0, HALFSTEP_SLOT_STATE + j);
         CHECK(!slot.fell_back, "%s: %s fell back to another format", recipe, c->info.state_name[j]);
     }
     one_write(&t, HALFSTEP_SLOT_WEIGHT, c->start);
@@ -267,12 +266,10 @@ static void follow_reference(const struct reference *ref, int32_t geometry, int 
 
 int main(int argc, char **argv)
 {
-    for (; argc > 1 && argv[1][0] == '-'; argc--, argv++) {
-        if (!strcmp(argv[1], "--short")) steps = SHORT;
-        if (!strcmp(argv[1], "--table")) table = 1;
-        argv[1] = argv[0];
-    }
     test_init(argc, argv);
+    table = !strcmp(test_filter, "--table");
+    if (table) test_filter = "";
+    if (BY_LENGTH(1, !table, 0)) steps = SHORT;
     struct one probe;
     halfstep_counters counters = {.struct_size = sizeof counters};
     one_open(&probe, "sgd", 2, ROWS, 128, "f32");

@@ -1,20 +1,17 @@
 /* Defects of other optimizers' low-precision arithmetic, each as a test that passes here and fails on the arithmetic
  * named in its comment; where it is cheap, that arithmetic runs beside as a counter-check, so that the test is seen
- * to tell them apart. Over 500 lines because every defect needs its own small experiment. --short shortens the long
- * runs. Not for an emulator. */
+ * to tell them apart. Over 500 lines because every defect needs its own small experiment. Runs are short unless
+ * --all is given. Not for an emulator. */
 #include <math.h>
 
 #include "ref/fixture.h"
 #include "test.h"
 
-static int short_run;
-
 /* The weight format in a row if it has 16 bits and is meant to keep small changes: written stochastically, or with a
  * second stream. */
 static const char *weight16(int32_t row)
 {
-    halfstep_format_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_format_info(row, &info));
+    halfstep_format_info info = format_info(row);
     return (info.roles & HALFSTEP_ROLE_WEIGHT) && info.code_bits == 16 && (info.stochastic || info.extra_bits)
                ? info.name
                : NULL;
@@ -82,8 +79,7 @@ static void open_one(struct one *t, const char *states)
     one_hyper(t, "lr", 1.0);
     one_hyper(t, "weight_decay", 0.0);
     one_start(t);
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_STATE + 1, &info));
+    halfstep_slot_info info = slot_info(t->o, 0, HALFSTEP_SLOT_STATE + 1);
     if (!info.fell_back) return;
     printf("FAIL %s does not serve a tensor of %d x %d\n", states, rows_of(states), COLUMNS);
     exit(1);
@@ -95,7 +91,7 @@ static void open_one(struct one *t, const char *states)
  * nearest (I-40): changes below half a unit are lost, however many. */
 static void test_small_changes(void)
 {
-    int steps = short_run ? 4000 : 20000;
+    int steps = UNLESS_ALL(4000, 20000);
     TEST("I-5 decay of 1e-6 a step is realised on 16-bit weights") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             char recipe[64];
@@ -122,7 +118,7 @@ static void test_small_changes(void)
             double lost = 1 - after / before, expected = 1 - pow(1 - 1e-6, steps);
             printf("     %-10s realised %.3f of the decay\n", format, lost / expected);
             /* bf16-sr: each weight wanders by 2^-8 a rounding; 8192 of them leave 1e-4 of the mean. */
-            double noise = strcmp(format, "bf16-sr") ? 0.02 : short_run ? 0.25 : 0.06;
+            double noise = strcmp(format, "bf16-sr") ? 0.02 : UNLESS_ALL(0.25, 0.06);
             CHECK(fabs(lost / expected - 1) < noise, "%s: %.4f of the decay realised", format, lost / expected);
             free(start);
             one_close(&t);
@@ -200,7 +196,7 @@ static double v_ratio(const char *states, int steps_before, int steps_after)
 
 static void test_second_moment(void)
 {
-    int before = short_run ? 600 : 3000, after = short_run ? 1500 : 6000;
+    int before = UNLESS_ALL(600, 3000), after = UNLESS_ALL(1500, 6000);
     TEST("I-6 the second moment follows stationary gradients, and a tenfold fall") {
         for (int f = -1; f < KEPT; f++) {
             const struct kept *k = f < 0 ? &(const struct kept){.states = "f32", .root = 1e-3} : &kept[f];
@@ -215,7 +211,7 @@ static void test_second_moment(void)
         double peer = v_ratio("bf16", before, after);
         printf("     %-10s root of v / exact root: %.4f after the fall (to nearest, the counter-check)\n", "bf16",
                peer);
-        CHECK(peer > (short_run ? 1.2 : 4.5), "the counter-check (nearest BF16) is only %.2f times too large", peer);
+        CHECK(peer > UNLESS_ALL(1.2, 4.5), "the counter-check (nearest BF16) is only %.2f times too large", peer);
     }
 }
 
@@ -225,21 +221,15 @@ static void test_counters(void)
 {
     TEST("I-7 a first gradient that comes late is debiased by the tensor's own step count") {
         halfstep_optimizer *o;
-        int32_t group, index;
+        int32_t group;
         float w[2][64], g[2][64];
         MUST(halfstep_create(NULL, &o));
         MUST(halfstep_add_group(o, "adamw/f32/f32", &group));
         MUST(halfstep_set_hyper(o, group, "lr", 0.5));
         MUST(halfstep_set_hyper(o, group, "weight_decay", 0));
         for (int i = 0; i < 2; i++) {
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .group = group,
-                                 .name = i ? "late" : "early",
-                                 .ndim = 2,
-                                 .rows = 1,
-                                 .row_length = 64,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            ADD_TENSOR(o, .group = group, .name = i ? "late" : "early", .ndim = 2, .rows = 1, .row_length = 64,
+                       .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         for (int i = 0; i < 64; i++) w[0][i] = w[1][i] = 0, g[0][i] = 1, g[1][i] = -3;
@@ -250,8 +240,7 @@ static void test_counters(void)
         gradients[1] = g[1];
         MUST(halfstep_step(o, weights, gradients));
         CHECK(fabsf(w[1][63] - 0.5f) < 1e-5f, "the late tensor moved by %g, not by lr = 0.5", w[1][63]);
-        halfstep_counters c = {.struct_size = sizeof c};
-        MUST(halfstep_get_counters(o, 1, &c));
+        halfstep_counters c = counters_of(o, 1);
         CHECK(c.state_steps == 1 && c.full_steps == 1, "the late tensor counts %d", (int)c.state_steps);
         /* The group's count for both corrections, as the peers do it, on the same numbers. */
         double peer = 0.5 * (0.1 / (1 - pow(0.9, 1001))) / (sqrt(0.001) / sqrt(1 - pow(0.999, 1001)));
@@ -260,7 +249,7 @@ static void test_counters(void)
     }
     TEST("I-8 fully decoupled decay refers to the group's own lr, and follows the schedule") {
         halfstep_optimizer *o;
-        int32_t group, index;
+        int32_t group;
         double lr[2] = {1e-3, 1e-1};
         float w[2][32], g[32] = {0};
         MUST(halfstep_create(NULL, &o));
@@ -269,14 +258,8 @@ static void test_counters(void)
             MUST(halfstep_set_choice(o, group, "decay", "fully-decoupled"));
             MUST(halfstep_set_hyper(o, group, "lr", lr[i]));
             MUST(halfstep_set_hyper(o, group, "weight_decay", 0x1p-10));
-            halfstep_tensor d = {.struct_size = sizeof d,
-                                 .group = group,
-                                 .name = i ? "b" : "a",
-                                 .ndim = 2,
-                                 .rows = 1,
-                                 .row_length = 32,
-                                 .gradient = "f32"};
-            MUST(halfstep_add_tensor(o, &d, &index));
+            ADD_TENSOR(o, .group = group, .name = i ? "b" : "a", .ndim = 2, .rows = 1, .row_length = 32,
+                       .gradient = "f32");
         }
         MUST(halfstep_allocate_states(o));
         void *weights[2] = {w[0], w[1]};
@@ -470,7 +453,7 @@ static void judge_spread(const float *scale, int steps)
 static void test_blocks(void)
 {
     static float scale[16 * COLUMNS];
-    int steps = short_run ? 500 : 2500;
+    int steps = UNLESS_ALL(500, 2500);
     struct source s = {17};
     TEST("I-25 gradients of log-normal scale within a block do not blow up any update") {
         for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = (float)(1e-3 * exp(2 * next_normal(&s)));
@@ -491,7 +474,7 @@ static void test_blocks(void)
                 for (int i = 0; i < 16 * COLUMNS; i++) scale[i] = (float)sizes[j];
                 /* The update does not depend on the size of gradients: one exact figure serves all. */
                 static double exact;
-                struct spread ours = open_loop(k->states, scale, short_run ? 300 : 800, sizes[j] * 1e-6);
+                struct spread ours = open_loop(k->states, scale, UNLESS_ALL(300, 800), sizes[j] * 1e-6);
                 if (f < 0 && j == 0) exact = ours.rms;
                 printf(" %.4f", ours.rms);
                 CHECK(ours.largest < 6, "%s: gradients of %g: an update of %.2f", k->states, sizes[j], ours.largest);
@@ -532,13 +515,13 @@ static double fallen_update(const char *states, double factor, int keep, int bef
 static void test_fall(void)
 {
     /* fp32's own v needs ln(factor^2) / 0.001 steps to forget the old gradients. */
-    for (int factor = 10; factor <= (short_run ? 10 : 100); factor *= 10)
+    for (int factor = 10; factor <= UNLESS_ALL(10, 100); factor *= 10)
         for (int keep = 0; keep < 2; keep++) {
             char name[96];
             snprintf(name, sizeof name, "I-6 updates after the gradient falls %d-fold for %s", factor,
                      keep ? "31 of 32 elements" : "a whole block");
             TEST(name) {
-                int before = short_run ? 500 : 1000, after = factor == 10 ? 7000 : 12000;
+                int before = UNLESS_ALL(500, 1000), after = factor == 10 ? 7000 : 12000;
                 double exact = fallen_update("f32", factor, keep, before, after);
                 printf("     mean |update|: f32 %.4f; of it:", exact);
                 for (int f = 0; f < KEPT; f++) {
@@ -569,7 +552,7 @@ static void test_lossless(void)
         float *in = zeroed(N * 4);
         one_open(&t, "sgd/bf16-ecc16", 2, 256, 256, "f32");
         one_start(&t);
-        uint32_t stride = short_run ? 509 : 61;
+        uint32_t stride = UNLESS_ALL(509, 61);
         int peer_lost = 0;
         for (uint32_t high = 0; high < 65536; high += stride) {
             for (uint32_t low = 0; low < N; low++) {
@@ -640,13 +623,11 @@ static void set_weights(struct one *t, struct source *s, int raw_extra)
                                              : bits);
     }
     one_write(t, HALFSTEP_SLOT_WEIGHT, t->room);
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT, &info));
+    halfstep_slot_info info = slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT);
     if (!raw_extra || !info.extra) return;
     for (uint64_t i = 0; i < info.extra_bytes; i++) ((unsigned char *)info.extra)[i] = (unsigned char)next64(s);
     /* Residuals that are numbers, and weights that are not at the end of the range. */
-    halfstep_format_info format = {.struct_size = sizeof format};
-    MUST(halfstep_get_format_info(info.format, &format));
+    halfstep_format_info format = format_info(info.format);
     int half = !strcmp(format.code_dtype, "F16"), code = !strcmp(format.extra_dtype, "I16");
     uint16_t exponent = half ? 0x7c00 : 0x7f80, end = half ? 0x7800 : 0x7f00;
     for (int64_t i = 0; i < t->n; i++) {
@@ -740,20 +721,14 @@ static const char *const names[TENSORS] = {"first", "middle", "last"};
 static void three_open(struct three *t, const char *recipe, const char *gradient, const char *scan)
 {
     static const int64_t shape[TENSORS][2] = {{1, 1}, {7, 300}, {5, 33}};
-    int32_t group, index;
+    int32_t group;
     struct source s = {37};
     MUST(halfstep_create(NULL, &t->o));
     MUST(halfstep_add_group(t->o, recipe, &group));
     MUST(halfstep_set_choice(t->o, HALFSTEP_ALL_GROUPS, "scan", scan));
     for (int i = 0; i < TENSORS; i++) {
-        halfstep_tensor d = {.struct_size = sizeof d,
-                             .group = group,
-                             .name = names[i],
-                             .ndim = i ? 2 : 0,
-                             .rows = shape[i][0],
-                             .row_length = shape[i][1],
-                             .gradient = gradient};
-        MUST(halfstep_add_tensor(t->o, &d, &index));
+        ADD_TENSOR(t->o, .group = group, .name = names[i], .ndim = i ? 2 : 0, .rows = shape[i][0],
+                   .row_length = shape[i][1], .gradient = gradient);
     }
     MUST(halfstep_allocate_states(t->o));
     t->element = strcmp(gradient, "f32") ? 2 : 4;
@@ -790,8 +765,7 @@ static size_t three_bytes(struct three *t, int i, unsigned char *out)
         if (info.extra) memcpy(out + at, info.extra, info.extra_bytes);
         at += info.extra_bytes;
     }
-    halfstep_counters c = {.struct_size = sizeof c};
-    MUST(halfstep_get_counters(t->o, i, &c));
+    halfstep_counters c = counters_of(t->o, i);
     memcpy(out + at, &c, sizeof c);
     return at + sizeof c;
 }
@@ -897,9 +871,7 @@ static void test_nonfinite(void)
 
 int main(int argc, char **argv)
 {
-    short_run = argc > 1 && !strcmp(argv[1], "--short");
-    test_init(argc - short_run, argv + short_run);
-    test_program = argv[0];
+    test_init(argc, argv);
     test_small_changes();
     test_second_moment();
     test_counters();

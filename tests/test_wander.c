@@ -2,8 +2,9 @@
  * steps of the library; and what lattices must not cost: each word uniform, elements unrelated, no bias where a state
  * feeds on itself.
  *
- *   test_wander [STEPS]     steps of each run (1200); docs/random.md quotes 12000
- *   test_wander --short     without those runs, for builds that run slowly
+ *   test_wander             lattices alone
+ *   test_wander --all       also the runs in steps, of 1200 each
+ *   test_wander STEPS       the same with as many steps; docs/random.md quotes 12000
  *
  * Everything is counted in ulp of BF16 between 1 and 2. Seeds are fixed, so a pass stays a pass.
  * Not for an emulator. */
@@ -367,15 +368,14 @@ static void test_feedback(void)
 
 int main(int argc, char **argv)
 {
-    char *end = NULL;
-    int short_run = argc > 1 && !strcmp(argv[1], "--short");
-    long given = argc > 1 && !short_run ? strtol(argv[1], &end, 10) : 0;
-    if (end && !*end && given >= 600) steps = (int)given;
-    test_init(short_run || (end && !*end) ? 1 : argc, argv);
+    test_init(argc, argv);
+    int given = atoi(test_filter);
+    if (given) test_filter = "";
+    if (given >= 600) steps = given;
     test_uniform();
     test_elements();
     test_counts();
-    if (!short_run) test_wander();
+    if (test_length == TEST_ALL || given) test_wander();
     test_feedback();
     return test_done();
 }

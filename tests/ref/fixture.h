@@ -86,6 +86,56 @@ static inline float bf16_nearest(float x)
     return from_bits((u + 0x7fff + (u >> 16 & 1)) & 0xffff0000u);
 }
 
+/* ---- What the library tells, and tensors ------------------------------------------------------------------------- */
+
+static inline halfstep_rule_info rule_info(int32_t row)
+{
+    halfstep_rule_info info = {.struct_size = sizeof info};
+    MUST(halfstep_get_rule_info(row, &info));
+    return info;
+}
+
+static inline halfstep_format_info format_info(int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    MUST(halfstep_get_format_info(row, &info));
+    return info;
+}
+
+static inline halfstep_slot_info slot_info(const halfstep_optimizer *o, int32_t tensor, int slot)
+{
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    MUST(halfstep_get_slot_info(o, tensor, slot, &info));
+    return info;
+}
+
+static inline halfstep_counters counters_of(const halfstep_optimizer *o, int32_t tensor)
+{
+    halfstep_counters counters = {.struct_size = sizeof counters};
+    MUST(halfstep_get_counters(o, tensor, &counters));
+    return counters;
+}
+
+/* Returns an optimizer with one group. */
+static inline halfstep_optimizer *new_optimizer(const char *recipe, int threads, uint64_t seed)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = threads, .seed = seed};
+    halfstep_optimizer *o;
+    int32_t group;
+    MUST(halfstep_create(&options, &o));
+    MUST(halfstep_add_group(o, recipe, &group));
+    return o;
+}
+
+/* Adds the tensor that the members describe, as in ADD_TENSOR(o, .name = "w", .ndim = 2, ...). Returns its index. */
+#define ADD_TENSOR(o, ...) add_tensor(o, &(halfstep_tensor){.struct_size = sizeof(halfstep_tensor), __VA_ARGS__})
+static inline int32_t add_tensor(halfstep_optimizer *o, const halfstep_tensor *tensor)
+{
+    int32_t index;
+    MUST(halfstep_add_tensor(o, tensor, &index));
+    return index;
+}
+
 /* ---- One tensor -------------------------------------------------------------------------------------------------- */
 
 struct one {
@@ -101,36 +151,23 @@ struct one {
 static inline void one_open(struct one *t, const char *recipe, int ndim, int64_t rows, int64_t row_length,
                             const char *gradient)
 {
-    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
-    int32_t group;
     memset(t, 0, sizeof *t);
     t->ndim = ndim;
     t->rows = rows;
     t->row_length = row_length;
     t->n = rows * row_length;
     t->gradient_format = gradient;
-    MUST(halfstep_create(&options, &t->o));
-    MUST(halfstep_add_group(t->o, recipe, &group));
+    t->o = new_optimizer(recipe, 1, 42);
 }
 
 /* Once all hyper-parameters that decide about states are set. */
 static inline void one_start(struct one *t)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    int32_t index;
-    halfstep_tensor d = {.struct_size = sizeof d,
-                         .group = 0,
-                         .name = "w",
-                         .ndim = t->ndim,
-                         .rows = t->rows,
-                         .row_length = t->row_length,
-                         .gradient = t->gradient_format};
-    MUST(halfstep_add_tensor(t->o, &d, &index));
+    ADD_TENSOR(t->o, .name = "w", .ndim = t->ndim, .rows = t->rows, .row_length = t->row_length,
+               .gradient = t->gradient_format);
     MUST(halfstep_allocate_states(t->o));
-    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT, &info));
-    t->weight_bytes = (size_t)info.code_bytes;
-    MUST(halfstep_get_slot_info(t->o, 0, HALFSTEP_SLOT_GRADIENT, &info));
-    t->gradient_bytes = (size_t)info.code_bytes;
+    t->weight_bytes = (size_t)slot_info(t->o, 0, HALFSTEP_SLOT_WEIGHT).code_bytes;
+    t->gradient_bytes = (size_t)slot_info(t->o, 0, HALFSTEP_SLOT_GRADIENT).code_bytes;
     t->weight = zeroed(t->weight_bytes);
     t->gradient = zeroed(t->gradient_bytes);
     t->room = zeroed((size_t)t->n * 4);
@@ -152,10 +189,7 @@ static inline void one_hyper(struct one *t, const char *name, double value)
 /* A vector is a matrix of one row or of one column. */
 static inline int64_t one_rows(const struct one *t, int slot)
 {
-    halfstep_slot_info info = {.struct_size = sizeof info};
-    if (slot < HALFSTEP_SLOT_STATE) return t->rows;
-    MUST(halfstep_get_slot_info(t->o, 0, slot, &info));
-    return info.rows;
+    return slot < HALFSTEP_SLOT_STATE ? t->rows : slot_info(t->o, 0, slot).rows;
 }
 
 static inline void one_write(struct one *t, int slot, const float *values)

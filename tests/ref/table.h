@@ -71,13 +71,6 @@ static inline const struct reference *reference_of(const char *rule)
 
 /* ---- Rules of the library ---------------------------------------------------------------------------------------- */
 
-static inline halfstep_rule_info rule_info(int32_t row)
-{
-    halfstep_rule_info info = {.struct_size = sizeof info};
-    MUST(halfstep_get_rule_info(row, &info));
-    return info;
-}
-
 static inline halfstep_hyper_info hyper_info(int32_t row, int32_t index)
 {
     halfstep_hyper_info info = {.struct_size = sizeof info};
