@@ -28,7 +28,7 @@ except AttributeError:
     sys.exit("LD_PRELOAD does not name libfaults.so")
 
 SHAPES = [(8, 64), (64, 96), (7,), ()]
-TIMEOUT = 60
+TIMEOUT = 240
 
 
 class Wrong(Exception):

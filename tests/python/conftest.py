@@ -1,5 +1,6 @@
 """What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer. And how the tests run."""
 import collections
+import functools
 import io
 import os
 import shlex
@@ -165,6 +166,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def pool():
+    """Up to four ranks of torch.distributed."""
+    from ranks import Pool
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def caught():
     """All warnings of a test, as a list that grows."""
@@ -182,7 +192,7 @@ def pytest_collection_modifyitems(items):
     others. The other cases of the product are marked "all". A product that a test makes itself joins the names of its values by "|"."""
     tests = {}
     for item in items:
-        if hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and not item.get_closest_marker("all"):
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
         values = {case: {(i, part) for i, name in enumerate(case.callspec._idlist) for part in name.split("|")} for case in cases}
@@ -201,10 +211,14 @@ def pytest_xdist_make_scheduler(config, log):
     """Gives a file's tests to one process, and all files that start ranks to the same one, so that at most one group of ranks runs at a time."""
     from xdist.scheduler import LoadFileScheduling
 
+    @functools.cache
+    def starts_ranks(file):
+        return "(pool" in (config.rootpath / file).read_text(encoding="utf-8")
+
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "ranks" if "\nfrom ranks import" in (config.rootpath / file).read_text(encoding="utf-8") else file
+            return "ranks" if starts_ranks(file) else file
 
     return ByFile(config, log)
 

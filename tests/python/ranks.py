@@ -1,6 +1,6 @@
 """Several processes of torch.distributed for tests.
 
-A server is forked once for a file, so that torch is imported once, and forks fresh ranks for every run. They leave by being killed,
+A server is forked once for all tests, so that torch is imported once, and forks fresh ranks for every run. They leave by being killed,
 when all of them have answered: no process ever takes a group down and makes another, which crashes a thread of gloo now and then."""
 import importlib
 import multiprocessing

@@ -163,6 +163,7 @@ def test_trajectory_in_fp32(name):
     assert abs(end["ours"][1] - end["exact"][1]) < 0.01 * end["exact"][1]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("name", ADAMS)
 def test_trajectory_in_bf16(name, stochastic):

@@ -14,7 +14,6 @@ import halfstep
 from conftest import (RECIPES, bits, class_of, ids, make, network, parameters, recipes, rules, run, same, saved, set_gradients,
                       states, streams, twins)
 from halfstep import _abi, _layout
-from ranks import Pool
 
 dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
@@ -453,13 +452,9 @@ def zero(rank, size):
 
 
 @pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
-def test_zero_redundancy_optimizer():
+def test_zero_redundancy_optimizer(pool):
     """States divided over two ranks, consolidated, loaded again: the bits of one optimizer, which lists in groups prevented."""
-    pool = Pool(2)
-    try:
-        found = pool.run(2, zero)
-    finally:
-        pool.close()
+    found = pool.run(2, zero)
     for models, steps in found:
         assert models == [found[0][0][2]] * 3
         assert steps == [6, 6, 6]

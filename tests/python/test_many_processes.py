@@ -9,18 +9,10 @@ import torch
 
 import halfstep
 from conftest import bits, class_of, network, set_gradients
-from ranks import Pool
 
 pytestmark = pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
                                 reason="no gloo")
 RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 # ---- DistributedDataParallel ----

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import FIRST_MOVEMENT, RECIPES, bits, class_of, rules
 from fake_gpu import Fake
-from ranks import Pool
 from test_cuda import SHAPES, fake, gpu, gradients, held, start  # noqa: F401
 
 import halfstep
@@ -591,15 +590,11 @@ def hosted_shards(rank, size, cls, rule, shapes, options):
 @pytest.mark.parametrize("cls, rule, options", [
     ("CPUOffload", "adamw", {"offload_gradients": True}), ("StateStreaming", "adamw", {"buffer": 900, "minimal_size": 500}),
     ("StateStreaming", "lamb", {"buffer": 900, "minimal_size": 500})])  # of which each is larger than a buffer
-def test_shards(cls, rule, options):
+def test_shards(pool, cls, rule, options):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("no gloo")
     shapes = {**SHAPES, "a": (40, 64), "b": (64, 40), "c": (64, 64)}
-    pool = Pool(2)
-    try:
-        found = pool.run(2, hosted_shards, cls, rule, shapes, options)
-    finally:
-        pool.close()
+    found = pool.run(2, hosted_shards, cls, rule, shapes, options)
     params = {n: torch.nn.Parameter(v) for n, v in start(torch.bfloat16, shapes).items() if v.dim()}
     opt = class_of(rule)(params.items(), seed=5, clip_norm=0.5, states="int8")
     for step in range(1, 4):

@@ -9,7 +9,6 @@ import halfstep
 from conftest import bits, class_of, everything, ids, parameters, rules, run, saved, set_gradients, twins
 from halfstep import EMA, GradientAccumulator
 from halfstep.compat import optimi
-from ranks import Pool
 
 #: what an optimizer that is given no seed uses under torch.distributed
 FIXED = 0
@@ -198,13 +197,9 @@ def unseeded(rank, size):
 
 
 @pytest.mark.skipif(not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo")
-def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits():
+def test_ranks_with_other_numbers_of_optimizers_hold_the_same_bits(pool):
     """Two processes, equal gradients as after an all-reduce, no seed given and torch's seeds different."""
-    pool = Pool(2)
-    try:
-        (first, seeds), (second, others) = pool.run(2, unseeded)
-    finally:
-        pool.close()
+    (first, seeds), (second, others) = pool.run(2, unseeded)
     assert first == second
     assert seeds == others == [FIXED] * 3
     assert train(seed=FIXED)[0] == first
