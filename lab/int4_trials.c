@@ -710,7 +710,7 @@ static struct fidelity measure(const struct spec *spec, const struct stream *s)
     return f;
 }
 
-/* Mean |update| after gradients fell by `factor`, in elements that fell, over fp32's: as in tests/test_traps.c. */
+/* Mean |update| after gradients fell by `factor`, in elements that fell, over fp32's: as in tests/test_defects.c. */
 static double fallen(const struct spec *spec, double factor, int keep)
 {
     enum { ROWS = 24, COLS = 32, N = ROWS * COLS, BEFORE = 1000, LAST = 400 };
