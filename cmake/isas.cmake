@@ -9,6 +9,8 @@ else()
   set(halfstep_processor none)
 endif()
 
+set(HALFSTEP_ISAS "" CACHE STRING "Rows of src/vec/isas.def to compile, such as scalar;avx2; empty: all that this compiler can")
+
 # Sets halfstep_isas (those this build compiles), halfstep_isa_flags_<name> and halfstep_have_isas (definitions).
 function(halfstep_read_isas table)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table})
@@ -23,6 +25,9 @@ function(halfstep_read_isas table)
     set(name ${CMAKE_MATCH_1})
     set(flags "${CMAKE_MATCH_3}")
     if(NOT CMAKE_MATCH_2 MATCHES "^(any|${halfstep_processor})$")
+      continue()
+    endif()
+    if(HALFSTEP_ISAS AND NOT name IN_LIST HALFSTEP_ISAS)
       continue()
     endif()
     check_c_compiler_flag("${flags}" HALFSTEP_COMPILES_${name})
