@@ -1,7 +1,5 @@
 # src/vec/isas.def is the only list of instruction sets; these functions turn its rows into compilations.
 
-set(HALFSTEP_ISAS "" CACHE STRING "Instruction sets to build, such as scalar;avx2 (empty: all that the compiler knows)")
-
 string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" processor)
 if(processor MATCHES "^(x86_64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
   set(halfstep_processor x86_64)
