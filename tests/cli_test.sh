@@ -16,7 +16,7 @@ expect() {
     local status=$1 pattern=$2 got=0
     shift 2
     # What is not refused would train for minutes.
-    timeout 60 "$halfstep" "$@" >out 2>err </dev/null || got=$?
+    timeout 240 "$halfstep" "$@" >out 2>err </dev/null || got=$?
     [ "$got" = "$status" ] || fail "halfstep $*: exit $got, expected $status: $(cat err)"
     [ "$(wc -l <err)" = 1 ] || fail "halfstep $*: not one line on stderr: $(cat err)"
     grep -qE -- "^halfstep: .*$pattern" err || fail "halfstep $*: $(cat err) does not match $pattern"

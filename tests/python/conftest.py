@@ -1,6 +1,7 @@
 """What test files share: the classes under test, recipes, parameters with gradients, all bits of an optimizer. And how the tests run."""
 import collections
 import functools
+import gc
 import io
 import os
 import shlex
@@ -221,6 +222,12 @@ def pytest_xdist_make_scheduler(config, log):
             return "ranks" if starts_ranks(file) else file
 
     return ByFile(config, log)
+
+
+def pytest_collection_finish():
+    """Hides from the garbage collector what lives as long as the process, because a test on a fake GPU ends with a collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

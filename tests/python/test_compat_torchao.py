@@ -142,7 +142,7 @@ def test_snippets_of_cpu_offload(tmp_path):
 # ---- Trajectories ----
 
 
-@pytest.mark.parametrize("name", ADAMS)
+@pytest.mark.parametrize("name", [name if "W" in name else pytest.param(name, marks=pytest.mark.all) for name in ADAMS])
 def test_trajectory_in_fp32(name):
     end = {}
     for tag, make in (("peer", getattr(peers, name)), ("ours", getattr(ours, name)),
