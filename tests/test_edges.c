@@ -56,15 +56,13 @@ static void test_sums_without_end(void)
         if (all == MAP_FAILED) {
             printf("     left out: %s\n", test_length < TEST_ALL ? "it is for --all" : "no memory to map");
         } else {
-            halfstep_optimizer *o;
             int32_t index;
             const float value = 0x1.fep-10f; /* whose square fills the top of a limb */
             for (int64_t i = 0; i < WINDOW / 2; i++) ((uint16_t *)all)[i] = (uint16_t)(to_bits(value) >> 16);
             halfstep_tensor d = {
                 .struct_size = sizeof d, .name = "long", .ndim = 1, .rows = n, .row_length = 1, .gradient = "bf16"};
             const void *gradients[1] = {all};
-            MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, "sgd/bf16", &index));
+            halfstep_optimizer *o = new_optimizer("sgd/bf16", 0, 0);
             MUST(halfstep_add_tensor(o, &d, &index));
             MUST(halfstep_allocate_states(o));
             MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1));

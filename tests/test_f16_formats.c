@@ -616,15 +616,13 @@ static void test_saturated(void)
             if (!(info.roles & HALFSTEP_ROLE_WEIGHT)) continue;
             static float values[N];
             static char weight[N * 4];
-            halfstep_optimizer *o;
             char recipe[64];
-            int32_t group, tensor;
+            int32_t tensor;
             uint64_t count = 77;
             snprintf(recipe, sizeof recipe, "sgd/%s", info.name);
-            MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, recipe, &group));
-            tensor = ADD_TENSOR(o, .group = group, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
-                                .first_row = 1, .n_rows = HELD, .n_columns = FIRST, .gradient = "f32");
+            halfstep_optimizer *o = new_optimizer(recipe, 0, 0);
+            tensor = ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS, .first_row = 1,
+                                .n_rows = HELD, .n_columns = FIRST, .gradient = "f32");
             MUST(halfstep_allocate_states(o));
             double largest = info.code_bits != 16 ? 1e30 : !strcmp(info.code_dtype, "F16") ? 65504 : 0x1.fep127;
             for (int i = 0; i < N; i++) values[i] = (float)(i % 7 ? 1 : i % 2 ? -largest : largest);
