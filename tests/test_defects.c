@@ -385,19 +385,16 @@ static void test_delayed(void)
         enum { COUNT = 64 };
         double start[3][COUNT], sum = 0;
         for (int run = 0; run < 3; run++) {
-            halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = (uint64_t)run};
             halfstep_optimizer *o;
-            int32_t group;
             static float w[COUNT], g[COUNT];
             void *weights[COUNT];
             const void *gradients[COUNT];
-            MUST(halfstep_create(&options, &o));
-            MUST(halfstep_add_group(o, "adamw-delayed/f32", &group));
-            MUST(halfstep_set_hyper(o, group, "weight_decay", 1e-4));
+            o = new_optimizer("adamw-delayed/f32", 1, (uint64_t)run);
+            MUST(halfstep_set_hyper(o, 0, "weight_decay", 1e-4));
             for (int i = 0; i < COUNT; i++) {
                 char name[32];
                 snprintf(name, sizeof name, "layers.%d.weight", run == 2 ? COUNT - 1 - i : i);
-                ADD_TENSOR(o, .group = group, .name = name, .ndim = 0, .rows = 1, .row_length = 1, .gradient = "f32");
+                ADD_TENSOR(o, .name = name, .ndim = 0, .rows = 1, .row_length = 1, .gradient = "f32");
                 weights[i] = &w[i];
                 gradients[i] = &g[i];
             }

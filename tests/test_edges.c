@@ -155,10 +155,7 @@ static void ranks_open(struct ranks *r, const char *recipe, int n)
     memset(r, 0, sizeof *r);
     r->n = n;
     for (int k = 0; k < n; k++) {
-        halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 5};
-        int32_t index;
-        MUST(halfstep_create(&options, &r->o[k]));
-        MUST(halfstep_add_group(r->o[k], recipe, &index));
+        r->o[k] = new_optimizer(recipe, 1, 5);
         MUST(halfstep_set_choice(r->o[k], 0, "decay", "decoupled"));
         for (int t = 0; t < TENSORS; t++) {
             char name[2] = {(char)('a' + t), 0};

@@ -388,11 +388,8 @@ struct handle {
 static void handle_open(struct handle *h, const char *recipe, int tensors, const int64_t *rows, int64_t row_length,
                         int part, int parts)
 {
-    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
-    int32_t index;
     memset(h, 0, sizeof *h);
-    MUST(halfstep_create(&options, &h->o));
-    MUST(halfstep_add_group(h->o, recipe, &index));
+    h->o = new_optimizer(recipe, 1, 42);
     for (int i = 0; i < tensors; i++) {
         ADD_TENSOR(h->o, .name = i ? "second" : "first", .ndim = 2, .rows = rows[i], .row_length = row_length,
                    .first_row = rows[i] / parts * part, .n_rows = rows[i] / parts, .n_columns = row_length,
