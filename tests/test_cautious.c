@@ -388,15 +388,12 @@ static void test_handles(void)
     }
     TEST("a part of a tensor is stepped by begin, norms and finish alone") {
         static float w[N], g[N];
-        halfstep_options options = {.struct_size = sizeof options, .threads = 1};
         halfstep_optimizer *o;
-        int32_t group;
         void *weights[1] = {w};
         const void *gradients[1] = {g};
         int64_t statistics[200];
-        MUST(halfstep_create(&options, &o));
-        MUST(halfstep_add_group(o, "lion/f32/f32", &group));
-        MUST(halfstep_set_hyper(o, group, "cautious", 1));
+        o = new_optimizer("lion/f32/f32", 1, 0);
+        MUST(halfstep_set_hyper(o, 0, "cautious", 1));
         ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = 2 * ROWS, .row_length = COLUMNS, .n_rows = ROWS,
                    .n_columns = COLUMNS, .gradient = "f32");
         MUST(halfstep_allocate_states(o));

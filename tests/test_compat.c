@@ -4,7 +4,8 @@
  *
  *   test_compat                  the test; HALFSTEP_SOURCE is the source tree, else the working directory
  *   test_compat --write FOLDER   writes a checkpoint and its list, of what no other folder has: FOLDER is the first
- *                                that is not there yet, or an older one where its bits are meant to change */
+ *                                that is not there yet, or an older one where its bits are meant to change
+ * Runs under sanitizers. */
 #include <inttypes.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -385,19 +385,16 @@ static void test_delayed(void)
         enum { COUNT = 64 };
         double start[3][COUNT], sum = 0;
         for (int run = 0; run < 3; run++) {
-            halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = (uint64_t)run};
             halfstep_optimizer *o;
-            int32_t group;
             static float w[COUNT], g[COUNT];
             void *weights[COUNT];
             const void *gradients[COUNT];
-            MUST(halfstep_create(&options, &o));
-            MUST(halfstep_add_group(o, "adamw-delayed/f32", &group));
-            MUST(halfstep_set_hyper(o, group, "weight_decay", 1e-4));
+            o = new_optimizer("adamw-delayed/f32", 1, (uint64_t)run);
+            MUST(halfstep_set_hyper(o, 0, "weight_decay", 1e-4));
             for (int i = 0; i < COUNT; i++) {
                 char name[32];
                 snprintf(name, sizeof name, "layers.%d.weight", run == 2 ? COUNT - 1 - i : i);
-                ADD_TENSOR(o, .group = group, .name = name, .ndim = 0, .rows = 1, .row_length = 1, .gradient = "f32");
+                ADD_TENSOR(o, .name = name, .ndim = 0, .rows = 1, .row_length = 1, .gradient = "f32");
                 weights[i] = &w[i];
                 gradients[i] = &g[i];
             }
@@ -419,7 +416,7 @@ static void test_delayed(void)
     }
 }
 
-/* ---- I-21 to I-23: LAMB16's states ------------------------------------------------------------------------------- */
+/* ---- I-21, I-23: LAMB16's states ------------------------------------------------------------------------------- */
 
 /* rows x row_length for about `elements`, in rows long enough for blocks of 128. */
 static void lamb16_open(struct one *t, const char *states, int elements)
@@ -457,26 +454,6 @@ static void momentum_fidelity(const char *states, int elements, double *ratio, d
     one_close(&t);
 }
 
-/* Stored over true sum of second moments at several times. */
-static void moment_tracking(const char *states, int elements, const int *times, int count, double *ratio)
-{
-    struct one t;
-    lamb16_open(&t, states, elements);
-    float *exact = zeroed((size_t)t.n * 4);
-    for (int k = 0, next = 0; next < count; k++) {
-        set_gradient(&t, k, 1e-3);
-        for (int64_t i = 0; i < t.n; i++) exact[i] = 0.999f * exact[i] + 0.001f * t.room[i] * t.room[i];
-        MUST(one_step(&t));
-        if (k + 1 != times[next]) continue;
-        double stored = 0, sum = 0;
-        one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
-        for (int64_t i = 0; i < t.n; i++) stored += (double)t.room[i], sum += (double)exact[i];
-        ratio[next++] = stored / sum;
-    }
-    free(exact);
-    one_close(&t);
-}
-
 static void test_lamb16(void)
 {
     TEST("I-21 fp8 states of m use their range: nothing is clipped, and the root mean square is kept") {
@@ -495,26 +472,6 @@ static void test_lamb16(void)
             }
             CHECK(ratio[0] < 0.4 && clipped[0] > 0.4, "the counter-check keeps %.3f, clips %.2f", ratio[0], clipped[0]);
         }
-    }
-    TEST("I-22 fp8 states of v track it for 1500 steps") {
-        static const int sizes[] = {520, 5010, 25050}, times[] = {50, 200, 500, 1000, 1500};
-        static const char *const states[] = {"fp8-lamb16", "fp8+fp8-e5m2", "fp8"};
-        for (int i = UNLESS_ALL(1, 0); i < UNLESS_ALL(2, 3); i++)
-            for (int f = 0; f < 3; f++) {
-                double ratio[5] = {0};
-                int count = UNLESS_ALL(3, 5);
-                moment_tracking(states[f], sizes[i], times, count, ratio);
-                printf("     N = %5d, %-12s stored / true v after 50, 200, 500, 1000, 1500:", sizes[i], states[f]);
-                for (int k = 0; k < count; k++) {
-                    printf(" %.3f", ratio[k]);
-                    /* Single elements scatter by a fifth or more: that of their mean comes on top. */
-                    if (f)
-                        CHECK(fabs(ratio[k] - 1) < 0.03 + 0.6 / sqrt(sizes[i]), "%s: %.3f of v after %d steps",
-                              states[f], ratio[k], times[k]);
-                }
-                printf("\n");
-                if (!f) CHECK(ratio[2] < 0.5, "the counter-check has %.2f of v after 500 steps", ratio[2]);
-            }
     }
     TEST("I-23 a second moment beyond the range saturates: no state becomes infinite, no element freezes") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
@@ -814,7 +771,6 @@ static const char *weight16(int32_t row)
  * and dyn4 are torchao's formats, to nearest and with scales from 1e-12 up; only their zero codes are mended. */
 struct kept {
     const char *states;
-    double root;    /* of a second moment, stationary or after a fall: within this */
     double small;   /* rms of updates at small gradients: within this */
     double rms;     /* of updates, against fp32's, where gradients of one block differ: at most this many times, */
     double largest; /* and the largest likewise */
@@ -822,16 +778,16 @@ struct kept {
     double fall, uneven, deep; /* updates after a fall of all, of 31 in 32, a hundredfold of 31 in 32: within this */
 };
 static const struct kept kept[] = {
-    {"bf16-sr", 0.01, 0.02, 1.02, 1.2, 0.98, 0.02, 0.02, 0.02},
-    {"bf16-ecc8", 0.005, 0.005, 1.01, 1.1, 0.99, 0.01, 0.01, 0.01},
-    {"bf16-ecc16", 0.001, 0.001, 1.001, 1.01, 0.999, 0.001, 0.001, 0.001},
-    {"int8", 0.02, 0.02, 1.1, 2, 0.8, 0.03, 0.03, 0.03},
-    {"int8+int4", 0.06, 0.08, 1.1, 2, 0, 0.08, 0.15, 0},
-    {"int4", 0.06, 0.15, 1.5, 6, 0.6, 0.12, 0.4, 0.35},
-    {"fp8", 0.03, 0.03, 1.15, 2, 0.8, 0.05, 0.05, 0.05},
-    {"fp8-e5m2", 0.04, 0.06, 1.15, 2, 0.9, 0.06, 0.06, 0.06},
-    {"dyn8", 0.1, 0, 1.2, 2, 0.8, 0.07, 0, 0},
-    {"dyn4", 0, 0, 1.1, 1.5, 0, 0, 0, 0},
+    {"bf16-sr", 0.02, 1.02, 1.2, 0.98, 0.02, 0.02, 0.02},
+    {"bf16-ecc8", 0.005, 1.01, 1.1, 0.99, 0.01, 0.01, 0.01},
+    {"bf16-ecc16", 0.001, 1.001, 1.01, 0.999, 0.001, 0.001, 0.001},
+    {"int8", 0.02, 1.1, 2, 0.8, 0.03, 0.03, 0.03},
+    {"int8+int4", 0.08, 1.1, 2, 0, 0.08, 0.15, 0},
+    {"int4", 0.15, 1.5, 6, 0.6, 0.12, 0.4, 0.35},
+    {"fp8", 0.03, 1.15, 2, 0.8, 0.05, 0.05, 0.05},
+    {"fp8-e5m2", 0.06, 1.15, 2, 0.9, 0.06, 0.06, 0.06},
+    {"dyn8", 0, 1.2, 2, 0.8, 0.07, 0, 0},
+    {"dyn4", 0, 1.1, 1.5, 0, 0, 0, 0},
 };
 enum { KEPT = sizeof kept / sizeof kept[0], COLUMNS = 256, POOL = 61 };
 
@@ -918,7 +874,7 @@ static void test_small_changes(void)
         for (int k = 0; k < steps; k++) peer = bf16_nearest(peer * (1 - 1e-6f));
         CHECK(peer == first, "the counter-check moved: decay on the rounded weight should be lost");
     }
-    TEST("I-16, I-32, I-40 steps of 1e-5 on weights of 1 are realised") {
+    TEST("I-16, I-32, I-40, I-42 steps of 1e-5 on weights of 1 are realised") {
         for (int32_t row = 0; row < halfstep_format_count(); row++) {
             char recipe[64];
             struct one t;
@@ -955,69 +911,17 @@ static void test_small_changes(void)
         double written = 0 - (15 + log2(0.49)), meant = 0 - 15 + log2(0.49), guarantee = log2(3e-5);
         CHECK(written > guarantee && meant < guarantee, "the counter-check accepts 3e-5: %g, %g, %g", written, meant,
               guarantee);
-        struct one t;
-        one_open(&t, "adamw/bf16", 2, 1, 64, "bf16");
-        one_hyper(&t, "lr", 1e-5);
-        one_start(&t);
-        one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1.0f);
-        one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.5f);
-        for (int k = 0; k < 100; k++) MUST(one_step(&t));
-        CHECK(one_mean(&t, HALFSTEP_SLOT_WEIGHT) == 1.0, "nearest BF16 weights should not move");
-        one_close(&t);
-    }
-}
-
-/* ---- I-6: a second moment that has to fall ----------------------------------------------------------------------- */
-
-/* BF16 to nearest returns v for 0.999 v, so the peers' v only ratchets up. Our own format "bf16" is that arithmetic,
- * offered by name; it is the counter-check. Returns the mean of stored roots over the mean of exact ones. */
-static double v_ratio(const char *states, int steps_before, int steps_after)
-{
-    struct one t;
-    open_one(&t, states);
-    float *gradient = zeroed((size_t)t.n * 4), *update = zeroed((size_t)t.n * 4);
-    double *exact = zeroed((size_t)t.n * 8), stored = 0, sum = 0;
-    for (int k = 0; k < steps_before + steps_after; k++) {
-        float scale = k < steps_before ? 1.0f : 0.1f;
-        for (int64_t i = 0; i < t.n; i++) {
-            gradient[i] = normals(k)[i] * scale;
-            exact[i] = 0.999 * exact[i] + 0.001 * (double)gradient[i] * (double)gradient[i];
+        for (int half = 0; half < 2; half++) {
+            struct one t;
+            one_open(&t, half ? "adamw/f16" : "adamw/bf16", 2, 1, 64, "bf16");
+            one_hyper(&t, "lr", 1e-5);
+            one_start(&t);
+            one_fill(&t, HALFSTEP_SLOT_WEIGHT, 1.0f);
+            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 0.5f);
+            for (int k = 0; k < 100; k++) MUST(one_step(&t));
+            CHECK(one_mean(&t, HALFSTEP_SLOT_WEIGHT) == 1.0, "weights that are rounded to nearest should not move");
+            one_close(&t);
         }
-        open_step(&t, gradient, update);
-    }
-    one_read(&t, HALFSTEP_SLOT_STATE + 1, t.room);
-    for (int64_t i = 0; i < t.n; i++) {
-        stored += sqrt((double)t.room[i]);
-        sum += sqrt(exact[i]);
-    }
-    free(gradient);
-    free(update);
-    free(exact);
-    one_close(&t);
-    return stored / sum;
-}
-
-static void test_second_moment(void)
-{
-    int before = UNLESS_ALL(600, 3000), after = UNLESS_ALL(1500, 6000);
-    TEST("I-6, I-17 the second moment follows stationary gradients, and a tenfold fall") {
-        for (int f = -1; f < KEPT; f++) {
-            const struct kept *k = f < 0 ? &(const struct kept){.states = "f32", .root = 1e-3} : &kept[f];
-            double stationary = v_ratio(k->states, before, 0), fallen = v_ratio(k->states, before, after);
-            printf("     %-10s root of v / exact root: %.4f stationary, %.4f after the fall\n", k->states, stationary,
-                   fallen);
-            if (k->root == 0) continue;
-            CHECK(fabs(stationary - 1) < k->root, "%s: the root of a stationary v is %.4f of the exact one", k->states,
-                  stationary);
-            CHECK(fabs(fallen - 1) < k->root, "%s: v after the fall is %.4f of the exact one", k->states, fallen);
-        }
-        char full[64];
-        MUST(halfstep_recipe_full("adamw-delayed/bf16-kahan", full, sizeof full));
-        CHECK(!strcmp(full, "adamw-delayed/bf16-kahan/bf16-sr"), "the default is %s", full);
-        double peer = v_ratio("bf16", before, after);
-        printf("     %-10s root of v / exact root: %.4f after the fall (to nearest, the counter-check)\n", "bf16",
-               peer);
-        CHECK(peer > UNLESS_ALL(1.2, 4.5), "the counter-check (nearest BF16) is only %.2f times too large", peer);
     }
 }
 
@@ -1267,6 +1171,14 @@ static double fallen_update(const char *states, double factor, int keep, int bef
 
 static void test_fall(void)
 {
+    TEST("I-6, I-17 second moments in 16 bits are rounded stochastically unless a recipe says otherwise") {
+        char full[64];
+        MUST(halfstep_recipe_full("adamw-delayed/bf16-kahan", full, sizeof full));
+        CHECK(!strcmp(full, "adamw-delayed/bf16-kahan/bf16-sr"), "the default is %s", full);
+        /* To nearest, 0.999 v is v, so that v never falls and updates become too small. */
+        double exact = fallen_update("f32", 10, 0, 500, 7000), peer = fallen_update("bf16", 10, 0, 500, 7000) / exact;
+        CHECK(peer < 0.5, "the counter-check (nearest BF16) makes updates of %.2f of fp32's", peer);
+    }
     /* fp32's own v needs ln(factor^2) / 0.001 steps to forget the old gradients. */
     for (int factor = 10; factor <= UNLESS_ALL(10, 100); factor *= 10)
         for (int keep = 0; keep < 2; keep++) {
@@ -1528,7 +1440,6 @@ int main(int argc, char **argv)
     test_groups();
     test_zeroed_weights();
     test_small_changes();
-    test_second_moment();
     test_counters();
     test_nan();
     test_blocks();

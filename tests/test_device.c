@@ -2,7 +2,7 @@
  * touched but while it works, and it works only while it is waited for. What core/ reads without a wait is then not
  * there yet, a pointer that crosses the seam is a fault, and what core/ gives away and changes too early is read as
  * changed. Behind it the host does the work, so every case of tests/golden/hashes.txt has to have its hash (a
- * sixteenth of them by itself; --short: a 61st; --all: all). */
+ * sixteenth of them by itself; --short: a 61st; --all: all). Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -331,13 +331,11 @@ static void test_rounds(void)
     halfstep_counters counters[2];
     for (int far = 0; far < 2; far++) {
         hstep_default_device = far ? &apart : &hstep_host_device;
-        halfstep_optimizer *o;
-        int32_t group, tensor;
+        int32_t tensor;
         halfstep_tensor t = {
             .struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 100, .row_length = 1, .gradient = "f32"};
         for (int i = 0; i < 100; i++) w[far][i] = 1.0f;
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "adamw", &group));
+        halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 2.0));
         MUST(halfstep_add_tensor(o, &t, &tensor));
         MUST(halfstep_allocate_states(o));
@@ -369,12 +367,10 @@ static void test_waits(void)
     for (int i = 0; i < 64 * 64; i++) g[i] = (float)(i % 7) - 3.0f;
     hstep_default_device = &apart;
     for (size_t k = 0; k < sizeof recipes / sizeof *recipes; k++) {
-        halfstep_optimizer *o;
-        int32_t group, tensor;
+        int32_t tensor;
         halfstep_tensor t = {
             .struct_size = sizeof t, .name = "w", .ndim = 2, .rows = 64, .row_length = 64, .gradient = "f32"};
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, recipes[k], &group));
+        halfstep_optimizer *o = new_optimizer(recipes[k], 0, 0);
         MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1.0));
         MUST(halfstep_add_tensor(o, &t, &tensor));
         MUST(halfstep_allocate_states(o));

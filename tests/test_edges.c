@@ -1,6 +1,6 @@
 /* The core at its edges: sums without end, parts of tensors, the caller's floating-point mode, callers of other
  * versions, threads that fail, counters and moments that no update leaves behind. Over 500 lines because each is a
- * small world of its own. Only --all does what takes gigabytes of gradients. */
+ * small world of its own. Only --all does what takes gigabytes of gradients. Runs under sanitizers. */
 #define _GNU_SOURCE
 #include <fenv.h>
 #include <math.h>
@@ -56,15 +56,13 @@ static void test_sums_without_end(void)
         if (all == MAP_FAILED) {
             printf("     left out: %s\n", test_length < TEST_ALL ? "it is for --all" : "no memory to map");
         } else {
-            halfstep_optimizer *o;
             int32_t index;
             const float value = 0x1.fep-10f; /* whose square fills the top of a limb */
             for (int64_t i = 0; i < WINDOW / 2; i++) ((uint16_t *)all)[i] = (uint16_t)(to_bits(value) >> 16);
             halfstep_tensor d = {
                 .struct_size = sizeof d, .name = "long", .ndim = 1, .rows = n, .row_length = 1, .gradient = "bf16"};
             const void *gradients[1] = {all};
-            MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, "sgd/bf16", &index));
+            halfstep_optimizer *o = new_optimizer("sgd/bf16", 0, 0);
             MUST(halfstep_add_tensor(o, &d, &index));
             MUST(halfstep_allocate_states(o));
             MUST(halfstep_set_hyper(o, HALFSTEP_ALL_GROUPS, "clip_norm", 1));
@@ -157,10 +155,7 @@ static void ranks_open(struct ranks *r, const char *recipe, int n)
     memset(r, 0, sizeof *r);
     r->n = n;
     for (int k = 0; k < n; k++) {
-        halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 5};
-        int32_t index;
-        MUST(halfstep_create(&options, &r->o[k]));
-        MUST(halfstep_add_group(r->o[k], recipe, &index));
+        r->o[k] = new_optimizer(recipe, 1, 5);
         MUST(halfstep_set_choice(r->o[k], 0, "decay", "decoupled"));
         for (int t = 0; t < TENSORS; t++) {
             char name[2] = {(char)('a' + t), 0};

@@ -171,7 +171,8 @@ static void test_codes(void)
                 struct stored in, out;
                 float x[HSTEP_TILE];
                 uint32_t words[HSTEP_TILE_WORDS];
-                if (half > 1100 && half % BY_LENGTH(37, 7, 1)) continue;
+                /* Both ends of every binade, and some between. */
+                if (half > 1100 && (half + 1) % 1024 > 1 && half % BY_LENGTH(37, 7, 1)) continue;
                 random_words(&s, words);
                 for (int i = 0; i < 256; i++) {
                     /* A zero weight has no neighbour below. */
@@ -458,26 +459,6 @@ static void test_special(void)
                   "%s: the weight -0 became %a", formats[f].name, back);
         }
     }
-    TEST("a change of zero leaves every byte, whatever the random bits") {
-        struct source s = {6};
-        for (int f = 0; f < FORMATS; f++)
-            for (int round = 0; round < BY_LENGTH(100, 1000, 4000); round++) {
-                float in[HSTEP_TILE], zero[HSTEP_TILE] = {0};
-                uint32_t words[HSTEP_TILE_WORDS];
-                struct stored before, after;
-                memset(&before, 0, sizeof before);
-                for (int i = 0; i < HSTEP_TILE; i++) in[i] = (float)ldexp(next_normal(&s), (int)(next64(&s) % 50) - 34);
-                random_words(&s, words);
-                encode(best(), formats[f].format, in, &before, words, 0);
-                for (int i = 0; formats[f].residual && i < HSTEP_TILE; i += 3)
-                    set_extra(&formats[f], &before, i, (int)(next64(&s) % 0x7c00));
-                after = before;
-                random_words(&s, words);
-                apply(best(), formats[f].format, &after, zero, words);
-                CHECK(!memcmp(&before, &after, sizeof before), "%s: round %d changed something", formats[f].name,
-                      round);
-            }
-    }
     TEST("f16-kahan comes back from the end of its range at once") {
         float back, change[HSTEP_TILE];
         struct stored s = written(&formats[2], 1e6f, 0, word[2], &back);
@@ -485,47 +466,6 @@ static void test_special(void)
         apply(best(), HSTEP_FORMAT_f16_kahan, &s, change, half_words);
         decode(best(), HSTEP_FORMAT_f16_kahan, &s, change);
         CHECK(fabsf(change[0] - (back - 1000)) < 0.1f && back <= 65536, "%a minus 1000 is %a", back, change[0]);
-    }
-}
-
-/* ---- Small changes add up ---------------------------------------------------------------------------------------- */
-
-static void test_movement(void)
-{
-    TEST("20,000 changes of 1e-5 move weights of 1 and 8 by 0.2; to nearest they move none") {
-        enum { ROWS = 2, COLUMNS = 512, N = ROWS * COLUMNS, STEPS = 20000 };
-        static float in[N], out[N];
-        for (int f = 0; f < FORMATS; f++) {
-            char recipe[64];
-            struct one t;
-            double sum[2] = {0}, worst[2] = {0};
-            snprintf(recipe, sizeof recipe, "sgd/%s", formats[f].name);
-            one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
-            one_hyper(&t, "lr", 1e-5);
-            one_start(&t);
-            for (int i = 0; i < N; i++) in[i] = i < COLUMNS ? 1 : 8;
-            one_write(&t, HALFSTEP_SLOT_WEIGHT, in);
-            one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
-            for (int step = 0; step < STEPS; step++) MUST(one_step(&t));
-            one_read(&t, HALFSTEP_SLOT_WEIGHT, out);
-            for (int i = 0; i < N; i++) {
-                double moved = ((double)in[i] - out[i]) / (STEPS * 1e-5);
-                sum[i / COLUMNS] += moved / COLUMNS;
-                worst[i / COLUMNS] = fmax(worst[i / COLUMNS], fabs(moved - 1));
-            }
-            printf("     %-9s realised %.4f %.4f, one element at most %.4f %.4f off\n", formats[f].name, sum[0], sum[1],
-                   worst[0], worst[1]);
-            if (f == 0) {
-                CHECK(sum[0] == 0 && sum[1] == 0, "f16 moved by %g and %g: the test tests nothing", sum[0], sum[1]);
-            } else {
-                double mean = f == 1 ? 0.05 : 0.005, single = f == 1 ? 1.5 : 0.04;
-                CHECK(fabs(sum[0] - 1) < mean && fabs(sum[1] - 1) < mean, "%s realised %g and %g", formats[f].name,
-                      sum[0], sum[1]);
-                CHECK(worst[0] < single && worst[1] < single, "%s: an element is %g, %g off", formats[f].name, worst[0],
-                      worst[1]);
-            }
-            one_close(&t);
-        }
     }
 }
 
@@ -616,15 +556,13 @@ static void test_saturated(void)
             if (!(info.roles & HALFSTEP_ROLE_WEIGHT)) continue;
             static float values[N];
             static char weight[N * 4];
-            halfstep_optimizer *o;
             char recipe[64];
-            int32_t group, tensor;
+            int32_t tensor;
             uint64_t count = 77;
             snprintf(recipe, sizeof recipe, "sgd/%s", info.name);
-            MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, recipe, &group));
-            tensor = ADD_TENSOR(o, .group = group, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS,
-                                .first_row = 1, .n_rows = HELD, .n_columns = FIRST, .gradient = "f32");
+            halfstep_optimizer *o = new_optimizer(recipe, 0, 0);
+            tensor = ADD_TENSOR(o, .name = "w", .ndim = 2, .rows = ROWS, .row_length = COLUMNS, .first_row = 1,
+                                .n_rows = HELD, .n_columns = FIRST, .gradient = "f32");
             MUST(halfstep_allocate_states(o));
             double largest = info.code_bits != 16 ? 1e30 : !strcmp(info.code_dtype, "F16") ? 65504 : 0x1.fep127;
             for (int i = 0; i < N; i++) values[i] = (float)(i % 7 ? 1 : i % 2 ? -largest : largest);
@@ -683,7 +621,6 @@ int main(int argc, char **argv)
     test_stochastic();
     test_errors();
     test_special();
-    test_movement();
     test_isas();
     test_saturated();
     return test_done();

@@ -9,7 +9,7 @@
  * --wrap, and src/io is compiled in for that. A child process works through a list of faults; if it dies, its fault is
  * reported and another goes on behind it. Leaks are counted after each fault, in blocks and descriptors; under
  * AddressSanitizer its leak checker runs at the end of each child. Over 500 lines because the scenario is a life of its
- * own. */
+ * own. Runs under sanitizers. */
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>

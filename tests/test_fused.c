@@ -3,7 +3,8 @@
  * and with l2 decay and row means where a row takes them.
  * A third of the weights' formats by itself, a fifth with --short, all with --all.
  * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
- * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads. */
+ * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads.
+ * Runs under sanitizers. */
 #include "core/optimizer.h"
 #include "core/prepare.h"
 #include "dispatch.h"

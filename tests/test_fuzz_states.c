@@ -1,4 +1,5 @@
-/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many. */
+/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many.
+ * Runs under sanitizers. */
 #include "halfstep.h"
 
 #include "../fuzz/fuzz_states.c"

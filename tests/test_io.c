@@ -1,7 +1,7 @@
 /* halfstep_io: what the safetensors reader refuses and costs, what the writer promises, and checkpoints beside foreign
  * files, under failing system calls, failing allocations and simulated losses of power. The library's sources are
  * compiled into this file, with the calls that can fail replaced, so that every one of them fails here once: that is
- * why it is over 500 lines. */
+ * why it is over 500 lines. Runs under sanitizers. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -21,7 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "folders.h"
+#include "scratch.h"
 #include "halfstep_io.h"
 #include "test.h"
 
@@ -34,9 +34,6 @@ static struct {
     int mode, number;
     long at, calls, failures;
 } fault;
-static long allocation_at = -1, allocations, allocations_failed;
-/* Bytes that the library holds now, and the most it has held. */
-static size_t held, held_most;
 /* A directory on a disk that is gone: every call on it or what is below it fails. Empty: none. */
 static char gone[512];
 
@@ -207,44 +204,6 @@ static int faulty_lstat(const char *path, struct stat *status) { return is_gone(
 static DIR *faulty_opendir(const char *path) { return is_gone(path) ? NULL : opendir(path); }
 static int faulty_fchmod(int fd, mode_t mode) { return refuse() ? -1 : fchmod(fd, mode); }
 
-static int refuse_allocation(void)
-{
-    if (allocations++ != allocation_at) return 0;
-    allocations_failed++;
-    errno = ENOMEM;
-    return 1;
-}
-
-static void *count_held(void *block)
-{
-    held += malloc_usable_size(block);
-    if (held > held_most) held_most = held;
-    return block;
-}
-
-static void faulty_free(void *block)
-{
-    held -= malloc_usable_size(block);
-    free(block);
-}
-
-static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
-static void *faulty_calloc(size_t count, size_t bytes)
-{
-    return refuse_allocation() ? NULL : count_held(calloc(count, bytes));
-}
-
-static void *faulty_realloc(void *old, size_t bytes)
-{
-    /* Moved, as it may be: both exist for a while. */
-    void *block = refuse_allocation() ? NULL : count_held(malloc(bytes));
-    size_t before = malloc_usable_size(old);
-    if (!block || !old) return block;
-    memcpy(block, old, before < bytes ? before : bytes);
-    faulty_free(old);
-    return block;
-}
-
 #define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
 #define write(fd, data, bytes) faulty_write(fd, data, bytes)
 #define fsync(fd) faulty_fsync(fd)
@@ -257,13 +216,10 @@ static void *faulty_realloc(void *old, size_t bytes)
 #define unlink(path) faulty_unlink(path)
 #define rmdir(path) faulty_rmdir(path)
 #define fchmod(fd, mode) faulty_fchmod(fd, mode)
-#define malloc(bytes) faulty_malloc(bytes)
-#define calloc(count, bytes) faulty_calloc(count, bytes)
-#define realloc(old, bytes) faulty_realloc(old, bytes)
-#define free(block) faulty_free(block)
 #define stat(path, status) faulty_stat(path, status)
 #define lstat(path, status) faulty_lstat(path, status)
 #define opendir(path) faulty_opendir(path)
+#include "faults/allocations.h"
 #include "../src/io/files.c"
 #include "../src/io/json.c"
 #include "../src/io/safetensors.c"
@@ -289,7 +245,7 @@ static void *faulty_realloc(void *old, size_t bytes)
 
 /* ---- Scratch ----------------------------------------------------------------------------------------------------- */
 
-static char scratch[256], message[1024];
+static char message[1024];
 #define TEXT message, sizeof message
 
 /* The path of a name in the scratch directory; the same pointer for the same name, as long as the program runs. */
@@ -303,34 +259,6 @@ static const char *at(const char *name)
     snprintf(known[i].name, sizeof known[i].name, "%s", name);
     snprintf(known[i].path, sizeof known[i].path, "%s/%s", scratch, name);
     return known[i].path;
-}
-
-static void empty_tree(const char *path, int itself)
-{
-    DIR *stream = opendir(path);
-    if (!stream) return;
-    struct dirent *entry;
-    while ((entry = readdir(stream))) {
-        char inner[1024];
-        struct stat status;
-        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
-        if (!lstat(inner, &status) && S_ISDIR(status.st_mode)) empty_tree(inner, 1);
-        else unlink(inner);
-    }
-    closedir(stream);
-    if (itself) rmdir(path);
-}
-
-static void remove_scratch(void) { empty_tree(scratch, 1); }
-
-static void put_file(const char *path, const void *data, size_t bytes)
-{
-    FILE *file = fopen(path, "wb");
-    if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file)) {
-        perror(path);
-        exit(1);
-    }
 }
 
 static char *get_file(const char *path, size_t *bytes)
@@ -1140,7 +1068,7 @@ static void test_foreign_in_generation(void)
         const char *what = kinds[kind];
         char inner[600];
         if (!access(dir, F_OK)) chmod(old, 0777);
-        empty_tree(dir, 1);
+        remove_tree(dir);
         CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
         snprintf(inner, sizeof inner, "%s/%s", old, kind == 2 ? "notes.txt" : "my notes");
         if (kind == 0) put_foreign(inner);
@@ -1158,7 +1086,7 @@ static void test_foreign_in_generation(void)
               what);
         CHECK(count_entries(dir, ".halfstep") == 0, "%s: a temporary was left", what);
         /* Once it is gone, the next save tidies. */
-        if (kind == 0) empty_tree(inner, 1);
+        if (kind == 0) remove_tree(inner);
         else unlink(inner);
         chmod(old, 0777);
         save_beside(dir, 4, none, NULL, what);
@@ -1174,7 +1102,7 @@ static void test_foreign_in_leftovers(void)
     for (int kind = 0; kind < 4; kind++) {
         const char *what = kinds[kind];
         char inner[600], part[600];
-        empty_tree(dir, 1);
+        remove_tree(dir);
         CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
         snprintf(inner, sizeof inner, "%s/%s", left, kind == 2 ? "manifest.json" : "notes");
         snprintf(part, sizeof part, "%s/.halfstep-part-model.safetensors", left);
@@ -1190,7 +1118,7 @@ static void test_foreign_in_leftovers(void)
         CHECK(kind ? !faulty_lstat(inner, &(struct stat){0}) : has_foreign(inner), "%s was touched", what);
         CHECK(!access(part, F_OK), "%s: what lies beside it was touched", what);
         CHECK(count_entries(dir, "checkpoint-") == 1, "%s: not pruned", what);
-        if (kind == 0) empty_tree(inner, 1);
+        if (kind == 0) remove_tree(inner);
         else unlink(inner);
         save_beside(dir, 3, none, NULL, what);
         CHECK(count_entries(dir, ".halfstep") == 0, "%s: not removed after it had gone", what);
@@ -1199,7 +1127,7 @@ static void test_foreign_in_leftovers(void)
     static const char *const inside[] = {"config.json", "notes.txt"};
     for (int foreign = 0; foreign < 2; foreign++) {
         char path[600];
-        empty_tree(dir, 1);
+        remove_tree(dir);
         CHECK(!save_generation(dir, 1, none, NULL) &&
                   !save_generation(dir, 2, (halfstep_save_options){.keep = 2}, NULL),
               "%s", message);
@@ -1211,7 +1139,7 @@ static void test_foreign_in_leftovers(void)
               "%s: %d entries", inside[foreign], count_entries(left, ""));
     }
     /* Names that are nearly ours, and things that no save makes. */
-    empty_tree(dir, 1);
+    remove_tree(dir);
     mkdir(dir, 0777);
     put_foreign(at("foreign/.halfstep-tmp-mine"));
     put_file(at("foreign/.halfstep-tmp-1"), "x", 1);
@@ -1232,8 +1160,8 @@ static void test_foreign_names(void)
     const char *dir = at("foreign");
     struct stat status;
     /* checkpoint-N is a file, a link to nothing, a link to a whole checkpoint that is kept elsewhere. */
-    empty_tree(dir, 1);
-    empty_tree(at("elsewhere"), 1);
+    remove_tree(dir);
+    remove_tree(at("elsewhere"));
     mkdir(dir, 0777);
     put_file(at("foreign/checkpoint-1"), "mine", 4);
     if (symlink("nowhere", at("foreign/checkpoint-2"))) test_fail(__FILE__, __LINE__, "symlink");
@@ -1266,7 +1194,7 @@ static void test_foreign_unreadable(void)
 {
     halfstep_save_options none = {0}, keep3 = {.keep = 3};
     const char *dir = at("foreign");
-    empty_tree(dir, 1);
+    remove_tree(dir);
     CHECK(!save_generation(dir, 1, none, NULL) && !save_generation(dir, 2, keep3, NULL), "%s", message);
     snprintf(gone, sizeof gone, "%s/checkpoint-1", dir);
     save_beside(dir, 3, none, "foreign/checkpoint-1", "a disk that is gone");
@@ -1304,13 +1232,13 @@ static void test_foreign_hidden(void)
     if (!child) {
         const char *dir = at("foreign"), *hidden = at("foreign/checkpoint-1");
         test_group_failed = 0;
-        empty_tree(dir, 1);
+        remove_tree(dir);
         if (!geteuid()) {
             chmod(scratch, 0777);
             if (setgid(65534) || setuid(65534)) test_leave(77);
         }
         for (unsigned mode = 0; mode <= 0300; mode += 0300) {
-            empty_tree(dir, 1);
+            remove_tree(dir);
             CHECK(!save_generation(dir, 1, none, NULL), "%s", message);
             chmod(hidden, mode);
             save_beside(dir, 2, none, "foreign/checkpoint-1", "a folder that cannot be listed");
@@ -1322,7 +1250,7 @@ static void test_foreign_hidden(void)
             save_beside(dir, 4, none, ".halfstep-tmp-1-0", "a leftover that cannot be listed");
             chmod(at("foreign/.halfstep-tmp-1-0"), 0700);
         }
-        empty_tree(dir, 1);
+        remove_tree(dir);
         fflush(stdout);
         test_leave(test_group_failed != 0);
     }
@@ -1387,7 +1315,7 @@ static void test_checkpoint_damage(void)
     for (int i = 0; i < 12; i++) {
         const char *dir = at("damage"), *name = files[i % 3];
         char path[512];
-        empty_tree(dir, 1);
+        remove_tree(dir);
         CHECK(!save_generation(dir, 10, keep2, NULL) && !save_generation(dir, 20, keep2, NULL), "%s", message);
         snprintf(path, sizeof path, "%s/checkpoint-20/%s", dir, name);
         int kind = i / 3;
@@ -1412,7 +1340,7 @@ static void test_checkpoint_damage(void)
     /* The pointer: each damage is found, and any checkpoint still opens by its own path. */
     const char *dir = at("damage");
     size_t bytes;
-    empty_tree(dir, 1);
+    remove_tree(dir);
     CHECK(!save_generation(dir, 10, keep2, NULL) && !save_generation(dir, 20, keep2, NULL), "%s", message);
     char *pointer = get_file(at("damage/manifest.json"), &bytes);
     for (size_t flip = 0; flip < bytes; flip++) {
@@ -1450,7 +1378,7 @@ static void test_incomplete_save(void)
     halfstep_save_options none = {.keep = 1};
     halfstep_checkpoint_save *save;
     const char *dir = at("incomplete");
-    empty_tree(dir, 1);
+    remove_tree(dir);
     CHECK(!save_generation(dir, 10, none, NULL), "%s", message);
     CHECK(!halfstep_begin_checkpoint(&save, dir, NULL, TEXT) &&
               !halfstep_save_file(save, "config.json", "{ }", 3, TEXT),
@@ -1478,7 +1406,7 @@ static void test_fallback_is_for_damage(void)
     halfstep_open_options fallback = {sizeof fallback, 1, 0};
     const char *dir = at("unreadable");
     for (int damaged = 0; damaged < 2; damaged++) {
-        empty_tree(dir, 1);
+        remove_tree(dir);
         for (uint64_t step = 10; step <= 30; step += 10) CHECK(!save_generation(dir, step, keep3, NULL), "%s", message);
         if (damaged) damage(at("unreadable/checkpoint-30/config.json"), 1);
         long sound = damaged ? 20 : 30, number;
@@ -1506,7 +1434,7 @@ static void test_failing_calls(void)
     for (int variant = 0; variant < 3; variant++) {
         int with_old = variant < 2;
         for (long call = 0;; call++) {
-            empty_tree(dir, 1);
+            remove_tree(dir);
             if (with_old) CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
             fault.mode = MODE_ONCE;
             fault.number = numbers[variant];
@@ -1596,7 +1524,7 @@ static void test_sudden_end(void)
         int with_power = variant & 1, with_old = variant < 2, seen_old = 0, seen_new = 0;
         halfstep_save_options none = {0};
         for (long call = 0;; call++) {
-            empty_tree(dir, 1);
+            remove_tree(dir);
             if (with_old) CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
             power.on = with_power;
             fault.mode = MODE_DEAD;
@@ -1631,7 +1559,7 @@ static void test_simulation(void)
     const char *dir = at("sudden");
     halfstep_save_options careless = {.no_sync = 1}, none = {0};
     int lost = 0;
-    empty_tree(dir, 1);
+    remove_tree(dir);
     CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
     power.on = 1;
     CHECK(!save_generation(dir, 8, careless, NULL), "%s", message);
@@ -1648,7 +1576,7 @@ static void test_failing_allocations(void)
     const char *dir = at("memory");
     long failed = 0;
     for (long call = 0;; call++) {
-        empty_tree(dir, 1);
+        remove_tree(dir);
         CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
         allocations = allocations_failed = 0;
         allocation_at = call;
@@ -1666,7 +1594,7 @@ static void test_failing_allocations(void)
     }
     CHECK(failed > 40, "only %ld allocations in a save", failed);
     failed = 0;
-    empty_tree(dir, 1);
+    remove_tree(dir);
     CHECK(!save_generation(dir, 7, none, NULL), "%s", message);
     for (long call = 0;; call++) {
         halfstep_checkpoint *checkpoint = NULL;
@@ -1786,14 +1714,8 @@ static void test_checksum(void)
 
 int main(int argc, char **argv)
 {
-    const char *base = getenv("TMPDIR");
     test_init(argc, argv);
-    snprintf(scratch, sizeof scratch, "%s/halfstep-io-XXXXXX", base && *base ? base : P_tmpdir);
-    if (!mkdtemp(scratch)) {
-        perror(scratch);
-        return 1;
-    }
-    atexit(remove_scratch);
+    make_scratch("io");
     snprintf(power.backups, sizeof power.backups, "%.200s/backups", scratch);
     mkdir(power.backups, 0777);
 

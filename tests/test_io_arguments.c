@@ -1,7 +1,7 @@
 /* What no caller should pass to halfstep_io, and what no file should hold: every pointer of every public function as
  * NULL, structures of odd sizes, numbers beyond every end, and manifests that say something wrong under a checksum that
  * fits. Nothing crashes, the code is the documented one, the sentence names the thing, and what was there stays. Over
- * 500 lines because each function and each member of a manifest has its own. */
+ * 500 lines because each function and each member of a manifest has its own. Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -10,12 +10,12 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-#include "folders.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
+#include "scratch.h"
 #include "test.h"
 
-static char scratch[256], text[1024];
+static char text[1024];
 #define TEXT text, sizeof text
 
 /* A call that is refused: with room for a sentence, which says so; without any; and with none to write into, which
@@ -35,17 +35,6 @@ static char scratch[256], text[1024];
 /* ---- Scratch ----------------------------------------------------------------------------------------------------- */
 
 static const char *at(const char *name) { return path_in(scratch, name); }
-
-static void remove_scratch(void) { remove_tree(scratch); }
-
-static void put_file(const char *path, const char *data, size_t bytes)
-{
-    FILE *file = fopen(path, "wb");
-    if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file)) {
-        perror(path);
-        exit(1);
-    }
-}
 
 /* A small file as a string; empty where there is none. */
 static const char *get_file(const char *path)
@@ -718,13 +707,7 @@ static void test_manifests(void)
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
-    const char *base = getenv("TMPDIR");
-    snprintf(scratch, sizeof scratch, "%.200s/halfstep-io-arguments-XXXXXX", base && *base ? base : "/tmp");
-    if (!mkdtemp(scratch)) {
-        perror(scratch);
-        return 1;
-    }
-    atexit(remove_scratch);
+    make_scratch("io-arguments");
     make_good();
     test_null();
     test_sizes();

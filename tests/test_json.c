@@ -1,4 +1,5 @@
-/* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused. */
+/* The JSON reader's kinds of value, and documents: what is read is what was there, and what is not JSON is refused.
+ * Runs under sanitizers. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -4,7 +4,7 @@
  *   test_kill_save [--all | KILLS [SEED [DIRECTORY]]]     (200 kills; by itself 40)
  *
  * The same seed gives the same instants and sizes, but not the same scheduling: a failure may need some rounds to
- * recur. */
+ * recur. Runs under sanitizers. */
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>

@@ -213,12 +213,9 @@ static void is_touched(const char *what, const unsigned char *stream, uint64_t b
 static void touches(const char *recipe, int64_t rows, int64_t row_length)
 {
     enum { TENSORS = 3 };
-    halfstep_options options = {.struct_size = sizeof options, .threads = 3};
     halfstep_optimizer *o;
-    int32_t index;
     uint64_t bytes;
-    MUST(halfstep_create(&options, &o));
-    MUST(halfstep_add_group(o, recipe, &index));
+    o = new_optimizer(recipe, 3, 0);
     for (int i = 0; i < TENSORS; i++) {
         char name[8];
         snprintf(name, sizeof name, "t%d", i);

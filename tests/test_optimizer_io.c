@@ -1,7 +1,7 @@
 /* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever
  * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations
  * and its reading can fail and its locale can be another one. By itself a third of the recipes; --short: a fifth;
- * --all: all. Over 500 lines because each thing that a file may say wrong is a row. */
+ * --all: all. Over 500 lines because each thing that a file may say wrong is a row. Runs under sanitizers. */
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>
@@ -19,51 +19,14 @@
 #include "folders.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
+#include "scratch.h"
 #include "test.h"
 
 /* ---- What can go wrong around the library ------------------------------------------------------------------------ */
 
-static long allocation_at = -1, allocations, read_at = -1, reads;
+static long read_at = -1, reads;
 static int failed;
-static size_t held, held_most;
 static const char *point = ".";
-
-static int refuse_allocation(void)
-{
-    if (allocations++ != allocation_at) return 0;
-    failed = 1;
-    errno = ENOMEM;
-    return 1;
-}
-
-static void *count_held(void *block)
-{
-    held += malloc_usable_size(block);
-    if (held > held_most) held_most = held;
-    return block;
-}
-
-static void faulty_free(void *block)
-{
-    held -= malloc_usable_size(block);
-    free(block);
-}
-
-static void *faulty_malloc(size_t bytes) { return refuse_allocation() ? NULL : count_held(malloc(bytes)); }
-static void *faulty_calloc(size_t count, size_t bytes)
-{
-    return refuse_allocation() ? NULL : count_held(calloc(count, bytes));
-}
-
-static void *faulty_realloc(void *old, size_t bytes)
-{
-    void *block = refuse_allocation() ? NULL : count_held(malloc(bytes));
-    size_t before = malloc_usable_size(old);
-    if (!block || !old) return block;
-    memcpy(block, old, before < bytes ? before : bytes);
-    faulty_free(old);
-    return block;
-}
 
 static ssize_t faulty_pread(int fd, void *data, size_t bytes, off_t offset)
 {
@@ -118,11 +81,8 @@ static int quick_fsync(int fd)
 }
 
 #define fsync(fd) quick_fsync(fd)
-#define malloc(bytes) faulty_malloc(bytes)
-#define calloc(count, bytes) faulty_calloc(count, bytes)
-#define realloc(old, bytes) faulty_realloc(old, bytes)
-#define free(block) faulty_free(block)
 #define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
+#include "faults/allocations.h"
 #include "../src/io/files.c"
 #include "../src/io/json.c"
 #include "../src/io/safetensors.c"
@@ -145,7 +105,7 @@ static int quick_fsync(int fd)
 
 /* ---- Runs -------------------------------------------------------------------------------------------------------- */
 
-static char scratch[256], message[1024];
+static char message[1024];
 #define TEXT message, sizeof message
 
 static const char *at(const char *name) { return path_in(scratch, name); }
@@ -1290,14 +1250,14 @@ static void test_failing_memory(void)
         for (long call = 0;; call++) {
             halfstep_checkpoint_save *save = NULL;
             if (way == SAVING) MUST(halfstep_begin_checkpoint(&save, at("memory"), NULL, TEXT));
-            allocations = failed = 0;
+            allocations = allocations_failed = 0;
             allocation_at = call;
             int code = way == WRITING   ? halfstep_write_optimizer(at("one"), a.o, a.weights, NULL, TEXT)
                        : way == SAVING  ? halfstep_save_optimizer(save, a.o, a.weights, NULL, TEXT)
                        : way == READING ? halfstep_read_optimizer(at("one"), b.o, b.weights, NULL, TEXT)
                                         : halfstep_load_optimizer(checkpoint, b.o, b.weights, NULL, TEXT);
             allocation_at = -1;
-            if (!failed) {
+            if (!allocations_failed) {
                 CHECK(!code, "%s", message);
                 if (save) CHECK(!halfstep_commit_checkpoint(save, TEXT), "%s", message);
                 break;
@@ -1392,13 +1352,11 @@ static void test_mutations(void)
 /* The states are many times what a reading or writing may hold. */
 static void test_memory(void)
 {
-    halfstep_optimizer *o;
     int32_t index;
     enum { ROWS = 4096, LENGTH = 4096 };
     halfstep_tensor t = {
         .struct_size = sizeof t, .name = "large", .ndim = 2, .rows = ROWS, .row_length = LENGTH, .gradient = "bf16"};
-    MUST(halfstep_create(NULL, &o));
-    MUST(halfstep_add_group(o, "adamw/bf16/int8+bf16", &index));
+    halfstep_optimizer *o = new_optimizer("adamw/bf16/int8+bf16", 0, 0);
     MUST(halfstep_add_tensor(o, &t, &index));
     MUST(halfstep_allocate_states(o));
     void *weights[1] = {zeroed((size_t)ROWS * LENGTH * 2)};
@@ -1444,23 +1402,10 @@ static void test_locale(void)
     end(&a);
 }
 
-static void remove_scratch(void)
-{
-    char command[300];
-    snprintf(command, sizeof command, "rm -rf '%s'", scratch);
-    if (system(command)) perror(scratch);
-}
-
 int main(int argc, char **argv)
 {
-    const char *base = getenv("TMPDIR");
     test_init(argc, argv);
-    snprintf(scratch, sizeof scratch, "%s/halfstep-optimizer-XXXXXX", base && *base ? base : P_tmpdir);
-    if (!mkdtemp(scratch)) {
-        perror(scratch);
-        return 1;
-    }
-    atexit(remove_scratch);
+    make_scratch("optimizer");
     TEST("a run goes on from a file and from a checkpoint: every rule, weight and state") test_every_recipe();
     TEST("groups of different rules, groups and tensors in another order") test_order();
     TEST("two optimizers in one checkpoint, files by other names, states alone") test_two_in_one_checkpoint();

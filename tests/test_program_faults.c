@@ -8,7 +8,7 @@
  *   test_program_faults --all             at that from each place
  *   test_program_faults COMMAND FAULT     one fault (faults/inject.h) of the command of that number
  *
- * A child process works through the faults of a command; if it dies, its fault is told. */
+ * A child process works through the faults of a command; if it dies, its fault is told. Runs under sanitizers. */
 #include <sys/wait.h>
 
 #include "tools/halfstep/args.h"

@@ -1,6 +1,6 @@
 /* Steps of more than one pass and states of more than one kind: optimizer accumulation, sums over tensors, averages of
  * weights, copies of weights as states, blocks that do not follow rows. Over 500 lines because each kind has a small
- * reference of its own. */
+ * reference of its own. Runs under sanitizers. */
 #include <math.h>
 
 #include "halfstep.h"
@@ -147,13 +147,10 @@ static void test_sums(void)
     TEST("a part of a tensor needs its sums from all parts") {
         for (int32_t row = 0; row < halfstep_rule_count(); row++) {
             if (!rule_info(row).two_pass || rule_info(row).matrix) continue;
-            halfstep_optimizer *o;
-            int32_t index;
             float weight[3 * 64] = {0}, gradient[3 * 64] = {0};
             void *weights[1] = {weight};
             const void *gradients[1] = {gradient};
-            MUST(halfstep_create(NULL, &o));
-            MUST(halfstep_add_group(o, rule_info(row).name, &index));
+            halfstep_optimizer *o = new_optimizer(rule_info(row).name, 0, 0);
             ADD_TENSOR(o, .name = "part", .ndim = 2, .rows = 9, .row_length = 64, .first_row = 3, .n_rows = 3,
                        .n_columns = 64, .gradient = "f32");
             MUST(halfstep_allocate_states(o));
@@ -299,10 +296,8 @@ static void test_copies(void)
 static int add(const char *recipe, int64_t rows, int64_t row_length, int64_t first_row, int64_t n_rows,
                int64_t first_column, int64_t n_columns, int *fell_back)
 {
-    halfstep_optimizer *o;
     int32_t index, fell = 0;
-    MUST(halfstep_create(NULL, &o));
-    MUST(halfstep_add_group(o, recipe, &index));
+    halfstep_optimizer *o = new_optimizer(recipe, 0, 0);
     halfstep_tensor d = {.struct_size = sizeof d,
                          .name = "tensor",
                          .ndim = 2,
@@ -393,11 +388,8 @@ struct handle {
 static void handle_open(struct handle *h, const char *recipe, int tensors, const int64_t *rows, int64_t row_length,
                         int part, int parts)
 {
-    halfstep_options options = {.struct_size = sizeof options, .threads = 1, .seed = 42};
-    int32_t index;
     memset(h, 0, sizeof *h);
-    MUST(halfstep_create(&options, &h->o));
-    MUST(halfstep_add_group(h->o, recipe, &index));
+    h->o = new_optimizer(recipe, 1, 42);
     for (int i = 0; i < tensors; i++) {
         ADD_TENSOR(h->o, .name = i ? "second" : "first", .ndim = 2, .rows = rows[i], .row_length = row_length,
                    .first_row = rows[i] / parts * part, .n_rows = rows[i] / parts, .n_columns = row_length,
@@ -493,12 +485,9 @@ static void test_orders(void)
         }
     }
     TEST("steps of a handle without tensors advance its schedules") {
-        halfstep_optimizer *o;
-        int32_t group;
         uint64_t steps = 0;
         int64_t statistics[128];
-        MUST(halfstep_create(NULL, &o));
-        MUST(halfstep_add_group(o, "adamw", &group));
+        halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
         EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_OK);
         EXPECT(halfstep_step_begin(o, NULL, statistics), HALFSTEP_OK);
         EXPECT(halfstep_step_finish(o, NULL, NULL, statistics), HALFSTEP_OK);

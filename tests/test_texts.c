@@ -1,4 +1,5 @@
-/* Several files and folders as one text: which of a folder, in which order, and one line for all that are bad. */
+/* Several files and folders as one text: which of a folder, in which order, and one line for all that are bad.
+ * Runs under sanitizers. */
 #include <errno.h>
 #include <stdint.h>
 #include <sys/stat.h>
