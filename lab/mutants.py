@@ -31,6 +31,7 @@ import csv
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -49,7 +50,6 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = ("src/", "python/halfstep/", "tools/")
 KERNELS = re.compile(r"/(kernels|row_kernels|emulate|test_vec_unit)\.c\.o$")  # compiled for minutes, per instruction set
-FINAL = {"killed-1", "killed-2", "killed-today", "alive", "no-compile", "equivalent", "not-executed"}
 DROPPED = {"no-compile", "equivalent", "not-executed"}
 COLUMNS = ["id", "file", "line", "kind", "before", "after", "status", "test", "tests", "seconds"]
 BUILDERS = re.compile(r"python_package|^(install|by_hand|mingw|new_rows|cuda_ptx|device_code)_test$")  # what they compile, nobody counts
@@ -182,16 +182,13 @@ def python_places(text):
     def is_text(node):
         return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)
 
-    def add(kind, start, end, new, statement):
-        found.append((kind, start, end, new, statement))
-
     def operator(op, left, right, statement, assigned=""):
-        if type(op) in PY_OPERATORS and not is_text(left) and not is_text(right):
+        if type(op) in PY_OPERATORS:
             old, new = PY_OPERATORS[type(op)]
             first = span(left)[1]
             at = re.search(old + assigned, text[first:span(right)[0]])
             if at:
-                add("operator", first + at.start(), first + at.end(), new + assigned, statement)
+                found.append(("operator", first + at.start(), first + at.end(), new + assigned, statement))
 
     def visit(node, statement):
         if isinstance(node, ast.stmt):
@@ -201,33 +198,30 @@ def python_places(text):
             lines.update(range(node.lineno, node.end_lineno + 1))
         if isinstance(node, ast.JoinedStr):
             return
-        if isinstance(node, ast.BinOp):
+        if isinstance(node, ast.BinOp) and not is_text(node.left) and not is_text(node.right):
             operator(node.op, node.left, node.right, statement)
         elif isinstance(node, ast.BoolOp):
             operator(node.op, node.values[0], node.values[1], statement)
         elif isinstance(node, ast.Compare):
             for op, left, right in zip(node.ops, [node.left, *node.comparators], node.comparators):
-                if not isinstance(right, ast.Constant) or not isinstance(right.value, str) or isinstance(op, (ast.Eq, ast.NotEq)):
-                    operator(op, left, right, statement) if not is_text(right) else None
+                operator(op, left, right, statement)
         elif isinstance(node, ast.AugAssign):
             operator(node.op, node.target, node.value, statement, "=")
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             start = span(node)[0]
-            add("condition", start, start + 3, "", statement)
+            found.append(("condition", start, start + 3, "", statement))
         elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
-            new = [str(not node.value)] if isinstance(node.value, bool) else number_changes(text[slice(*span(node))])
-            for value in new:
-                add("constant", *span(node), value, statement)
+            for new in [str(not node.value)] if isinstance(node.value, bool) else number_changes(text[slice(*span(node))]):
+                found.append(("constant", *span(node), new, statement))
         elif isinstance(node, ast.Call):
-            plain = [a for a in node.args if not isinstance(a, (ast.Starred, ast.GeneratorExp))]
-            for start, end, new in swaps(text, [span(a) for a in plain]) if plain == node.args else ():
-                add("arguments", start, end, new, statement)
+            if not any(isinstance(a, (ast.Starred, ast.GeneratorExp)) for a in node.args):
+                found.extend(("arguments", *swap, statement) for swap in swaps(text, [span(a) for a in node.args]))
         if isinstance(node, (ast.If, ast.While, ast.IfExp)):
             start, end = span(node.test)
-            add("condition", start, end, f"(not ({text[start:end]}))", statement)
+            found.append(("condition", start, end, f"(not ({text[start:end]}))", statement))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             start, end = span(node)
-            add("call", start, end, "pass" + "\n" * text[start:end].count("\n"), statement)
+            found.append(("call", start, end, "pass" + "\n" * text[start:end].count("\n"), statement))
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "returns"):
                 for child in value if isinstance(value, list) else [value]:
@@ -783,7 +777,6 @@ class Side:
         self.map = map_
         self.map.load()
         self.trees = [Tree(self.setting, f"{self.name}-{i}", self.files) for i in range(self.jobs)]
-
         say(f"{self.name}: building")
         in_threads(lambda tree: tree.prepare(self.setting.widest), self.trees)
         for tree in self.trees:
@@ -849,10 +842,12 @@ class Side:
     def judge(self, worker, source, mutant):
         """A status of DROPPED, or "" for a mutant that differs from the original where it is compiled."""
         if source.python:
-            def code(text):
-                return compile(text.encode("latin-1"), mutant.file, "exec", dont_inherit=True)
+            def code(of):  # all of it but where it stands
+                inner = tuple(code(c) if hasattr(c, "co_code") else (type(c), repr(c)) for c in of.co_consts)
+                return of.co_code, of.co_names, of.co_varnames, inner
             try:
-                return "equivalent" if code(source.changed(mutant)) == code(source.text) else ""
+                old, new = (compile(t.encode("latin-1"), "", "exec", dont_inherit=True) for t in (source.text, source.changed(mutant)))
+                return "equivalent" if code(old) == code(new) else ""
             except SyntaxError:
                 return "no-compile"
         tree = self.trees[worker]
@@ -872,28 +867,18 @@ class Run:
     """All mutants of a seed, a row each."""
     def __init__(self, sources, seed, count, path):
         self.sources, self.count, self.path, self.rows, self.busy = sources, count, path, {}, set()
-        self.candidates, self.made = mutants_of(sources, seed), []
-        if path and path.exists():
+        self.mutants = {m.id: m for m in itertools.islice(mutants_of(sources, seed), 4 * count + 100)}
+        if path.exists():
             with open(path, newline="") as file:
-                for row in csv.DictReader(file):
-                    self.rows[int(row["id"])] = row
+                self.rows = {int(row["id"]): row for row in csv.DictReader(file)}
         for number, row in self.rows.items():
-            mutant = self.mutant(number)
-            if mutant is None or [row[c] for c in COLUMNS[:6]] != self.row(mutant)[:6]:
-                sys.exit(f"{path}: mutant {number} is another with this seed and these sources; choose another CSV")
-
-    def mutant(self, number):
-        while len(self.made) < number:
-            new = next(self.candidates, None)
-            if new is None:
-                return None
-            self.made.append(new)
-        return self.made[number - 1]
+            if number not in self.mutants or [row[c] for c in COLUMNS[:6]] != self.row(self.mutants[number]):
+                sys.exit(f"{path}: mutant {number} is another with this seed, count and sources; choose another CSV")
 
     def row(self, mutant):
-        return [str(mutant.id), mutant.file, str(mutant.line), mutant.kind, *texts(self.sources[mutant.file], mutant)]
+        return [str(mutant.id), mutant.file, str(mutant.line), mutant.kind, *texts(self.sources[mutant.file], mutant)]  # COLUMNS[:6]
 
-    def wanted(self, mutant, status, test="", tests="", seconds=0.0):
+    def keep(self, mutant, status, test="", tests="", seconds=0.0):
         """Keeps the outcome of a mutant, and writes the CSV anew."""
         with LOCK:
             before = float(self.rows.get(mutant.id, {}).get("seconds", 0))
@@ -908,28 +893,23 @@ class Run:
             say(f"{mutant.id} {mutant.file}:{mutant.line} {mutant.kind}: {status} {test} ({tests}, {seconds:.0f} s)")
 
     def new_ones(self):
-        """Mutants without a row, until enough have one that counts."""
-        while True:
+        """Mutants without a row in their order, until enough have one that counts."""
+        while not Processes.stopped.is_set():
             with LOCK:
                 counted = sum(row["status"] not in DROPPED for row in self.rows.values())
-                if counted + len(self.busy) >= self.count:
-                    if counted >= self.count or not self.busy:
-                        return
-                    number = None
-                else:
-                    number = next(n for n in range(1, 1 << 30) if n not in self.rows and n not in self.busy)
-                    if self.mutant(number) is None:
-                        return
-                    self.busy.add(number)
-            if number is None:
-                time.sleep(0.5)
-                if Processes.stopped.is_set():
+                left = [n for n in self.mutants if n not in self.rows and n not in self.busy]
+                if counted >= self.count or not left:
                     return
+                enough = counted + len(self.busy) >= self.count
+                if not enough:
+                    self.busy.add(left[0])
+            if enough:
+                time.sleep(0.5)  # those under way may be dropped
             else:
-                yield self.mutant(number)
+                yield self.mutants[left[0]]
 
     def with_status(self, status):
-        return [self.mutant(n) for n, row in sorted(self.rows.items()) if row["status"] == status]
+        return [self.mutants[n] for n, row in sorted(self.rows.items()) if row["status"] == status]
 
     def phase(self, side, tier, before, killed, alive):
         """Runs a tier for new mutants (before is None) or for those of a status."""
@@ -939,7 +919,7 @@ class Run:
             for mutant in self.new_ones() if old is None else shared(old):
                 source, start = self.sources[mutant.file], time.monotonic()
                 if source.name not in side.files or side.files[source.name][1] != source.text.encode("latin-1"):
-                    self.wanted(mutant, alive, tests="the file is another there")
+                    self.keep(mutant, alive, tests="the file is another there")
                     continue
                 try:
                     side.put(worker, source, mutant)
@@ -947,7 +927,7 @@ class Run:
                     test, tests = ("", "") if status else side.hunt(worker, source, mutant, tier)
                 finally:
                     side.trees[worker].write(source.name, source.text)
-                self.wanted(mutant, status or (killed if test else alive), test, tests, time.monotonic() - start)
+                self.keep(mutant, status or (killed if test else alive), test, tests, time.monotonic() - start)
         in_threads(work, range(side.jobs))
 
     def table(self):
@@ -989,7 +969,7 @@ def main():
     sources = {n: Source(n, data) for n, (_, data) in files.items()
                if n.startswith(FOLDERS) and n.endswith((".c", ".h", ".cu", ".def", ".py")) and re.search(a.only, n)}
     if a.list:
-        for _, mutant in zip(range(a.count), mutants_of(sources, a.seed)):
+        for mutant in itertools.islice(mutants_of(sources, a.seed), a.count):
             print(f"{mutant.id} {mutant.file}:{mutant.line} {mutant.kind}: {' -> '.join(texts(sources[mutant.file], mutant))}")
         return
     setting = Setting(a.build, a.flavours, a.tests)
@@ -1016,8 +996,7 @@ def main():
 
     def names(side, mutants, tier):
         return {n for m in mutants for n in side.choice(sources[m.file], m, tier, False)}
-    ahead = [run.mutant(n) for n in range(1, 2 * a.count + 1)]
-    now.check(names(now, filter(None, ahead), 1))
+    now.check(names(now, list(run.mutants.values())[:2 * a.count], 1))
     run.phase(now, 1, None, "killed-1", "survived-1")
     now.check(names(now, run.with_status("survived-1"), 2))
     run.phase(now, 2, "survived-1", "killed-2", "survived-2" if today else "alive")
