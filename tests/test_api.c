@@ -1,6 +1,7 @@
-/* The public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises about
- * halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. By itself a fifth of the recipes are
- * resumed; --short: a 37th; --all: all. Runs under sanitizers. */
+/* The public interface: every error that include/halfstep.h documents, sizes of structs, slots, and the promises
+ * about halves of steps, threads, counters and memory. Over 500 lines because each promise is one short group. By
+ * itself a fifth of the recipes are resumed; --short: a 37th; --all: all.
+ * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

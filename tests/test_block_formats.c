@@ -1,8 +1,8 @@
-/* The block formats that share scales beyond int8's: every code, rounding against references in double that know no bit
- * patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them, torchao's
- * maps and codes rebuilt from their definition, the same bytes on every instruction set and through the public
- * interface. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by fixed
- * strides. Over 500 lines because the formats share codecs, inputs and layout. */
+/* The block formats that share scales beyond int8's: every code, rounding against references in double that know no
+ * bit patterns, stochastic rounding by enumeration of the random bits, worst cases as the headers state them,
+ * torchao's maps and codes rebuilt from their definition, the same bytes on every instruction set and through the
+ * public interface. Only --all enumerates everything; the other runs, of which --short is the shortest, sample by
+ * fixed strides. Over 500 lines because the formats share codecs, inputs and layout. */
 #include <math.h>
 
 #include "dispatch.h"

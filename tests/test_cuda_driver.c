@@ -1,9 +1,8 @@
-/* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that the
- * process may touch. A third of the cases of tests/golden/hashes.txt have to have their hashes, another third than
- * test_cuda_kernels takes (a sixteenth of them; --short: a 61st; --all: all); errors have to come back as one code and one sentence;
- * and what the fake leaves out or mixes up has to be noticed. FAKE_CUDA: another fake, such as that whose kernels are
- * those of src/cuda. Over 500 lines because all of it shares one small problem, made once for the GPU and once for the
- * host. */
+/* The CUDA device (src/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that
+ * the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes (--short: a
+ * 61st; --all: all of them). Errors have to come back as one code and one sentence. What the fake leaves out or mixes
+ * up has to be noticed. FAKE_CUDA names another fake, such as that whose kernels are those of src/cuda.
+ * Over 500 lines because all of it shares one small problem, made once for the GPU and once for the host. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -1,7 +1,8 @@
-/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every way
- * of sharing the work: all cases on one thread of the widest instruction set, a fifth of them on one
- * thread of each other, a 31st in each other variant. --all runs all cases on one thread and a quarter in each other
- * variant; --short runs a 61st and a 211th. Reads the list from the source tree. Runs under sanitizers. */
+/* The promised bits: every case of tests/golden/hashes.txt, on every instruction set of this machine, under every
+ * way of sharing the work: all cases on one thread of the widest instruction set, a fifth of them on one thread of
+ * each other, a 31st in each other variant. --all runs all cases on one thread and a quarter in each other variant;
+ * --short runs a 61st and a 211th. Reads the list from the source tree.
+ * Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

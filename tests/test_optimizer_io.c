@@ -1,7 +1,8 @@
 /* Optimizers in files: every rule and format comes back to the bit and goes on as if nothing had happened; whatever
- * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its allocations
- * and its reading can fail and its locale can be another one. By itself a third of the recipes; --short: a fifth;
- * --all: all. Over 500 lines because each thing that a file may say wrong is a row. Runs under sanitizers. */
+ * does not fit is named and changes nothing. The library's sources are compiled into this file, so that its
+ * allocations and its reading can fail and its locale can be another one. By itself a third of the recipes; --short:
+ * a fifth; --all: all. Over 500 lines because each thing that a file may say wrong is a row.
+ * Runs under sanitizers. */
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>

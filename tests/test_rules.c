@@ -1,7 +1,7 @@
 /* Every rule against plain double precision (ref/), every format against the error that its header states, and
  * stochastic rounding by enumeration. Prints the largest errors it met. Only --all enumerates everything; the other
- * runs, of which --short is the shortest, sample by fixed strides. Long runs are test_trajectories.c's.
- * Over 500 lines because all of them judge by the same reference. */
+ * runs, of which --short is the shortest, sample by fixed strides. Long runs are test_trajectories.c's. Over 500
+ * lines because all of them judge by the same reference. */
 #include <math.h>
 
 #include "ref/table.h"

@@ -1,7 +1,7 @@
 /* Every rule in every state format and with several weight formats, followed over 1000 steps against plain double
- * precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights, so
- * that nothing corrects an error. That is --all; by itself only the first 48 steps. --table prints what was measured, for the
- * bounds below, over all steps. */
+ * precision (ref/), whose states are never rounded. Both see the same gradients, which do not react to the weights,
+ * so that nothing corrects an error. That is --all; by itself only the first 48 steps. --table prints what was
+ * measured, for the bounds below, over all steps. */
 #include <math.h>
 
 #include "ref/table.h"
