@@ -6,6 +6,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).resolve().parents[2]
 
 
@@ -19,6 +21,7 @@ def test_sources_are_laid_out():
     assert result.returncode == 0, f"make format\n{result.stdout}{result.stderr}"
 
 
+@pytest.mark.all
 def test_a_bad_layout_is_found():
     """A copy with a crooked line, and one with a long line in a folder that is laid out by hand, are refused."""
     with tempfile.TemporaryDirectory() as folder:
