@@ -36,6 +36,7 @@ int hstep_json_skip(hstep_json *json);
 /* Nothing is left but blanks. */
 int hstep_json_end(hstep_json *json);
 
-#define HSTEP_JSON_DEPTH 64
+/* As deep as the reference reader of safetensors goes. */
+#define HSTEP_JSON_DEPTH 128
 
 #endif
