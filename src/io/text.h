@@ -28,8 +28,47 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
     return error;
 }
 
-/* Returns code, so that a failure is one statement. Names come from files: control characters would break the promise
- * of one line, and could drive a terminal. */
+/* Length of the UTF-8 character at s, of n bytes, and its number; 0 if none begins there. Well-formed is the shortest form,
+ * no surrogates, nothing above U+10FFFF. */
+static inline size_t hstep_utf8(const char *text, size_t n, uint32_t *number)
+{
+    const unsigned char *s = (const unsigned char *)text;
+    if (!n) return 0;
+    *number = s[0];
+    if (s[0] < 0x80) return 1;
+    size_t length = s[0] >= 0xc2 && s[0] < 0xe0 ? 2 : (s[0] & 0xf0) == 0xe0 ? 3 : s[0] >= 0xf0 && s[0] < 0xf5 ? 4 : 0;
+    if (!length || length > n) return 0;
+    unsigned char low = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80;
+    unsigned char high = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
+    if (s[1] < low || s[1] > high) return 0;
+    *number = s[0] & (0x7fu >> length);
+    for (size_t i = 1; i < length; i++) {
+        if ((s[i] & 0xc0) != 0x80) return 0;
+        *number = *number << 6 | (s[i] & 0x3f);
+    }
+    return length;
+}
+
+static inline int hstep_is_utf8(const char *text)
+{
+    size_t left = strlen(text), length;
+    uint32_t number;
+    for (; left; text += length, left -= length)
+        if (!(length = hstep_utf8(text, left, &number))) return 0;
+    return 1;
+}
+
+/* True of a character that a terminal shows. False of those that it obeys (C0, delete, C1), and of those that break lines,
+ * turn text around or are invisible, with which a name can look like another one. */
+static inline int hstep_is_plain(uint32_t number)
+{
+    return number >= 0x20 && !(number >= 0x7f && number < 0xa0) && number != 0xad && number != 0x61c &&
+           !(number >= 0x200b && number <= 0x200f) && !(number >= 0x2028 && number <= 0x202e) &&
+           !(number >= 0x2060 && number <= 0x206f) && number != 0xfeff && !(number >= 0xfff9 && number <= 0xfffb) &&
+           !(number >= 0xe0000 && number <= 0xe007f);
+}
+
+/* Returns code, so that a failure is one statement. Names come from files: what is not plain becomes '?', byte by byte. */
 __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
                                                                    ...)
 {
@@ -38,8 +77,14 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
         va_start(arguments, format);
         vsnprintf(error->text, error->size, format, arguments);
         va_end(arguments);
-        for (char *c = error->text; *c; c++)
-            if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
+        size_t left = strlen(error->text), length;
+        uint32_t number = 0;
+        for (char *c = error->text; left; c += length, left -= length) {
+            length = hstep_utf8(c, left, &number);
+            int plain = length && hstep_is_plain(number);
+            if (!length) length = 1;
+            if (!plain) memset(c, '?', length);
+        }
     }
     return code;
 }
@@ -140,27 +185,6 @@ static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
         }
     }
     hstep_append(buffer, "\"", 1);
-}
-
-/* Well-formed UTF-8: shortest form, no surrogates, nothing above U+10FFFF. */
-static inline int hstep_is_utf8(const char *text)
-{
-    const unsigned char *s = (const unsigned char *)text;
-    while (*s) {
-        if (*s < 0x80) {
-            s++;
-            continue;
-        }
-        int more = *s >= 0xc2 && *s < 0xe0 ? 1 : (*s & 0xf0) == 0xe0 ? 2 : *s >= 0xf0 && *s < 0xf5 ? 3 : 0;
-        if (!more) return 0;
-        unsigned char low = *s == 0xe0 ? 0xa0 : *s == 0xf0 ? 0x90 : 0x80;
-        unsigned char high = *s == 0xed ? 0x9f : *s == 0xf4 ? 0x8f : 0xbf;
-        if (s[1] < low || s[1] > high) return 0;
-        for (int i = 2; i <= more; i++)
-            if ((s[i] & 0xc0) != 0x80) return 0;
-        s += more + 1;
-    }
-    return 1;
 }
 
 #endif

@@ -7,6 +7,7 @@
 
 #include "checkpoint.h"
 #include "hash.h"
+#include "model_files.h"
 #include "train.h"
 #include "trainer_file.h"
 
@@ -68,7 +69,9 @@ static const struct option fixed_rows[] = {
     {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, OPTION_SAVED, NULL,
      "0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
     {"init", OPTION_STRING, AT(init), "DIR", NULL, 0, 0, OPTION_SAVED, NULL,
-     "start from the weights of this checkpoint (or safetensors file), whatever its recipe; its shape is taken too"},
+     "start from the weights of this checkpoint, whatever its recipe, or of a folder, a safetensors file or an index "
+     "of "
+     "several; the model is what the config.json there says"},
     {"val-every", OPTION_INTEGER, AT(val_every), "N", "100", 0, 1e12, OPTION_SAVED, NULL,
      "steps between validations; 0: only at the end"},
     {"eval-batches", OPTION_INTEGER, AT(eval_batches), "N", "8", 1, 1e9, OPTION_SAVED, NULL,
@@ -209,6 +212,9 @@ struct lm_config run_shape(const struct run_config *config)
     shape.depth = (int)config->depth;
     shape.heads = (int)config->heads;
     shape.context = (int)config->context;
+    shape.intermediate = (int)config->intermediate;
+    shape.rms_norm_eps = config->rms_norm_eps;
+    shape.rope_theta = config->rope_theta;
     return shape;
 }
 
@@ -234,28 +240,66 @@ int run_adds_up(const struct run_config *config)
     return config->micro_steps > 1 && strcmp(config->accumulator, "states") != 0;
 }
 
-static int shape_from_init(const struct args *args, struct run_config *config, char *error, size_t error_bytes)
+static void take_numbers(struct run_config *config, const struct lm_config *shape)
 {
-    halfstep_checkpoint *checkpoint;
-    if (halfstep_open_checkpoint(&checkpoint, config->init, NULL, error, error_bytes) != HALFSTEP_OK) {
-        char why[512];
-        uint64_t tensors = 0;
-        halfstep_safetensors *file;
-        /* A plain safetensors file has no shape to offer beyond its tensors, which are checked when they are read. */
-        if (halfstep_open_safetensors(&file, config->init, why, sizeof why) == HALFSTEP_OK) {
-            tensors = halfstep_safetensor_count(file);
-            halfstep_close_safetensors(file);
-            if (tensors) return 0;
-        }
-        return -1;
+    config->intermediate = shape->intermediate;
+    config->rms_norm_eps = shape->rms_norm_eps;
+    config->rope_theta = shape->rope_theta;
+}
+
+/* A safetensors file tells everything of its model but these. */
+static int shape_without_config(struct args *args, struct run_config *config, char *note, size_t note_bytes,
+                                char *error, size_t error_bytes)
+{
+    if (!args_given(args, "heads")) {
+        snprintf(error, error_bytes, "--heads is missing: --init %s has no config.json beside it that tells the number",
+                 config->init);
+        return 2;
     }
-    halfstep_close_checkpoint(checkpoint);
+    struct lm_config shape = run_shape(config);
+    if (lm_config_check(&shape, error, error_bytes) != 0) return 2;
+    snprintf(
+        note, note_bytes,
+        "note: --init %.300s has no config.json beside it: the model is taken for one of %d heads, rms_norm_eps %g "
+        "and rope_theta %g",
+        config->init, shape.heads, shape.rms_norm_eps, shape.rope_theta);
+    return 0;
+}
+
+/* Takes the model from the files of --init, and refuses options that contradict them. */
+static int shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes)
+{
+    char note[800] = "";
     struct lm_config shape;
-    if (checkpoint_read_shape(config->init, &shape, error, error_bytes) != 0) return -1;
-    if (!args_given(args, "width")) config->width = shape.width;
-    if (!args_given(args, "depth")) config->depth = shape.depth;
-    if (!args_given(args, "heads")) config->heads = shape.heads;
-    if (!args_given(args, "context")) config->context = shape.context;
+    int status = checkpoint_read_shape(config->init, args_given(args, "context") ? config->context : 0, &shape, note,
+                                       sizeof note, error, error_bytes);
+    if (status < 0) return 1;
+    if (status > 0) {
+        status = shape_without_config(args, config, note, sizeof note, error, error_bytes);
+        if (status) return status;
+    } else {
+        const struct {
+            const char *option;
+            int64_t *value;
+            int told;
+        } sizes[] = {{"width", &config->width, shape.width},
+                     {"depth", &config->depth, shape.depth},
+                     {"heads", &config->heads, shape.heads}};
+        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+            if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].told) {
+                snprintf(error, error_bytes, "--%s is %lld, but the config.json of --init %s says %d; leave --%s out",
+                         sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].told, sizes[i].option);
+                return 2;
+            }
+            *sizes[i].value = sizes[i].told;
+        }
+        config->context = shape.context;
+        take_numbers(config, &shape);
+    }
+    if (note[0] && !(config->init_note = args_keep(args, note))) {
+        snprintf(error, error_bytes, "out of memory");
+        return 1;
+    }
     return 0;
 }
 
@@ -347,6 +391,11 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
     trainer_file_free(&trainer);
+    struct lm_config shape;
+    if (!status &&
+        checkpoint_read_shape(config->resume_from, config->context, &shape, why, sizeof why, error, error_bytes) != 0)
+        status = 1;
+    if (!status) take_numbers(config, &shape);
     return status;
 }
 
@@ -379,8 +428,9 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
     if (config->resume && trains) {
         int status = restore(args, groups, n_groups, config, error, error_bytes);
         if (status != 0) return status;
-    } else if (config->init && shape_from_init(args, config, error, error_bytes) != 0) {
-        return 1;
+    } else if (config->init) {
+        int status = shape_from_init(args, config, error, error_bytes);
+        if (status) return status;
     }
     if (!config->data.n) {
         snprintf(error, error_bytes, "--data FILE is missing");
@@ -416,6 +466,9 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
             status =
                 paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
     }
+    /* config.json and further files beside the one that --init names are read, too. */
+    char init[MODEL_PATH_BYTES];
+    if (config->init) model_files_folder(config->init, init);
     struct named_path *inputs = calloc(files[0].n + files[1].n + 2, sizeof *inputs);
     if (!inputs && !status) {
         snprintf(error, error_bytes, "out of memory");
@@ -424,7 +477,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
     for (int l = 0; l < 2 && inputs; l++)
         for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};
     if (!status) {
-        inputs[n++] = (struct named_path){"--init", config->init};
+        inputs[n++] = (struct named_path){"--init", config->init ? init : NULL};
         inputs[n++] = (struct named_path){"--resume", resumed};
         status = paths_check(inputs, (int)n, outputs, n_outputs, error, error_bytes);
     }

@@ -30,6 +30,9 @@
 struct run_config {
     struct path_list data, val; /* files and folders; no val: the last tenth of data */
     int64_t width, depth, heads, context;
+    /* Of the model, from --init or the checkpoint of --resume: 0, the defaults of struct lm_config. */
+    int64_t intermediate;
+    double rms_norm_eps, rope_theta;
     int64_t steps, batch, micro_steps; /* batch sequences in each micro-step */
     uint64_t seed;
     int64_t threads;       /* 0: what halfstep_default_threads() says */
@@ -47,6 +50,7 @@ struct run_config {
     struct string_list hyper; /* "name=value", all other hyper-parameters */
     int64_t val_every, eval_batches;
     const char *init;       /* directory or file whose weights to start from, or NULL */
+    const char *init_note;  /* what people are told of its config.json, or NULL */
     const char *log;        /* CSV file or NULL */
     const char *checkpoint; /* directory or NULL */
     int64_t checkpoint_every, keep;
