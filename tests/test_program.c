@@ -735,14 +735,12 @@ static void test_others_refused(void)
         {"\"hidden_act\": \"\\u001b]0;x\\u0007\"", "\"hidden_act\" is \"\\x1b]0;x\\x07\""},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        char pattern[300];
         make_other(&table[i].member, 1);
         refuse(1, table[i].says, from_file);
         CHECK(strstr(program_errors, "train lm: other/config.json: "), "no path: %s", program_errors);
         if (i % 8) continue;
         refuse(1, table[i].says, from_folder);
-        snprintf(pattern, sizeof pattern, "plan: other/config.json: %s", table[i].says);
-        refuse(1, pattern, "plan --checkpoint other");
+        refuse(1, table[i].says, "plan --checkpoint other");
     }
     static const char *const window[] = {"\"model_type\": \"mistral\"", "\"sliding_window\": 3",
                                          "\"num_key_value_heads\": 2"},
@@ -769,8 +767,8 @@ static void test_others_refused(void)
            "train lm --data text --steps 1 --init other/model.safetensors --log other/config.json");
     unlink("other/config.json");
     refuse(2, "--heads is missing: --init other/model.safetensors has no config.json beside it", from_file);
-    refuse(1, "plan: other: there is no config.json", "plan --checkpoint other");
-    refuse(1, "no checkpoint in short: there is no manifest.json", "plan --checkpoint short");
+    refuse(1, "plan: other: there is neither a checkpoint nor a config.json", "plan --checkpoint other");
+    refuse(1, "plan: short: there is neither a checkpoint nor", "plan --checkpoint short");
     demand(!mkdir("other/config.json", 0777), "no folder");
     refuse(1, "other/config.json: is not a regular file", from_file);
     unlink("other/model.safetensors");
@@ -921,8 +919,8 @@ static void test_others_tensors(void)
     accept("5144 parameters", from_folder);
     accept("5144 parameters", "train lm --data text --batch 2 --eval-batches 1 --threads 1 --steps 0 --quiet --init "
                               "other/model.safetensors.index.json");
-    demand(!halfstep_write_safetensors(whole, "other/b", NULL, NULL, error, sizeof error), error);
-    demand(!halfstep_write_safetensors(whole, "other/a", NULL, NULL, error, sizeof error), error);
+    put_weights("other/a", "F32", "F32");
+    put_weights("other/b", "F32", "F32");
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         put_file("other/model.safetensors.index.json", table[i].map, strlen(table[i].map));
         refuse(1, table[i].says, from_folder);

@@ -307,7 +307,8 @@ static int plan_all(struct plan *plan, const struct args *args)
     if (plan->checkpoint) {
         char note[600];
         int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
-        if (status > 0) snprintf(error, sizeof error, "%.500s: there is no config.json", plan->checkpoint);
+        if (status > 0)
+            snprintf(error, sizeof error, "%.500s: there is neither a checkpoint nor a config.json", plan->checkpoint);
         if (status) return failure(command.name, "%s", error);
     }
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);

@@ -118,7 +118,7 @@ __attribute__((format(printf, 2, 3))) static void object(struct reading *r, cons
 /* The fewest digits that read back exactly. */
 static void print_number(double number, char *token, size_t room)
 {
-    for (int digits = 1; digits <= 17; digits++) {
+    for (int digits = 6; digits <= 17; digits++) {
         snprintf(token, room, "%.*g", digits, number);
         if (strtod(token, NULL) == number) return;
     }
