@@ -205,19 +205,6 @@ void run_options_init(struct run_options *options)
 
 /* ---- From options to a configuration ----------------------------------------------------------------------------- */
 
-struct lm_config run_shape(const struct run_config *config)
-{
-    struct lm_config shape = {0};
-    shape.width = (int)config->width;
-    shape.depth = (int)config->depth;
-    shape.heads = (int)config->heads;
-    shape.context = (int)config->context;
-    shape.intermediate = (int)config->intermediate;
-    shape.rms_norm_eps = config->rms_norm_eps;
-    shape.rope_theta = config->rope_theta;
-    return shape;
-}
-
 void run_config_settle(struct run_config *config)
 {
     struct recipe_parts parts;
@@ -238,69 +225,6 @@ void run_config_settle(struct run_config *config)
 int run_adds_up(const struct run_config *config)
 {
     return config->micro_steps > 1 && strcmp(config->accumulator, "states") != 0;
-}
-
-static void take_numbers(struct run_config *config, const struct lm_config *shape)
-{
-    config->intermediate = shape->intermediate;
-    config->rms_norm_eps = shape->rms_norm_eps;
-    config->rope_theta = shape->rope_theta;
-}
-
-/* A safetensors file tells everything of its model but these. */
-static int shape_without_config(struct args *args, struct run_config *config, char *note, size_t note_bytes,
-                                char *error, size_t error_bytes)
-{
-    if (!args_given(args, "heads")) {
-        snprintf(error, error_bytes, "--heads is missing: --init %s has no config.json beside it that tells the number",
-                 config->init);
-        return 2;
-    }
-    struct lm_config shape = run_shape(config);
-    if (lm_config_check(&shape, error, error_bytes) != 0) return 2;
-    snprintf(
-        note, note_bytes,
-        "note: --init %.300s has no config.json beside it: the model is taken for one of %d heads, rms_norm_eps %g "
-        "and rope_theta %g",
-        config->init, shape.heads, shape.rms_norm_eps, shape.rope_theta);
-    return 0;
-}
-
-/* Takes the model from the files of --init, and refuses options that contradict them. */
-static int shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes)
-{
-    char note[800] = "";
-    struct lm_config shape;
-    int status = checkpoint_read_shape(config->init, args_given(args, "context") ? config->context : 0, &shape, note,
-                                       sizeof note, error, error_bytes);
-    if (status < 0) return 1;
-    if (status > 0) {
-        status = shape_without_config(args, config, note, sizeof note, error, error_bytes);
-        if (status) return status;
-    } else {
-        const struct {
-            const char *option;
-            int64_t *value;
-            int told;
-        } sizes[] = {{"width", &config->width, shape.width},
-                     {"depth", &config->depth, shape.depth},
-                     {"heads", &config->heads, shape.heads}};
-        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-            if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].told) {
-                snprintf(error, error_bytes, "--%s is %lld, but the config.json of --init %s says %d; leave --%s out",
-                         sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].told, sizes[i].option);
-                return 2;
-            }
-            *sizes[i].value = sizes[i].told;
-        }
-        config->context = shape.context;
-        take_numbers(config, &shape);
-    }
-    if (note[0] && !(config->init_note = args_keep(args, note))) {
-        snprintf(error, error_bytes, "out of memory");
-        return 1;
-    }
-    return 0;
 }
 
 /* Adds what the checkpoint has and the command line did not say. */
@@ -391,12 +315,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
     trainer_file_free(&trainer);
-    struct lm_config shape;
-    if (!status &&
-        checkpoint_read_shape(config->resume_from, config->context, &shape, why, sizeof why, error, error_bytes) != 0)
-        status = 1;
-    if (!status) take_numbers(config, &shape);
-    return status;
+    return status ? status : run_shape_resumed(config, error, error_bytes);
 }
 
 int run_hyper_check(const struct run_config *config, char *error, size_t error_bytes)
@@ -429,7 +348,7 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
         int status = restore(args, groups, n_groups, config, error, error_bytes);
         if (status != 0) return status;
     } else if (config->init) {
-        int status = shape_from_init(args, config, error, error_bytes);
+        int status = run_shape_from_init(args, config, error, error_bytes);
         if (status) return status;
     }
     if (!config->data.n) {

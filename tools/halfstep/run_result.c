@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../src/io/text.h"
+#include "../../src/io/json.h"
 #include "train.h"
 
 /* ---- History ----------------------------------------------------------------------------------------------------- */

@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "../../src/io/json.h"
-#include "../../src/io/text.h"
 
 /* Takes `value` over, also when it cannot be put anywhere. NULL after a failure. */
 static json_t *put(struct document *document, json_t *in, const char *key, json_t *value)

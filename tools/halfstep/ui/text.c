@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../../src/io/text.h"
+#include "../../src/io/json.h"
 
 static int reserve(struct text *text, size_t more)
 {
