@@ -763,7 +763,7 @@ static void test_others_refused(void)
                  options[i], options[i] + 8, "218"[i], options[i]);
         refuse(2, pattern, line);
     }
-    refuse(2, "--log would overwrite other/config.json, a file of --init",
+    refuse(2, "--log would overwrite other/config.json, which is config.json of --init",
            "train lm --data text --steps 1 --init other/model.safetensors --log other/config.json");
     unlink("other/config.json");
     refuse(2, "--heads is missing: --init other/model.safetensors has no config.json beside it", from_file);
@@ -942,8 +942,8 @@ static void test_others_tensors(void)
     remove_tree("other");
 }
 
-/* Every byte of a file that a command prints is one that a terminal shows: names and metadata of tensors, names of files
- * and options of a run, on stdout and in errors. JSON keeps the very text. */
+/* Every byte of a file that a command prints is one that a terminal shows: names and metadata of tensors, names of
+ * files, and options of a run, on stdout and in errors. JSON keeps the very text. */
 static void test_others_printed(void)
 {
     static const char header[] = "{\"__metadata__\":{\"no\\u001bte\":\"x\\u001b]52;c;aGk=\\u0007\\n\\u009b2J\"},"

@@ -30,7 +30,8 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
     return error;
 }
 
-/* Returns code, so that a failure is one statement. Names come from files: what is not plain becomes '?', byte by byte. */
+/* Returns code, so that a failure is one statement. Names come from files: bytes of characters that are not plain
+ * become '?'. */
 __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
                                                                    ...)
 {

@@ -47,8 +47,8 @@ def test_init_computes_the_model_of_the_file(tmp_path, eps, theta, files):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {"total_size": 1}, "weight_map": {tensor: names[i % files] for i, (tensor, _) in enumerate(tensors)}}))
     for place in (tmp_path, tmp_path / ("model.safetensors" if files == 1 else "model.safetensors.index.json")):
-        done = subprocess.run([PROGRAM, "train", "lm", "--data", DATA, "--init", place, "--recipe", "adamw/f32/f32", "--compute", "f32", "--steps", "0", "--batch",
-                               "4", "--eval-batches", "4", "--sample-bytes", "0", "--seed", "7", "--threads", "1", "--quiet", "--json"],
+        done = subprocess.run([PROGRAM, "train", "lm", "--data", DATA, "--init", place, "--recipe", "adamw/f32/f32", "--compute", "f32", "--steps", "0",
+                               "--batch", "4", "--eval-batches", "4", "--sample-bytes", "0", "--seed", "7", "--threads", "1", "--quiet", "--json"],
                               capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert json.loads(done.stdout)["val_loss"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)

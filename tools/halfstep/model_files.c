@@ -30,12 +30,26 @@ static int join(char path[MODEL_PATH_BYTES], const char *folder, const char *nam
     return n < 0 || n >= MODEL_PATH_BYTES ? -1 : 0;
 }
 
-void model_files_folder(const char *path, char folder[MODEL_PATH_BYTES])
+/* The folder of a file; a folder itself. */
+static void folder_of(const char *path, char folder[MODEL_PATH_BYTES])
 {
     const char *slash = is_folder(path) ? NULL : strrchr(path, '/');
     if (is_folder(path)) snprintf(folder, MODEL_PATH_BYTES, "%s", path);
     else if (!slash) snprintf(folder, MODEL_PATH_BYTES, ".");
     else snprintf(folder, MODEL_PATH_BYTES, "%.*s", slash == path ? 1 : (int)(slash - path), path);
+}
+
+static int is_index(const char *path)
+{
+    size_t n = strlen(path);
+    return n >= 5 && strcmp(path + n - 5, ".json") == 0;
+}
+
+void model_files_inputs(const char *path, char files[MODEL_PATH_BYTES], char config[MODEL_PATH_BYTES])
+{
+    folder_of(path, files);
+    if (join(config, files, config_name) != 0) config[0] = 0;
+    if (!is_index(path)) snprintf(files, MODEL_PATH_BYTES, "%s", path);
 }
 
 /* ---- Finding ----------------------------------------------------------------------------------------------------- */
@@ -61,7 +75,7 @@ static int find_in_checkpoint(struct model_files *files, const char *path, char 
 static int find_others(struct model_files *files, const char *path, const char *why, char *error, size_t error_bytes)
 {
     char folder[MODEL_PATH_BYTES], trainer[MODEL_PATH_BYTES];
-    model_files_folder(path, folder);
+    folder_of(path, folder);
     int bad = strlen(path) >= MODEL_PATH_BYTES || join(files->config, folder, config_name) != 0 ||
               join(trainer, folder, "trainer.json") != 0;
     if (!bad && is_folder(path)) {
@@ -170,7 +184,7 @@ static int open_index(struct model_tensors *tensors, char *error, size_t error_b
     char *text = text_file_read(tensors->path, &bytes, error, error_bytes);
     if (!text) return -1;
     hstep_json json = {text, bytes, 0, NULL};
-    model_files_folder(tensors->path, folder);
+    folder_of(tensors->path, folder);
     error[0] = 0;
     bad = !hstep_json_expect(&json, '{');
     if (!bad && !hstep_json_take(&json, '}')) {
@@ -194,14 +208,12 @@ static int open_index(struct model_tensors *tensors, char *error, size_t error_b
 
 int model_tensors_open(const char *path, struct model_tensors *tensors, char *error, size_t error_bytes)
 {
-    static const char suffix[] = ".json";
-    size_t n = strlen(path), m = sizeof suffix - 1;
     *tensors = (struct model_tensors){NULL, 0, strdup(path)};
     if (!tensors->path) {
         snprintf(error, error_bytes, "out of memory");
         return -1;
     }
-    if (n >= m && strcmp(path + n - m, suffix) == 0) return open_index(tensors, error, error_bytes);
+    if (is_index(path)) return open_index(tensors, error, error_bytes);
     return add_part(tensors, strdup(path), error, error_bytes) < 0 ? -1 : 0;
 }
 

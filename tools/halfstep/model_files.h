@@ -1,5 +1,5 @@
-/* The files of a model: a checkpoint of train lm, a folder or a safetensors file of another program, or the index of one
- * that is cut into several files. Functions return 0, or -1 and one line. */
+/* The files of a model: a checkpoint of train lm, a folder or a safetensors file of another program, or the index of
+ * several such files. Functions return 0, or -1 and one line. */
 #ifndef HALFSTEP_MODEL_FILES_H
 #define HALFSTEP_MODEL_FILES_H
 
@@ -22,8 +22,9 @@ struct model_files {
  * model_files_close(). */
 int model_files_find(const char *path, int quick, struct model_files *files, char *error, size_t error_bytes);
 void model_files_close(struct model_files *files);
-/* The folder whose files are read, for a path that names one of them; the path itself if it is a folder. */
-void model_files_folder(const char *path, char folder[MODEL_PATH_BYTES]);
+/* What is read for a path: the file itself, or a folder any of whose files may be read; and the config.json, which need
+ * not be there. */
+void model_files_inputs(const char *path, char files[MODEL_PATH_BYTES], char config[MODEL_PATH_BYTES]);
 
 struct model_part {
     halfstep_safetensors *file;

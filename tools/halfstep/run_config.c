@@ -385,10 +385,10 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
             status =
                 paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
     }
-    /* config.json and further files beside the one that --init names are read, too. */
-    char init[MODEL_PATH_BYTES];
-    if (config->init) model_files_folder(config->init, init);
-    struct named_path *inputs = calloc(files[0].n + files[1].n + 2, sizeof *inputs);
+    /* The config.json beside a file of --init is read, too, and of an index all files that it names. */
+    char init[MODEL_PATH_BYTES], settings[MODEL_PATH_BYTES];
+    if (config->init) model_files_inputs(config->init, init, settings);
+    struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);
     if (!inputs && !status) {
         snprintf(error, error_bytes, "out of memory");
         status = 1;
@@ -397,6 +397,7 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
         for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};
     if (!status) {
         inputs[n++] = (struct named_path){"--init", config->init ? init : NULL};
+        inputs[n++] = (struct named_path){"config.json of --init", config->init ? settings : NULL};
         inputs[n++] = (struct named_path){"--resume", resumed};
         status = paths_check(inputs, (int)n, outputs, n_outputs, error, error_bytes);
     }

@@ -88,8 +88,8 @@ void run_config_settle(struct run_config *config);
 /* Whether the gradients of micro-steps are added up in buffers, and not in the states. */
 int run_adds_up(const struct run_config *config);
 struct lm_config run_shape(const struct run_config *config);
-/* Take the model from the files of --init, and refuse options that contradict them; take the numbers of the model that no
- * option tells from the checkpoint of --resume. 0, or the exit status and one line. */
+/* Take the model from the files of --init, and refuse options that contradict them; take the numbers of the model that
+ * no option tells from the checkpoint of --resume. 0, or the exit status and one line. */
 int run_shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes);
 int run_shape_resumed(struct run_config *config, char *error, size_t error_bytes);
 

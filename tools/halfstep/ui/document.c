@@ -167,7 +167,8 @@ static char *dump(const json_t *root, size_t *n)
     return NULL;
 }
 
-/* jansson escapes C0 only. What else a terminal would obey or hide can stand in strings alone, where \u says the same. */
+/* jansson escapes C0 only. What else a terminal would obey or hide can stand in strings alone, where \u says the
+ * same. */
 static void add_escaped(struct text *text, const char *json, size_t n)
 {
     for (size_t i = 0, length; i < n; i += length) {

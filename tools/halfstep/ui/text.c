@@ -94,7 +94,7 @@ size_t text_utf8_length(const void *bytes, size_t n)
     return hstep_utf8(bytes, n, &number);
 }
 
-/* Writes one character as a terminal may show it, and moves *string behind it. Returns how many characters that made. */
+/* Writes one character as a terminal may show it, and moves *string behind it. Returns how many characters it made. */
 static int plain_character(const char **string, char shown[20])
 {
     uint32_t number = 0;

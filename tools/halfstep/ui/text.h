@@ -26,8 +26,8 @@ void text_add_shell(struct text *text, const char *string);
 void text_add_json(struct text *text, const char *string);
 /* Bytes as UTF-8, with U+FFFD in the place of each that is none. */
 void text_add_utf8(struct text *text, const void *bytes, size_t n);
-/* As a terminal may show it, in one line: bytes of control characters, of characters that turn or hide text, and those that
- * are not UTF-8 become \xNN. */
+/* As a terminal may show it, in one line: bytes of control characters, of characters that turn or hide text, and those
+ * that are not UTF-8 become \xNN. */
 void text_add_plain(struct text *text, const char *string);
 /* The same into a buffer, cut where it is full. */
 void plain_text(char *out, size_t out_bytes, const char *string);
