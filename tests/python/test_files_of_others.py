@@ -102,6 +102,13 @@ def test_plan_of_what_is_no_file(capsys, tmp_path, monkeypatch):
     assert code == 1 and not out and err.count("\n") == 1 and "pip install safetensors" in err
 
 
+def test_plan_of_sizes(capsys):
+    for size in ("9" * 400 + "G", "1e400", "1e19", "-5", "x", "24\x1b[2J"):
+        code, out, err = planned(capsys, "7B", f"--memory={size}")
+        assert code == 1 and not out and err.count("\n") == 1 and "is not a size in bytes below 2^63; write 24e9" in err and err[:-1].isprintable()
+    assert planned(capsys, "7B", "--memory", "24e9")[0] == planned(capsys, "7B", "--memory", "1.5 GiB")[0] == 0
+
+
 @pytest.mark.parametrize("text", [b'{"__metadata__":null,"a":' + TENSOR + b"}}", b' \n{"a":' + TENSOR + b',"more":{"x":[1,null]}}}\n'])
 def test_headers_that_the_reference_reads(capsys, tmp_path, text):
     """Both programs say the same of them as safetensors does."""
