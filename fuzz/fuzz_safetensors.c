@@ -137,8 +137,9 @@ static size_t make_file(uint8_t *out, size_t room)
     size_t used = 0, offset = 0, tensors = draw(6);
     int odd = draw(3) == 0;
 #define PUT(...) (used += (size_t)snprintf(header + used, sizeof header - used, __VA_ARGS__))
-    PUT("{");
-    if (draw(3) == 0) PUT("\"__metadata__\":{\"k%u\":\"v\\u00e9\\n\"}%s", (unsigned)draw(9), tensors ? "," : "");
+    PUT("%s{", draw(8) ? "" : " \n");
+    if (draw(8) == 0) PUT("\"__metadata__\":null%s", tensors ? "," : "");
+    else if (draw(3) == 0) PUT("\"__metadata__\":{\"k%u\":\"v\\u00e9\\n\"}%s", (unsigned)draw(9), tensors ? "," : "");
     for (size_t i = 0; i < tensors; i++) {
         uint32_t kinds = 0;
         while (halfstep_safetensors_dtype(kinds)) kinds++;
@@ -153,6 +154,7 @@ static size_t make_file(uint8_t *out, size_t room)
         }
         size_t bytes = elements * halfstep_safetensors_dtype_bits(dtype) / 8;
         if (odd && draw(6) == 0) bytes += draw(3);
+        if (draw(8) == 0) PUT("],\"more\":[1,{\"shape\":null}");
         PUT("],\"data_offsets\":[%u,%u]}", (unsigned)offset, (unsigned)(offset + bytes));
         offset += bytes;
     }

@@ -344,7 +344,7 @@ lm --steps 0 --quiet --json --recipe adamw/bf16-ecc16/f32 --init wide >b.json
 [ "$(value a.json state_hash)" = "$(value b.json state_hash)" ] || fail "--init lost bits"
 "$halfstep" train lm --data "$data" --init ecc --steps 0 --quiet --json >c.json
 [ "$(value c.json params)" = "$(value a.json params)" ] || fail "--init does not bring its shape"
-expect 1 'has shape' train lm --data "$data" --init ecc --width 64 --heads 2
+expect 2 '--width is 64, but the config.json of --init ecc says' train lm --data "$data" --init ecc --width 64
 ok "--init takes the weights in full"
 
 # Schedule-free training evaluates another point than it stores as its weights. That point is what validation, the sample,

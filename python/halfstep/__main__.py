@@ -35,22 +35,40 @@ def info(given):
     return 0
 
 
+def _shapes_of_file(path):
+    """Shapes of a safetensors file by name. Fails with a sentence, whatever is wrong with the file."""
+    if not os.path.isfile(path):  # a pipe would be waited for
+        raise ValueError(f"{path!r} is not a regular file; give a safetensors file, or a number of parameters such as 7e9 or 7B")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ValueError(f"{path!r} cannot be read without the package safetensors: pip install safetensors") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (SafetensorError, OverflowError) as error:
+        raise ValueError(f"{path!r} is not a sound safetensors file: {error}; fetch it again, or give a number of parameters such as 7e9 or 7B") from None
+
+
 def _shapes(text):
     """Shapes of a safetensors file by name, or of a model of so many parameters in matrices of 4096 columns."""
-    if os.path.exists(text):
-        from safetensors import safe_open
-        with safe_open(text, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    if os.path.lexists(text):
+        return _shapes_of_file(text)
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     try:
-        n = int(float(text[:-1] if scale > 1 else text) * scale)
+        n = float(text[:-1] if scale > 1 else text) * scale
     except ValueError:
         n = 0
-    if n < 1:
-        raise ValueError(f"{text!r} is neither a file nor a number of parameters such as 7e9 or 7B")
-    rows, rest = divmod(n, _COLUMNS)
+    if not 1 <= n <= 1e15:
+        raise ValueError(f"{text!r} is neither a file nor a number of parameters from 1 to 1e15, such as 7e9 or 7B")
+    rows, rest = divmod(int(n), _COLUMNS)
     shapes = {f"matrix {i}": (min(_ROWS, rows - i * _ROWS), _COLUMNS) for i in range(-(-rows // _ROWS))}
     return {**shapes, "vector": (rest,)} if rest else shapes
+
+
+def _plain(text):
+    """A text as a terminal may show it, in one line: what a terminal obeys, or does not show, is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text)
 
 
 def show_plan(given):
@@ -124,7 +142,7 @@ def main(arguments=None):
     try:
         return given.call(given)
     except (ValueError, OSError) as error:
-        print(f"python -m halfstep {given.command}: {error}", file=sys.stderr)
+        print(_plain(f"python -m halfstep {given.command}: {error}"), file=sys.stderr)
         return 1
 
 

@@ -189,7 +189,7 @@ def load(optimizer, path):
             raise ValueError(f"halfstep: {path} holds no optimizer of halfstep")
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if rule != optimizer.rule:
-            raise ValueError(f"halfstep: {path} is of {rule}, this optimizer of {optimizer.rule}")
+            raise ValueError(f"halfstep: {path} is of the rule {rule!r}, this optimizer of {optimizer.rule!r}")
         streams, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
             name, _, stream = key.rpartition("/")

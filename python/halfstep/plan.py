@@ -1,6 +1,7 @@
 """The memory that training takes under each recipe, before anything is allocated."""
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from html import escape
@@ -186,13 +187,18 @@ def _size(n):
 
 
 def _bytes(memory):
-    """24e9, "24G" or "24 GiB": units are powers of 1024, as in `halfstep plan`."""
-    if not isinstance(memory, str):
-        return int(memory)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE)
-    if not found:
-        raise ValueError(f"memory={memory!r} is no number of bytes; write 24e9, '24G' or '512M'")
-    return int(float(found[1]) * 1024 ** (" KMGTP".index(found[2].upper()) if found[2] else 0))
+    """24e9, "24e9", "24G" or "24 GiB": units are powers of 1024, as in `halfstep plan`."""
+    size, unit = memory, ""
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGTP]?)(?:i?B)?\s*", memory, re.IGNORECASE)
+        size, unit = found.groups() if found else ("nan", "")
+    try:
+        size = float(size) * 1024 ** " KMGTP".index(unit.upper() or " ")
+    except OverflowError:
+        size = math.inf
+    if not 0 <= size < 2 ** 63:
+        raise ValueError(f"memory={str(memory)[:40]!r} is not a size in bytes below 2^63; write 24e9, '24G' or '512M'")
+    return int(size)
 
 
 def _shape(name, given):

@@ -36,6 +36,15 @@ int hstep_json_skip(hstep_json *json);
 /* Nothing is left but blanks. */
 int hstep_json_end(hstep_json *json);
 
-#define HSTEP_JSON_DEPTH 64
+/* As deep as the reference reader of safetensors goes. */
+#define HSTEP_JSON_DEPTH 128
+
+/* Length of the UTF-8 character at text, of n bytes, and its number; 0 if none begins there. Well-formed is the
+ * shortest form, no surrogates, nothing above U+10FFFF. */
+size_t hstep_utf8(const char *text, size_t n, uint32_t *number);
+int hstep_is_utf8(const char *text);
+/* True of a character that a terminal shows. False of those that it obeys (C0, delete, C1), and of those that break
+ * lines, turn text around or are invisible, with which a name can look like another one. */
+int hstep_is_plain(uint32_t number);
 
 #endif

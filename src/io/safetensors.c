@@ -254,9 +254,11 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
     const char *key, *dtype;
     if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':')) return fail_json(reader);
     unsigned member = !strcmp(key, "dtype") ? 1 : !strcmp(key, "shape") ? 2 : !strcmp(key, "data_offsets") ? 4 : 0;
-    if (!member || *seen & member)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s member \"%s\"", reader->path,
-                          name_of(reader->file, entry), member ? "duplicate" : "unexpected", key);
+    if (*seen & member)
+        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": duplicate member \"%s\"",
+                          reader->path, name_of(reader->file, entry), key);
+    /* The reference implementation passes over members that it does not know, so writers may add some. */
+    if (!member) return hstep_json_skip(json) ? HALFSTEP_OK : fail_json(reader);
     *seen |= member;
     if (member == 2) return read_shape(reader, entry);
     if (member == 4)
@@ -315,6 +317,9 @@ static int read_metadata(header_reader *reader)
 {
     halfstep_safetensors *file = reader->file;
     const char *key, *value;
+    /* null: a writer that has no metadata to tell. */
+    if (hstep_json_peek(&reader->json) == 'n')
+        return hstep_json_word(&reader->json, "null") ? HALFSTEP_OK : fail_json(reader);
     if (!hstep_json_expect(&reader->json, '{')) return fail_json(reader);
     if (hstep_json_take(&reader->json, '}')) return HALFSTEP_OK;
     do {
@@ -388,9 +393,7 @@ static int read_header(header_reader *reader)
 {
     hstep_json *json = &reader->json;
     int seen_metadata = 0, code;
-    if (json->text[0] != '{')
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: the header does not start with '{'", reader->path);
-    hstep_json_expect(json, '{');
+    if (!hstep_json_expect(json, '{')) return fail_json(reader);
     if (!hstep_json_take(json, '}')) {
         do {
             const char *key;
@@ -402,12 +405,9 @@ static int read_header(header_reader *reader)
         } while (hstep_json_take(json, ','));
         if (!hstep_json_expect(json, '}')) return fail_json(reader);
     }
-    while (json->at < json->bytes && json->text[json->at] == ' ') json->at++;
-    if (json->at != json->bytes)
+    if (!hstep_json_end(json))
         return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
-                          "%s: byte %zu of the header: the header must end with '}' "
-                          "and spaces",
-                          reader->path, json->at);
+                          "%s: byte %zu of the header: only blanks may follow its last '}'", reader->path, json->at);
     code = index_file(reader);
     return code ? code : check_coverage(reader);
 }

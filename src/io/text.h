@@ -10,6 +10,8 @@
 
 #include "halfstep_io.h"
 
+#include "json.h"
+
 /* For %llu and %llx, which uint64_t does not fit on every system. */
 static inline unsigned long long ull(uint64_t value) { return value; }
 
@@ -28,8 +30,8 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
     return error;
 }
 
-/* Returns code, so that a failure is one statement. Names come from files: control characters would break the promise
- * of one line, and could drive a terminal. */
+/* Returns code, so that a failure is one statement. Names come from files: bytes of characters that are not plain
+ * become '?'. */
 __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
                                                                    ...)
 {
@@ -38,8 +40,14 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
         va_start(arguments, format);
         vsnprintf(error->text, error->size, format, arguments);
         va_end(arguments);
-        for (char *c = error->text; *c; c++)
-            if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
+        size_t left = strlen(error->text), length;
+        uint32_t number = 0;
+        for (char *c = error->text; left; c += length, left -= length) {
+            length = hstep_utf8(c, left, &number);
+            int plain = length && hstep_is_plain(number);
+            if (!length) length = 1;
+            if (!plain) memset(c, '?', length);
+        }
     }
     return code;
 }
@@ -140,27 +148,6 @@ static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
         }
     }
     hstep_append(buffer, "\"", 1);
-}
-
-/* Well-formed UTF-8: shortest form, no surrogates, nothing above U+10FFFF. */
-static inline int hstep_is_utf8(const char *text)
-{
-    const unsigned char *s = (const unsigned char *)text;
-    while (*s) {
-        if (*s < 0x80) {
-            s++;
-            continue;
-        }
-        int more = *s >= 0xc2 && *s < 0xe0 ? 1 : (*s & 0xf0) == 0xe0 ? 2 : *s >= 0xf0 && *s < 0xf5 ? 3 : 0;
-        if (!more) return 0;
-        unsigned char low = *s == 0xe0 ? 0xa0 : *s == 0xf0 ? 0x90 : 0x80;
-        unsigned char high = *s == 0xed ? 0x9f : *s == 0xf4 ? 0x8f : 0xbf;
-        if (s[1] < low || s[1] > high) return 0;
-        for (int i = 2; i <= more; i++)
-            if ((s[i] & 0xc0) != 0x80) return 0;
-        s += more + 1;
-    }
-    return 1;
 }
 
 #endif

@@ -50,9 +50,10 @@ const char *checkpoint_file_name(int index);
 int checkpoint_load(const halfstep_checkpoint *checkpoint, const struct holding *holding, struct run_history *history,
                     char *error, size_t error_bytes);
 
-/* Only the weights, from a checkpoint directory or a safetensors file, into whatever format holding has. With a
- * checkpoint's error codes or residuals they are read in full precision; where its rule averages (schedulefree), what
- * is read are the weights that it evaluates. */
+/* Only the weights, from a checkpoint directory or files of another program (model_files.h), into whatever format
+ * holding has. They must be the tensors of holding's shape and no others. With a checkpoint's error codes or residuals
+ * they are read in full precision; where its rule averages (schedulefree), what is read are the weights that it
+ * evaluates. */
 int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes);
 
 /* Weights of one tensor as fp32, from the same places: for comparing with the start. */
@@ -62,7 +63,11 @@ void weight_source_close(struct weight_source *source);
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes);
 
-/* The shape that config.json tells. */
-int checkpoint_read_shape(const char *path, struct lm_config *shape, char *error, size_t error_bytes);
+/* The model that config.json describes, in a checkpoint, in a folder, or beside the safetensors file or index that path
+ * names. It is refused unless this program's model computes the same (docs/checkpoints.md). context: what takes the
+ * place of max_position_embeddings, 0: nothing. note: a line about members that are unknown, "" or cut short. Returns 1
+ * where files of another program are without config.json. */
+int checkpoint_read_shape(const char *path, int64_t context, struct lm_config *shape, char *note, size_t note_bytes,
+                          char *error, size_t error_bytes);
 
 #endif

@@ -8,6 +8,7 @@
 #include "args.h"
 #include "checkpoint.h"
 #include "commands.h"
+#include "model_files.h"
 #include "train.h"
 
 struct generate {
@@ -67,8 +68,8 @@ static int load_averages(const char *checkpoint, const struct lm_config *shape, 
 }
 
 /* In the type they are stored in. */
-static int load_weights(halfstep_safetensors *file, const struct lm_config *shape, const char *path,
-                        struct lm_weight *weights, char *error, size_t error_bytes)
+static int load_weights(const struct model_tensors *model, const struct lm_config *shape, struct lm_weight *weights,
+                        char *error, size_t error_bytes)
 {
     static const struct {
         const char *name;
@@ -76,19 +77,16 @@ static int load_weights(halfstep_safetensors *file, const struct lm_config *shap
     } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
     for (int i = 0; i < lm_tensor_count(shape); i++) {
         struct lm_tensor tensor;
+        const struct model_part *part;
         uint64_t index;
-        halfstep_safetensor_info info = {.struct_size = sizeof info};
+        halfstep_safetensor_info info;
         lm_tensor_info(shape, i, &tensor);
-        if (halfstep_safetensor_find(file, tensor.name, &index) != HALFSTEP_OK ||
-            halfstep_get_safetensor_info(file, index, &info) != HALFSTEP_OK) {
-            snprintf(error, error_bytes, "%s: there is no tensor %s", path, tensor.name);
-            return -1;
-        }
+        if (model_tensors_find(model, &tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
         size_t type = 0;
         while (type < sizeof types / sizeof types[0] && strcmp(types[type].name, info.dtype) != 0) type++;
-        if (type == sizeof types / sizeof types[0] ||
-            info.bytes != (uint64_t)(tensor.rows * tensor.row_length) * lm_dtype_bytes(types[type].dtype)) {
-            snprintf(error, error_bytes, "%s: %s does not fit config.json", path, tensor.name);
+        if (type == sizeof types / sizeof types[0]) {
+            snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", part->path, tensor.name,
+                     info.dtype);
             return -1;
         }
         void *data = malloc(info.bytes);
@@ -97,7 +95,8 @@ static int load_weights(halfstep_safetensors *file, const struct lm_config *shap
             snprintf(error, error_bytes, "out of memory");
             return -1;
         }
-        if (halfstep_read_safetensor(file, index, 0, data, info.bytes, error, error_bytes) != HALFSTEP_OK) return -1;
+        if (halfstep_read_safetensor(part->file, index, 0, data, info.bytes, error, error_bytes) != HALFSTEP_OK)
+            return -1;
     }
     return 0;
 }
@@ -139,9 +138,9 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
 
 static int generate(const struct generate *g)
 {
-    char error[1024] = "";
+    char error[1024] = "", note[600];
     halfstep_checkpoint *checkpoint = NULL;
-    halfstep_safetensors *file = NULL;
+    struct model_tensors model = {NULL, 0, NULL};
     struct lm_config shape;
     if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
         return failure(command.name, "%s", error);
@@ -151,18 +150,19 @@ static int generate(const struct generate *g)
     int tensors = 0;
     if (!path) {
         snprintf(error, sizeof error, "%s: the checkpoint has no model.safetensors", g->checkpoint);
-    } else if (checkpoint_read_shape(g->checkpoint, &shape, error, sizeof error) == 0 &&
-               halfstep_open_safetensors(&file, path, error, sizeof error) == HALFSTEP_OK) {
+    } else if (checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error) == 0 &&
+               model_tensors_open(path, &model, error, sizeof error) == 0 &&
+               model_tensors_check(&model, &shape, error, sizeof error) == 0) {
         tensors = lm_tensor_count(&shape);
         weights = calloc((size_t)tensors, sizeof *weights);
         if (!weights) snprintf(error, sizeof error, "out of memory");
         else if ((averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
-                                       : load_weights(file, &shape, path, weights, error, sizeof error)) == 0)
+                                       : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
             status = write_text(g, &shape, weights, error, sizeof error);
     }
     for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
     free(weights);
-    halfstep_close_safetensors(file);
+    model_tensors_close(&model);
     halfstep_close_checkpoint(checkpoint);
     return status && error[0] ? failure(command.name, "%s", error) : status;
 }

@@ -66,6 +66,15 @@ static void put_file(struct document *d, json_t *in, const halfstep_safetensors 
     put_integer(d, in, "bytes", (int64_t)bytes);
 }
 
+/* Text of a file, with some of ours before and after it. Returns its characters. */
+static int print_words(const char *before, const char *text, const char *after)
+{
+    printf("%s", before);
+    int characters = plain_print(stdout, text);
+    printf("%s", after);
+    return characters;
+}
+
 static void print_shape(const halfstep_safetensor_info *info)
 {
     for (uint64_t k = 0; k < info->ndim; k++) printf("%s%llu", k ? " x " : "", (unsigned long long)info->shape[k]);
@@ -78,13 +87,17 @@ static void print_file(const halfstep_safetensors *file)
     int wide = 4;
     for (uint64_t i = 0; i < halfstep_safetensors_metadata_count(file); i++) {
         const char *key, *value;
-        if (halfstep_get_safetensors_metadata(file, i, &key, &value) == HALFSTEP_OK) printf("  %s = %s\n", key, value);
+        if (halfstep_get_safetensors_metadata(file, i, &key, &value) != HALFSTEP_OK) continue;
+        print_words("  ", key, "");
+        print_words(" = ", value, "\n");
     }
     for (uint64_t i = 0; i < n; i++)
         if (tensor_info(file, i, &info) && (int)strlen(info.name) > wide) wide = (int)strlen(info.name);
     for (uint64_t i = 0; i < n; i++) {
         if (!tensor_info(file, i, &info)) continue;
-        printf("  %-*s  %-5s %14llu bytes  ", wide, info.name, info.dtype, (unsigned long long)info.bytes);
+        int columns = print_words("  ", info.name, "");
+        printf("%*s  %-5s %14llu bytes  ", columns < wide ? wide - columns : 0, "", info.dtype,
+               (unsigned long long)info.bytes);
         print_shape(&info);
         printf("\n");
         elements += info.elements;
@@ -103,7 +116,7 @@ static int inspect_file(const char *path, const halfstep_safetensors *file, cons
         put_text(&d, d.root, "file", path);
         return document_print(&d);
     }
-    printf("%s\n", path);
+    print_words("", path, "\n");
     print_file(file);
     return 0;
 }
@@ -206,21 +219,25 @@ static void print_options(const struct trainer_file *trainer)
         if (!option->value[0]) continue;
         int n = (int)(strlen(option->name) + strlen(option->value)) + 4;
         if (at && at + n > 98) at = 0, printf("\n");
-        at += printf("%s--%s %s", at ? " " : "  ", option->name, option->value);
+        at += printf("%s--", at ? " " : "  ");
+        at += print_words("", option->name, " ") + 1;
+        at += print_words("", option->value, "");
     }
     if (at) printf("\n");
 }
 
 static int print_checkpoint(const struct checkpoint *c)
 {
-    printf("%s\nstep %llu, recipe %s, seed %s, %llu bytes in all\n", c->info.directory,
-           (unsigned long long)c->info.step, c->recipe ? c->recipe : "not told", c->seed ? c->seed : "not told",
-           (unsigned long long)c->bytes);
+    print_words("", c->info.directory, "\n");
+    printf("step %llu", (unsigned long long)c->info.step);
+    print_words(", recipe ", c->recipe ? c->recipe : "not told", "");
+    print_words(", seed ", c->seed ? c->seed : "not told", "");
+    printf(", %llu bytes in all\n", (unsigned long long)c->bytes);
     print_options(&c->trainer);
     for (uint64_t i = 0; i < c->info.files; i++) {
         const struct part *part = &c->part[i];
-        printf("\n%s, %llu bytes, CRC-64 %016" PRIx64 "\n", part->info.name, (unsigned long long)part->info.bytes,
-               part->info.crc64);
+        print_words("\n", part->info.name, "");
+        printf(", %llu bytes, CRC-64 %016" PRIx64 "\n", (unsigned long long)part->info.bytes, part->info.crc64);
         if (part->file) print_file(part->file);
     }
     return 0;

@@ -35,7 +35,7 @@ static const struct option option_rows[] = {
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
      "with --release and --params: equal parts that gradients are released in"},
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
-     "take the shape of this model instead of --params"},
+     "take the shape of this model instead of --params: a checkpoint, or a folder with config.json"},
     {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL,
      "or the shape that train lm makes of these four"},
     {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, 0, NULL, "layers"},
@@ -304,8 +304,13 @@ static int plan_all(struct plan *plan, const struct args *args)
     int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
     if (sources != 1)
         return usage_error(command.name, "say the size of the model with one of --params, --checkpoint, --width");
-    if (plan->checkpoint && checkpoint_read_shape(plan->checkpoint, &shape, error, sizeof error) != 0)
-        return failure(command.name, "%s", error);
+    if (plan->checkpoint) {
+        char note[600];
+        int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
+        if (status > 0)
+            snprintf(error, sizeof error, "%.500s: there is neither a checkpoint nor a config.json", plan->checkpoint);
+        if (status) return failure(command.name, "%s", error);
+    }
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];

@@ -96,7 +96,11 @@ static void print_result(const struct run_result *r)
         printf("%d processes, which have received %.2f MiB in all; what follows is of the first\n", r->ranks,
                (double)r->job_received / 0x1p20);
     print_held(r);
-    if (r->checkpoint[0]) printf("saved in %s\n", r->checkpoint);
+    if (r->checkpoint[0]) {
+        printf("saved in ");
+        plain_print(stdout, r->checkpoint);
+        printf("\n");
+    }
     if (r->sample) {
         printf("\n");
         print_bytes(r->sample, r->sample_bytes);

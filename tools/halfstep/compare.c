@@ -308,10 +308,10 @@ static int train_all(struct compare *compare)
         }
         compare_free_paths(&paths);
         if (status != 0) {
-            fprintf(stderr, "halfstep: %s: %s: %s\n", command, report->entry[run->entry].name, error);
+            failure(command, "%s: %s", report->entry[run->entry].name, error);
             if (report_done(report))
-                fprintf(stderr, "halfstep: %s: %d of %d runs are in %s/report.html\n", command, report_done(report),
-                        report->runs, compare->options.out);
+                failure(command, "%d of %d runs are in %s/report.html", report_done(report), report->runs,
+                        compare->options.out);
             return status;
         }
         /* What cannot be written now may be at the end. */
@@ -377,8 +377,9 @@ static int print_outcome(const struct compare *compare, FILE *out)
 {
     struct text text = {0};
     report_table(&compare->report, &text);
-    text_add(&text, "Matrix products in %s for every recipe.\n\nreport: %s/report.html\n", compare->base.compute,
-             compare->options.out);
+    text_add(&text, "Matrix products in %s for every recipe.\n\nreport: ", compare->base.compute);
+    text_add_plain(&text, compare->options.out);
+    text_add(&text, "/report.html\n");
     report_sentence(&compare->report, &text);
     int bad = text.failed;
     if (!bad) fprintf(out, "%s%s", text.data, text.data[text.n - 1] == '\n' ? "" : "\n");

@@ -58,8 +58,10 @@ static void print_version(void)
 static int unknown_command(const char *name)
 {
     const char *near = args_suggest(name, command_name, NULL);
+    char shown[400];
+    plain_text(shown, sizeof shown, name);
     fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command",
-            name, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
+            shown, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     return 2;
 }
 
@@ -186,8 +188,10 @@ static int occupy_standard_streams(void)
 static int refuse_isa(void)
 {
     const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
-    fprintf(stderr, "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ",
-            asked ? asked : "");
+    char shown[400];
+    plain_text(shown, sizeof shown, asked ? asked : "");
+    fprintf(stderr,
+            "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ", shown);
     for (int32_t i = 0; i < halfstep_isa_count(); i++) {
         if (!halfstep_isa_available(i)) continue;
         fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));

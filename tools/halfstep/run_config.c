@@ -7,6 +7,7 @@
 
 #include "checkpoint.h"
 #include "hash.h"
+#include "model_files.h"
 #include "train.h"
 #include "trainer_file.h"
 
@@ -68,7 +69,9 @@ static const struct option fixed_rows[] = {
     {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, OPTION_SAVED, NULL,
      "0: HALFSTEP_THREADS, OMP_NUM_THREADS or all processors"},
     {"init", OPTION_STRING, AT(init), "DIR", NULL, 0, 0, OPTION_SAVED, NULL,
-     "start from the weights of this checkpoint (or safetensors file), whatever its recipe; its shape is taken too"},
+     "start from the weights of this checkpoint, whatever its recipe, or of a folder, a safetensors file or an index "
+     "of "
+     "several; the model is what the config.json there says"},
     {"val-every", OPTION_INTEGER, AT(val_every), "N", "100", 0, 1e12, OPTION_SAVED, NULL,
      "steps between validations; 0: only at the end"},
     {"eval-batches", OPTION_INTEGER, AT(eval_batches), "N", "8", 1, 1e9, OPTION_SAVED, NULL,
@@ -202,16 +205,6 @@ void run_options_init(struct run_options *options)
 
 /* ---- From options to a configuration ----------------------------------------------------------------------------- */
 
-struct lm_config run_shape(const struct run_config *config)
-{
-    struct lm_config shape = {0};
-    shape.width = (int)config->width;
-    shape.depth = (int)config->depth;
-    shape.heads = (int)config->heads;
-    shape.context = (int)config->context;
-    return shape;
-}
-
 void run_config_settle(struct run_config *config)
 {
     struct recipe_parts parts;
@@ -232,31 +225,6 @@ void run_config_settle(struct run_config *config)
 int run_adds_up(const struct run_config *config)
 {
     return config->micro_steps > 1 && strcmp(config->accumulator, "states") != 0;
-}
-
-static int shape_from_init(const struct args *args, struct run_config *config, char *error, size_t error_bytes)
-{
-    halfstep_checkpoint *checkpoint;
-    if (halfstep_open_checkpoint(&checkpoint, config->init, NULL, error, error_bytes) != HALFSTEP_OK) {
-        char why[512];
-        uint64_t tensors = 0;
-        halfstep_safetensors *file;
-        /* A plain safetensors file has no shape to offer beyond its tensors, which are checked when they are read. */
-        if (halfstep_open_safetensors(&file, config->init, why, sizeof why) == HALFSTEP_OK) {
-            tensors = halfstep_safetensor_count(file);
-            halfstep_close_safetensors(file);
-            if (tensors) return 0;
-        }
-        return -1;
-    }
-    halfstep_close_checkpoint(checkpoint);
-    struct lm_config shape;
-    if (checkpoint_read_shape(config->init, &shape, error, error_bytes) != 0) return -1;
-    if (!args_given(args, "width")) config->width = shape.width;
-    if (!args_given(args, "depth")) config->depth = shape.depth;
-    if (!args_given(args, "heads")) config->heads = shape.heads;
-    if (!args_given(args, "context")) config->context = shape.context;
-    return 0;
 }
 
 /* Adds what the checkpoint has and the command line did not say. */
@@ -347,7 +315,7 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     halfstep_close_checkpoint(checkpoint);
     if (!status) status = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
     trainer_file_free(&trainer);
-    return status;
+    return status ? status : run_shape_resumed(config, error, error_bytes);
 }
 
 int run_hyper_check(const struct run_config *config, char *error, size_t error_bytes)
@@ -379,8 +347,9 @@ int run_config_complete(struct args *args, const struct option_group *groups, in
     if (config->resume && trains) {
         int status = restore(args, groups, n_groups, config, error, error_bytes);
         if (status != 0) return status;
-    } else if (config->init && shape_from_init(args, config, error, error_bytes) != 0) {
-        return 1;
+    } else if (config->init) {
+        int status = run_shape_from_init(args, config, error, error_bytes);
+        if (status) return status;
     }
     if (!config->data.n) {
         snprintf(error, error_bytes, "--data FILE is missing");
@@ -416,7 +385,10 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
             status =
                 paths_outside((struct named_path){names[l], list->item[i]}, outputs, n_outputs, error, error_bytes);
     }
-    struct named_path *inputs = calloc(files[0].n + files[1].n + 2, sizeof *inputs);
+    /* The config.json beside a file of --init is read, too, and of an index all files that it names. */
+    char init[MODEL_PATH_BYTES], settings[MODEL_PATH_BYTES];
+    if (config->init) model_files_inputs(config->init, init, settings);
+    struct named_path *inputs = calloc(files[0].n + files[1].n + 3, sizeof *inputs);
     if (!inputs && !status) {
         snprintf(error, error_bytes, "out of memory");
         status = 1;
@@ -424,7 +396,8 @@ int run_paths_check(const struct run_config *config, const char *resumed, const 
     for (int l = 0; l < 2 && inputs; l++)
         for (size_t i = 0; i < files[l].n; i++) inputs[n++] = (struct named_path){names[l], files[l].file[i].path};
     if (!status) {
-        inputs[n++] = (struct named_path){"--init", config->init};
+        inputs[n++] = (struct named_path){"--init", config->init ? init : NULL};
+        inputs[n++] = (struct named_path){"config.json of --init", config->init ? settings : NULL};
         inputs[n++] = (struct named_path){"--resume", resumed};
         status = paths_check(inputs, (int)n, outputs, n_outputs, error, error_bytes);
     }

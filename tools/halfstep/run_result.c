@@ -5,6 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../../src/io/json.h"
 #include "train.h"
 
 /* ---- History ----------------------------------------------------------------------------------------------------- */
@@ -80,16 +81,13 @@ void print_bytes(const uint8_t *bytes, size_t n)
         return;
     }
     for (size_t i = 0; i < n;) {
-        size_t length = text_utf8_length(bytes + i, n - i);
-        int control = length == 1 && bytes[i] != '\n' && bytes[i] != '\t' && (bytes[i] < 0x20 || bytes[i] == 0x7f);
-        /* The C1 controls, which some terminals obey, are U+0080 to U+009F. */
-        if (length == 2 && bytes[i] == 0xc2 && bytes[i + 1] < 0xa0) control = 1;
-        if (length == 0 || control) {
-            printf("\\x%02x", bytes[i]);
-            i++;
-        } else {
+        uint32_t number = 0;
+        size_t length = hstep_utf8((const char *)bytes + i, n - i, &number);
+        if (length && (hstep_is_plain(number) || number == '\n' || number == '\t')) {
             fwrite(bytes + i, 1, length, stdout);
             i += length;
+        } else {
+            printf("\\x%02x", bytes[i++]);
         }
     }
 }

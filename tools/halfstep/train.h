@@ -30,6 +30,9 @@
 struct run_config {
     struct path_list data, val; /* files and folders; no val: the last tenth of data */
     int64_t width, depth, heads, context;
+    /* Of the model, from --init or the checkpoint of --resume: 0, the defaults of struct lm_config. */
+    int64_t intermediate;
+    double rms_norm_eps, rope_theta;
     int64_t steps, batch, micro_steps; /* batch sequences in each micro-step */
     uint64_t seed;
     int64_t threads;       /* 0: what halfstep_default_threads() says */
@@ -47,6 +50,7 @@ struct run_config {
     struct string_list hyper; /* "name=value", all other hyper-parameters */
     int64_t val_every, eval_batches;
     const char *init;       /* directory or file whose weights to start from, or NULL */
+    const char *init_note;  /* what people are told of its config.json, or NULL */
     const char *log;        /* CSV file or NULL */
     const char *checkpoint; /* directory or NULL */
     int64_t checkpoint_every, keep;
@@ -84,6 +88,10 @@ void run_config_settle(struct run_config *config);
 /* Whether the gradients of micro-steps are added up in buffers, and not in the states. */
 int run_adds_up(const struct run_config *config);
 struct lm_config run_shape(const struct run_config *config);
+/* Take the model from the files of --init, and refuse options that contradict them; take the numbers of the model that
+ * no option tells from the checkpoint of --resume. 0, or the exit status and one line. */
+int run_shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes);
+int run_shape_resumed(struct run_config *config, char *error, size_t error_bytes);
 
 struct run_data {
     size_t files; /* of --data */

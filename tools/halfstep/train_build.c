@@ -211,8 +211,11 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
 
 int run_initialize(struct run *run)
 {
-    if (run->config->init)
-        return checkpoint_init(run->config->init, &run->holding, run->error, run->error_bytes) ? 1 : 0;
+    if (run->config->init) {
+        if (checkpoint_init(run->config->init, &run->holding, run->error, run->error_bytes) != 0) return 1;
+        if (run->config->init_note && run->rank == 0) run_tell(run, run->config->init_note);
+        return 0;
+    }
     for (int i = 0; i < run->tensors; i++) {
         struct lm_tensor tensor;
         lm_tensor_info(&run->shape, i, &tensor);

@@ -142,6 +142,27 @@ static int same_rates(struct run *run, int64_t saved_steps)
     return 0;
 }
 
+/* Numbers of the model that no option tells. */
+static int same_model(struct run *run, const char *path)
+{
+    struct lm_config saved;
+    char note[600];
+    if (checkpoint_read_shape(path, run->config->context, &saved, note, sizeof note, run->error, run->error_bytes) != 0)
+        return 1;
+    const struct lm_config *here = &run->shape;
+    const struct {
+        const char *name;
+        double here, there;
+    } numbers[] = {{"intermediate_size", here->intermediate, saved.intermediate},
+                   {"rms_norm_eps", here->rms_norm_eps, saved.rms_norm_eps},
+                   {"rope_theta", here->rope_theta, saved.rope_theta}};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (numbers[i].here != numbers[i].there)
+            return run_fail(run, "\"%s\" of the model is %.10g here but %.10g in %s", numbers[i].name, numbers[i].here,
+                            numbers[i].there, path);
+    return 0;
+}
+
 static int load_states(struct run *run, const halfstep_checkpoint *checkpoint)
 {
     struct holding whole = run->holding;
@@ -163,6 +184,7 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     if (!status && (saved->val_hash[0] != 0) != (c->val.n != 0))
         status = run_fail(run, "--val is %s here but not in %s", c->val.n ? "given" : "missing", c->checkpoint);
     if (!status && c->val.n) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
+    if (!status) status = same_model(run, c->resume_from ? c->resume_from : c->checkpoint);
     if (!status && (uint64_t)c->steps < saved->step)
         status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
                           (unsigned long long)saved->step);

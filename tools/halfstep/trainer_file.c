@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "../../src/io/json.h"
 
@@ -29,19 +30,32 @@ static char *read_whole(const char *path, uint64_t bytes, char *error, size_t er
     return text;
 }
 
+static char *read_limited(const char *path, uint64_t size, size_t *bytes, char *error, size_t error_bytes)
+{
+    *bytes = (size_t)size;
+    if (size <= TEXT_LIMIT) return read_whole(path, size, error, error_bytes);
+    snprintf(error, error_bytes, "%s: has %llu bytes, too many to read", path, (unsigned long long)size);
+    return NULL;
+}
+
+char *text_file_read(const char *path, size_t *bytes, char *error, size_t error_bytes)
+{
+    struct stat status;
+    if (stat(path, &status) == 0 && S_ISREG(status.st_mode))
+        return read_limited(path, (uint64_t)status.st_size, bytes, error, error_bytes);
+    snprintf(error, error_bytes, "%s: %s", path, stat(path, &status) == 0 ? "is not a regular file" : strerror(errno));
+    return NULL;
+}
+
 char *checkpoint_read_text(const halfstep_checkpoint *checkpoint, const char *name, size_t *bytes, char *error,
                            size_t error_bytes)
 {
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
     halfstep_checkpoint_file file = {.struct_size = sizeof file};
     if (halfstep_get_checkpoint_info(checkpoint, &info) != HALFSTEP_OK) return NULL;
-    for (uint64_t i = 0; i < info.files; i++) {
-        if (halfstep_get_checkpoint_file(checkpoint, i, &file) != HALFSTEP_OK || strcmp(file.name, name) != 0) continue;
-        *bytes = (size_t)file.bytes;
-        if (file.bytes <= TEXT_LIMIT) return read_whole(file.path, file.bytes, error, error_bytes);
-        snprintf(error, error_bytes, "%s: has %llu bytes, too many to read", file.path, (unsigned long long)file.bytes);
-        return NULL;
-    }
+    for (uint64_t i = 0; i < info.files; i++)
+        if (halfstep_get_checkpoint_file(checkpoint, i, &file) == HALFSTEP_OK && strcmp(file.name, name) == 0)
+            return read_limited(file.path, file.bytes, bytes, error, error_bytes);
     snprintf(error, error_bytes, "%s: the checkpoint has no %s", info.directory, name);
     return NULL;
 }

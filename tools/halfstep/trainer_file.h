@@ -37,5 +37,7 @@ void trainer_file_write(const struct trainer_file *file, struct text *text);
  * failure. */
 char *checkpoint_read_text(const halfstep_checkpoint *checkpoint, const char *name, size_t *bytes, char *error,
                            size_t error_bytes);
+/* The same of any regular file. */
+char *text_file_read(const char *path, size_t *bytes, char *error, size_t error_bytes);
 
 #endif

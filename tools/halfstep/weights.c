@@ -1,6 +1,6 @@
 #include "checkpoint.h"
+#include "model_files.h"
 
-#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,50 +14,12 @@ halfstep_format_info checkpoint_format(int32_t row)
     return info;
 }
 
-/* A file being read, and where its errors go. */
-struct source {
-    halfstep_safetensors *file;
-    const char *path;
-    char *error;
-    size_t error_bytes;
-};
-
-static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, size_t text_bytes)
-{
-    size_t used = (size_t)snprintf(text, text_bytes, "[");
-    for (uint64_t i = 0; i < ndim && used < text_bytes; i++)
-        used += (size_t)snprintf(text + used, text_bytes - used, "%s%" PRIu64, i ? ", " : "", shape[i]);
-    if (used < text_bytes) snprintf(text + used, text_bytes - used, "]");
-}
-
-/* Looks up a tensor that has one element for each of this model's, and judges its shape. */
-static int find_elements(struct source *source, const char *name, const struct lm_tensor *tensor, uint64_t *index,
-                         halfstep_safetensor_info *info)
-{
-    const uint64_t shape[2] = {(uint64_t)tensor->rows, (uint64_t)tensor->row_length};
-    if (halfstep_safetensor_find(source->file, name, index) != HALFSTEP_OK) {
-        snprintf(source->error, source->error_bytes, "%s: there is no tensor %s", source->path, name);
-        return -1;
-    }
-    info->struct_size = sizeof *info;
-    if (halfstep_get_safetensor_info(source->file, *index, info) != HALFSTEP_OK) return -1;
-    int same = info->ndim == (uint64_t)tensor->ndim;
-    for (uint64_t i = 0; same && i < info->ndim; i++) same = info->shape[i] == shape[i];
-    if (same) return 0;
-    char there[128], here[128];
-    describe_shape(info->shape, info->ndim, there, sizeof there);
-    describe_shape(shape, (uint64_t)tensor->ndim, here, sizeof here);
-    snprintf(source->error, source->error_bytes, "%s: %s has shape %s, this model needs %s", source->path, name, there,
-             here);
-    return -1;
-}
-
 /* ---- Only the weights -------------------------------------------------------------------------------------------- */
 
 struct weight_source {
-    halfstep_checkpoint *checkpoint;
-    halfstep_safetensors *model, *states;
-    char path[1024];
+    struct model_files files;
+    struct model_tensors model;
+    halfstep_safetensors *states;
     char recipe[RECIPE_BYTES],
         format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
     int averages;
@@ -66,32 +28,24 @@ struct weight_source {
 void weight_source_close(struct weight_source *source)
 {
     if (!source) return;
-    halfstep_close_safetensors(source->model);
+    model_tensors_close(&source->model);
     halfstep_close_safetensors(source->states);
-    halfstep_close_checkpoint(source->checkpoint);
+    model_files_close(&source->files);
     free(source);
+}
+
+static const char *states_path(const struct weight_source *source)
+{
+    return source->files.checkpoint ? halfstep_checkpoint_path(source->files.checkpoint, "optimizer.safetensors")
+                                    : NULL;
 }
 
 static int open_weights(struct weight_source *source, const char *path, char *error, size_t error_bytes)
 {
-    char why[1024];
-    int code = halfstep_open_checkpoint(&source->checkpoint, path, NULL, why, sizeof why);
-    if (code != HALFSTEP_OK && code != HALFSTEP_ERROR_NAME) {
-        snprintf(error, error_bytes, "%s", why);
+    if (model_files_find(path, 0, &source->files, error, error_bytes) != 0 ||
+        model_tensors_open(source->files.model, &source->model, error, error_bytes) != 0)
         return -1;
-    }
-    const char *model = path;
-    if (code == HALFSTEP_OK) {
-        model = halfstep_checkpoint_path(source->checkpoint, "model.safetensors");
-        if (!model) {
-            snprintf(error, error_bytes, "%s: the checkpoint has no model.safetensors", path);
-            return -1;
-        }
-    }
-    snprintf(source->path, sizeof source->path, "%s", model);
-    if (halfstep_open_safetensors(&source->model, model, error, error_bytes) != HALFSTEP_OK) return -1;
-    const char *states =
-        source->checkpoint ? halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors") : NULL;
+    const char *states = states_path(source);
     if (!states) return 0;
     if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
     const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
@@ -128,8 +82,8 @@ const char *gradient_format_of(const char *dtype)
 
 /* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose
  * weight slot reads codes and extra together. */
-static int decode(struct weight_source *source, const struct lm_tensor *tensor, const char *dtype, const void *codes,
-                  const char *extra, float *out, char *error, size_t error_bytes)
+static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor, const char *dtype,
+                  const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
 {
     char recipe[RECIPE_BYTES + 8];
     halfstep_optimizer *optimizer = NULL;
@@ -142,7 +96,7 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
                          .row_length = tensor->row_length,
                          .gradient = gradient_format_of(dtype)};
     if (!t.gradient) {
-        snprintf(error, error_bytes, "%s: %s is %s, which are no weights", source->path, tensor->name, dtype);
+        snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", path, tensor->name, dtype);
         return -1;
     }
     int code = halfstep_create(NULL, &optimizer);
@@ -156,20 +110,21 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
     if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
     int bad = code != HALFSTEP_OK;
     if (!bad && extra) {
-        struct source states = {source->states, halfstep_checkpoint_path(source->checkpoint, "optimizer.safetensors"),
-                                error, error_bytes};
-        halfstep_safetensor_info found;
+        const char *states = states_path(source);
+        halfstep_safetensor_info found = {.struct_size = sizeof found};
         uint64_t place;
         const char *needed = checkpoint_format(info.format).extra_dtype;
-        bad = find_elements(&states, extra, tensor, &place, &found) != 0;
+        bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
+              halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
+              model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
         if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
-            snprintf(error, error_bytes, "%s: %s is %s, not what %s weights have", states.path, extra, found.dtype,
+            snprintf(error, error_bytes, "%s: %s is %s, not what %s weights have", states, extra, found.dtype,
                      source->format);
             bad = 1;
         }
         if (!bad)
-            bad =
-                halfstep_read_safetensor(states.file, place, 0, info.extra, info.extra_bytes, error, error_bytes) != 0;
+            bad = halfstep_read_safetensor(source->states, place, 0, info.extra, info.extra_bytes, error,
+                                           error_bytes) != 0;
     }
     if (!bad) {
         code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
@@ -177,7 +132,7 @@ static int decode(struct weight_source *source, const struct lm_tensor *tensor, 
         bad = code != HALFSTEP_OK;
     }
     if (bad && code != HALFSTEP_OK)
-        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name, halfstep_strerror(code));
+        snprintf(error, error_bytes, "%s: %s: %s", path, tensor->name, halfstep_strerror(code));
     halfstep_destroy(optimizer);
     return bad ? -1 : 0;
 }
@@ -203,13 +158,13 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
         t.group = group;
         bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK ||
               halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
-              halfstep_load_optimizer(source->checkpoint, optimizer, &codes, &options, error, error_bytes) !=
+              halfstep_load_optimizer(source->files.checkpoint, optimizer, &codes, &options, error, error_bytes) !=
                   HALFSTEP_OK ||
               halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
     }
     if (bad && !error[0]) {
         const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
-        snprintf(error, error_bytes, "%s: %s: %s", source->path, tensor->name,
+        snprintf(error, error_bytes, "%s: %s: %s", source->files.model, tensor->name,
                  detail[0] ? detail : "not what its recipe says");
     }
     halfstep_destroy(optimizer);
@@ -219,11 +174,11 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
 int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
                        size_t error_bytes)
 {
-    struct source model = {source->model, source->path, error, error_bytes};
+    const struct model_part *part;
     uint64_t index, unused;
     halfstep_safetensor_info info;
     char extra[192];
-    if (find_elements(&model, tensor->name, tensor, &index, &info) != 0) return -1;
+    if (model_tensors_find(&source->model, tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
     void *codes = malloc(info.bytes ? info.bytes : 1);
     if (!codes) {
         snprintf(error, error_bytes, "out of memory");
@@ -235,8 +190,9 @@ int weight_source_read(struct weight_source *source, const struct lm_tensor *ten
     } else {
         snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
         int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
-        bad = halfstep_read_safetensor(source->model, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
-              decode(source, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error, error_bytes) != 0;
+        bad = halfstep_read_safetensor(part->file, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
+              decode(source, part->path, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error,
+                     error_bytes) != 0;
     }
     free(codes);
     return bad ? -1 : 0;
@@ -246,7 +202,7 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
 {
     struct weight_source *source = weight_source_open(path, error, error_bytes);
     if (!source) return -1;
-    int bad = 0;
+    int bad = model_tensors_check(&source->model, holding->shape, error, error_bytes) != 0;
     for (int32_t i = 0; i < holding->tensors && !bad; i++) {
         struct lm_tensor tensor;
         if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;

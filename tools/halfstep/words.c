@@ -9,9 +9,10 @@
 
 static void vreport(const char *command, const char *format, va_list arguments, const char *tail)
 {
-    char line[1200];
+    char line[1200], shown[4 * sizeof line];
     vsnprintf(line, sizeof line, format, arguments);
-    fprintf(stderr, "halfstep: %s: %s%s\n", command, line, tail);
+    plain_text(shown, sizeof shown, line);
+    fprintf(stderr, "halfstep: %s: %s%s\n", command, shown, tail);
 }
 
 int usage_error(const char *command, const char *format, ...)

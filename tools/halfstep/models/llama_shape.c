@@ -38,13 +38,18 @@ int lm_config_check(struct lm_config *c, char *error, size_t n)
     if (c->intermediate == 0) c->intermediate = ((8 * c->width + 2) / 3 + 31) / 32 * 32;
     if (c->intermediate < 1 || c->intermediate > 1048576)
         return complain(error, n, "intermediate size %d is not in 1..1048576", c->intermediate);
-    if (!(c->rms_norm_eps > 0 && c->rms_norm_eps < 1)) return complain(error, n, "rms_norm_eps is not between 0 and 1");
-    if (!(c->rope_theta >= 1 && c->rope_theta <= 1e12)) return complain(error, n, "rope_theta is not in 1..1e12");
+    if (!(c->rms_norm_eps > 0 && c->rms_norm_eps < 1))
+        return complain(error, n, "rms_norm_eps %.10g is not between 0 and 1", c->rms_norm_eps);
+    if (!(c->rope_theta >= 1 && c->rope_theta <= 1e12))
+        return complain(error, n, "rope_theta %.10g is not in 1..1e12", c->rope_theta);
     return 0;
 }
 
 int lm_config_json(const struct lm_config *c, const char *torch_dtype, char *text, size_t text_bytes)
 {
+    char theta[40];
+    /* Other readers take a number with a point for a float only. */
+    snprintf(theta, sizeof theta, c->rope_theta == floor(c->rope_theta) ? "%.1f" : "%.17g", c->rope_theta);
     int n = snprintf(text, text_bytes,
                      "{\n"
                      "  \"architectures\": [\"LlamaForCausalLM\"],\n"
@@ -57,7 +62,7 @@ int lm_config_json(const struct lm_config *c, const char *torch_dtype, char *tex
                      "  \"num_key_value_heads\": %d,\n"
                      "  \"max_position_embeddings\": %d,\n"
                      "  \"rms_norm_eps\": %.17g,\n"
-                     "  \"rope_theta\": %.1f,\n"
+                     "  \"rope_theta\": %s,\n"
                      "  \"hidden_act\": \"silu\",\n"
                      "  \"attention_bias\": false,\n"
                      "  \"mlp_bias\": false,\n"
@@ -65,7 +70,7 @@ int lm_config_json(const struct lm_config *c, const char *torch_dtype, char *tex
                      "  \"torch_dtype\": \"%s\"\n"
                      "}\n",
                      c->vocab, c->width, c->intermediate, c->depth, c->heads, c->heads, c->context, c->rms_norm_eps,
-                     c->rope_theta, torch_dtype);
+                     theta, torch_dtype);
     return n < 0 || (size_t)n >= text_bytes ? -1 : n;
 }
 

@@ -167,11 +167,34 @@ static char *dump(const json_t *root, size_t *n)
     return NULL;
 }
 
+/* jansson escapes C0 only. What else a terminal would obey or hide can stand in strings alone, where \u says the
+ * same. */
+static void add_escaped(struct text *text, const char *json, size_t n)
+{
+    for (size_t i = 0, length; i < n; i += length) {
+        uint32_t number = 0;
+        length = hstep_utf8(json + i, n - i, &number);
+        if (!length) length = 1;
+        if (number == '\n' || hstep_is_plain(number)) {
+            size_t from = i;
+            while (i + length < n &&
+                   (json[i + length] == '\n' || (json[i + length] >= 0x20 && json[i + length] < 0x7f)))
+                length++;
+            text_add_utf8(text, json + from, length);
+        } else if (number < 0x10000) {
+            text_add(text, "\\u%04X", (unsigned)number);
+        } else {
+            text_add(text, "\\u%04X\\u%04X", (unsigned)(0xd800 + ((number - 0x10000) >> 10)),
+                     (unsigned)(0xdc00 + (number & 0x3ff)));
+        }
+    }
+}
+
 void document_write(struct document *document, struct text *text)
 {
     size_t n;
     char *json = document->failed || !document->root ? NULL : dump(document->root, &n);
-    if (json) text_add_utf8(text, json, n);
+    if (json) add_escaped(text, json, n);
     else text->failed = 1;
     if (json) text_add(text, "\n");
     free(json);

@@ -1,4 +1,5 @@
 #include "ui/progress.h"
+#include "ui/text.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -30,7 +31,8 @@ void progress_open(struct progress *progress, FILE *out, int quiet)
 
 void progress_label(struct progress *progress, const char *label)
 {
-    snprintf(progress->label, sizeof progress->label, "%s%s", label, label[0] ? "  " : "");
+    plain_text(progress->label, sizeof progress->label - 2, label);
+    if (label[0]) strcat(progress->label, "  ");
 }
 
 void progress_begin(struct progress *progress, int64_t first, int64_t total)
@@ -128,13 +130,15 @@ void progress_update(struct progress *progress, int64_t step, const struct progr
 
 void progress_note(struct progress *progress, const char *format, ...)
 {
+    char line[2048], shown[4 * sizeof line];
     int again = progress->drawn;
     erase(progress);
     va_list arguments;
     va_start(arguments, format);
-    vfprintf(progress->out, format, arguments);
+    vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
-    fputc('\n', progress->out);
+    plain_text(shown, sizeof shown, line);
+    fprintf(progress->out, "%s\n", shown);
     fflush(progress->out);
     if (again) draw(progress);
 }

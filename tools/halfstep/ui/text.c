@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../src/io/json.h"
+
 static int reserve(struct text *text, size_t more)
 {
     if (text->failed) return 0;
@@ -88,16 +90,57 @@ void text_add_shell(struct text *text, const char *string)
 
 size_t text_utf8_length(const void *bytes, size_t n)
 {
-    const unsigned char *s = bytes;
-    if (s[0] < 0x80) return 1;
-    size_t length = s[0] >= 0xf0 ? 4 : s[0] >= 0xe0 ? 3 : s[0] >= 0xc2 ? 2 : 0;
-    if (length == 0 || length > n || s[0] > 0xf4) return 0;
-    for (size_t i = 1; i < length; i++)
-        if ((s[i] & 0xc0) != 0x80) return 0;
-    if ((s[0] == 0xe0 && s[1] < 0xa0) || (s[0] == 0xed && s[1] > 0x9f) || (s[0] == 0xf0 && s[1] < 0x90) ||
-        (s[0] == 0xf4 && s[1] > 0x8f))
-        return 0;
-    return length;
+    uint32_t number;
+    return hstep_utf8(bytes, n, &number);
+}
+
+/* Writes one character as a terminal may show it, and moves *string behind it. Returns how many characters it made. */
+static int plain_character(const char **string, char shown[20])
+{
+    uint32_t number = 0;
+    size_t length = hstep_utf8(*string, strnlen(*string, 4), &number);
+    int plain = length && hstep_is_plain(number);
+    if (!length) length = 1;
+    for (size_t i = 0; i < length; i++) {
+        if (plain) shown[i] = (*string)[i];
+        else snprintf(shown + 4 * i, 5, "\\x%02x", (unsigned char)(*string)[i]);
+    }
+    shown[plain ? length : 4 * length] = 0;
+    *string += length;
+    return plain ? 1 : (int)(4 * length);
+}
+
+void text_add_plain(struct text *text, const char *string)
+{
+    char shown[20];
+    while (*string) {
+        plain_character(&string, shown);
+        text_add(text, "%s", shown);
+    }
+}
+
+void plain_text(char *out, size_t out_bytes, const char *string)
+{
+    char shown[20];
+    size_t used = 0;
+    while (*string) {
+        plain_character(&string, shown);
+        if (used + strlen(shown) >= out_bytes) break;
+        memcpy(out + used, shown, strlen(shown));
+        used += strlen(shown);
+    }
+    if (out_bytes) out[used] = 0;
+}
+
+int plain_print(FILE *out, const char *string)
+{
+    char shown[20];
+    int characters = 0;
+    while (*string) {
+        characters += plain_character(&string, shown);
+        fputs(shown, out);
+    }
+    return characters;
 }
 
 static void add_bytes(struct text *text, const char *bytes, size_t n)

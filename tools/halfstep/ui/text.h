@@ -3,6 +3,7 @@
 #define HALFSTEP_UI_TEXT_H
 
 #include <stddef.h>
+#include <stdio.h>
 
 struct text {
     char *data; /* NUL-terminated once anything was added */
@@ -25,6 +26,13 @@ void text_add_shell(struct text *text, const char *string);
 void text_add_json(struct text *text, const char *string);
 /* Bytes as UTF-8, with U+FFFD in the place of each that is none. */
 void text_add_utf8(struct text *text, const void *bytes, size_t n);
+/* As a terminal may show it, in one line: bytes of control characters, of characters that turn or hide text, and those
+ * that are not UTF-8 become \xNN. */
+void text_add_plain(struct text *text, const char *string);
+/* The same into a buffer, cut where it is full. */
+void plain_text(char *out, size_t out_bytes, const char *string);
+/* The same, printed. Returns the number of characters. */
+int plain_print(FILE *out, const char *string);
 /* Length of the UTF-8 character that begins at bytes, or 0. */
 size_t text_utf8_length(const void *bytes, size_t n);
 /* A number with commas between thousands. */
