@@ -166,7 +166,9 @@ static void judge_all(int command, size_t every)
             place[places].number = numbers[i];
         }
     }
-    for (size_t i = (size_t)command % every; i < places && !shared->violation[0]; i += every) {
+    /* Commands begin at different places; one with few places still gets a fault. */
+    size_t start = (size_t)command % (places && places < every ? places : every);
+    for (size_t i = start; i < places && !shared->violation[0]; i += every) {
         size_t errors = 0;
         snprintf(text, sizeof text, "%s", inject_errors[place[i].call]);
         for (char *word = strtok(text, " "); word; word = strtok(NULL, " "))
