@@ -9,7 +9,7 @@ else()
   set(halfstep_processor none)
 endif()
 
-set(HALFSTEP_ISAS "" CACHE STRING "Rows of src/vec/isas.def to compile, such as scalar;avx2; empty: all that this compiler can")
+set(HALFSTEP_ISAS "" CACHE STRING "Names in src/vec/isas.def to compile, separated by semicolons; empty: all that the compiler can")
 
 # Sets halfstep_isas (those this build compiles), halfstep_isa_flags_<name> and halfstep_have_isas (definitions).
 function(halfstep_read_isas table)

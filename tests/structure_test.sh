@@ -35,7 +35,7 @@ judge "intrinsics and CUDA headers likewise" \
 judge "rules include no format" "$(having '# *include.*formats/' $(sources src/rules))"
 judge "formats include no rule" "$(having '# *include.*rules/' $(sources src/formats))"
 # A GPU's vocabulary is the scalar one, compiled for it.
-judge "vec includes nothing of ours but its own half.h" "$(having '# *include *"([^v]|vec/[^h])' $(sources src/vec | except '^src/vec/cuda\.h$'))"
+judge "vec includes nothing of ours but its own half.h and inline.h" "$(having '# *include *"([^vi]|i[^n]|vec/[^h])' $(sources src/vec | except '^src/vec/cuda\.h$'))"
 # prepare.c evaluates the rules' own prologues, in scalars.
 judge "only kernels.c and prepare.c see a vector header" \
     "$(having '# *include *(HSTEP_VEC_HEADER|"(\.\./)?vec/.*\.h)' $(sources src | except '^src/(host/kernels|core/prepare)\.c$|^src/cuda/|^src/vec/'))"
