@@ -156,7 +156,8 @@ finish() {
     ended=0
     wait "$job" || ended=$?
 }
-a_rank() { pgrep -P "$job" | shuf -n 1; }
+# a_rank: a rank that runs the program. mpirun never ends if its child dies before that.
+a_rank() { pgrep -P "$job" -x halfstep | shuf -n 1; }
 saved() {
     for _ in $(seq 2400); do
         [ ! -e "$1/manifest.json" ] || return 0
