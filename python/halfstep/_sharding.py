@@ -629,7 +629,7 @@ class Ranks:
 
 def number_of(group):
     """What groups have in common that share the sums of a rule over all tensors."""
-    return group.get("d_group", 0)
+    return float(group.get("d_group", 0))
 
 
 def read_scalar(m, name):
