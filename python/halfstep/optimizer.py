@@ -308,11 +308,6 @@ class Optimizer(torch.optim.Optimizer):
         for key in ("seed", "generator"):
             if group.get(key) is None:
                 group[key] = self.defaults[key]
-        try:
-            self._check_rates()
-        except BaseException:
-            self.param_groups.pop()
-            raise
         self._take_reference(group)
         self._drop_engine()
         self._show_estimates()
