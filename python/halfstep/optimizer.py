@@ -924,7 +924,7 @@ class Optimizer(torch.optim.Optimizer):
         # On a GPU those of another step may have taken their place.
         grads = [local(m.p.grad) for m in engine.members if m.p.grad is not None] if name and not engine.late else []
         if not name:
-            what = "a gradient on another rank or device, or the norm of all of them, is not finite"
+            what = "a gradient on another rank or device, or the norm of all of them, is not finite or too large"
         elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
             what = ("the gradients of all parameters are not finite, as one of them leaves them after torch.nn.utils.clip_grad_norm_ "
                     "(clip_norm= of this optimizer names it)")
