@@ -30,8 +30,13 @@ static void pulled_open(struct pulled *p, int n, const char *recipe, double lr)
         int32_t group, index;
         MUST(halfstep_add_group(p->o, recipe, &group));
         MUST(halfstep_set_hyper(p->o, group, "lr", lr));
-        halfstep_tensor t = {.struct_size = sizeof t, .group = group, .name = names[i], .ndim = 2, .rows = ROWS,
-                             .row_length = COLUMNS, .gradient = "f32"};
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = group,
+                             .name = names[i],
+                             .ndim = 2,
+                             .rows = ROWS,
+                             .row_length = COLUMNS,
+                             .gradient = "f32"};
         MUST(halfstep_add_tensor(p->o, &t, &index));
         for (int j = 0; j < N; j++) p->goal[i][j] = (float)next_normal(&s);
     }
@@ -87,12 +92,12 @@ static void late(const char *recipe, int how)
         EXPECT(pulled_step(&p, 1), HALFSTEP_OK);
         for (int i = 0; i < 3; i++) {
             static const char *const names[] = {"d", "d_max", "d_numerator"};
-            CHECK(number(&p, 0, names[i]) == number(&p, 1, names[i]), "%s, way %d, step %d: %s is %g and %g", recipe, how,
-                  step, names[i], number(&p, 0, names[i]), number(&p, 1, names[i]));
+            CHECK(number(&p, 0, names[i]) == number(&p, 1, names[i]), "%s, way %d, step %d: %s is %g and %g", recipe,
+                  how, step, names[i], number(&p, 0, names[i]), number(&p, 1, names[i]));
         }
     }
-    CHECK(left(&p, 0) < 0.05 && left(&p, 1) < 0.05, "%s, way %d: %g and %g of the way are left", recipe, how, left(&p, 0),
-          left(&p, 1));
+    CHECK(left(&p, 0) < 0.05 && left(&p, 1) < 0.05, "%s, way %d: %g and %g of the way are left", recipe, how,
+          left(&p, 0), left(&p, 1));
     CHECK(number(&p, 0, "d") > 0.05 && number(&p, 0, "d") < 5, "%s, way %d: d is %g", recipe, how, number(&p, 0, "d"));
     halfstep_destroy(p.o);
 }
@@ -156,8 +161,13 @@ static void test_rates(void)
             MUST(halfstep_add_group(o, "prodigy/f32/f32", &group));
             MUST(halfstep_set_hyper(o, group, "lr", i ? 0.5 : 1));
             MUST(halfstep_set_hyper(o, group, "d_group", 3 + i));
-            halfstep_tensor t = {.struct_size = sizeof t, .group = group, .name = i ? "y" : "x", .ndim = 2, .rows = ROWS,
-                                 .row_length = COLUMNS, .gradient = "f32"};
+            halfstep_tensor t = {.struct_size = sizeof t,
+                                 .group = group,
+                                 .name = i ? "y" : "x",
+                                 .ndim = 2,
+                                 .rows = ROWS,
+                                 .row_length = COLUMNS,
+                                 .gradient = "f32"};
             MUST(halfstep_add_tensor(o, &t, &index));
         }
         MUST(halfstep_allocate_states(o));
@@ -187,7 +197,8 @@ static void test_old_numbers(void)
         MUST(halfstep_set_scalar(p.o, 1, "d_numerator", -3));
         for (int i = 0; i < 3; i++)
             CHECK(number(&p, i, "d") == 0.25 && number(&p, i, "d_max") == 0.5 && number(&p, i, "d_numerator") == -3,
-                  "tensor %d has %g, %g, %g", i, number(&p, i, "d"), number(&p, i, "d_max"), number(&p, i, "d_numerator"));
+                  "tensor %d has %g, %g, %g", i, number(&p, i, "d"), number(&p, i, "d_max"),
+                  number(&p, i, "d_numerator"));
         halfstep_destroy(p.o);
     }
 }
@@ -227,9 +238,10 @@ static void test_two_handles(void)
             }
             for (int k = 0; k < 2; k++)
                 EXPECT(halfstep_step_finish(part[k].o, weights[k], gradients[k], statistics[k]), HALFSTEP_OK);
-            CHECK(number(&whole, 0, "d") == number(&part[0], 0, "d") && number(&whole, 0, "d") == number(&part[1], 1, "d"),
-                  "step %d: d is %g, and %g and %g of two handles", step, number(&whole, 0, "d"), number(&part[0], 0, "d"),
-                  number(&part[1], 1, "d"));
+            CHECK(number(&whole, 0, "d") == number(&part[0], 0, "d") &&
+                      number(&whole, 0, "d") == number(&part[1], 1, "d"),
+                  "step %d: d is %g, and %g and %g of two handles", step, number(&whole, 0, "d"),
+                  number(&part[0], 0, "d"), number(&part[1], 1, "d"));
         }
         CHECK(!memcmp(whole.weight[0], part[0].weight[0], sizeof whole.weight[0]) &&
                   !memcmp(whole.weight[1], part[1].weight[1], sizeof whole.weight[1]),
@@ -258,7 +270,8 @@ static void test_prodigy(void)
 
 /* ---- States that blocks cannot hold ------------------------------------------------------------------------------ */
 
-static double mean_step(const char *rule, const char *states, const char *option, double noise, int steps, double *largest)
+static double mean_step(const char *rule, const char *states, const char *option, double noise, int steps,
+                        double *largest)
 {
     char recipe[64];
     struct one t;
@@ -280,7 +293,8 @@ static double mean_step(const char *rule, const char *states, const char *option
         one_read(&t, HALFSTEP_SLOT_WEIGHT, t.room);
         MUST(one_step(&t));
         one_read(&t, HALFSTEP_SLOT_WEIGHT, after);
-        for (int i = 0; i < 1024 && step > 5; i++) *largest = fmax(*largest, fabs((double)after[i] - (double)t.room[i]));
+        for (int i = 0; i < 1024 && step > 5; i++)
+            *largest = fmax(*largest, fabs((double)after[i] - (double)t.room[i]));
     }
     double sum = 0;
     for (int i = 0; i < 1024; i++) sum += (double)before[i] - (double)after[i];
@@ -312,8 +326,9 @@ static void test_precise(void)
                         MUST(halfstep_get_slot_info(t.o, 0, HALFSTEP_SLOT_STATE + i, &slot));
                         int32_t want = on ? halfstep_format_find(info.precise_format[i]) : f;
                         if (slot.format >= 0)
-                            CHECK(slot.format == want && slot.precise == on && !slot.fell_back, "%s, %s %d: %s has format %d",
-                                  recipe, info.precise_if[i], on, info.state_name[i], (int)slot.format);
+                            CHECK(slot.format == want && slot.precise == on && !slot.fell_back,
+                                  "%s, %s %d: %s has format %d", recipe, info.precise_if[i], on, info.state_name[i],
+                                  (int)slot.format);
                         found += on;
                         one_close(&t);
                     }
@@ -328,7 +343,8 @@ static void test_precise(void)
         for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
             double ratio = mean_step("adamw", formats[i], "amsgrad", 0.3, 600, &largest) /
                            mean_step("adamw", formats[i], "", 0.3, 600, &largest);
-            CHECK(fabs(ratio / fp32 - 1) < 0.04, "%s: %g of the steps without amsgrad, in fp32 %g", formats[i], ratio, fp32);
+            CHECK(fabs(ratio / fp32 - 1) < 0.04, "%s: %g of the steps without amsgrad, in fp32 %g", formats[i], ratio,
+                  fp32);
         }
     }
     TEST("centered rmsprop in block states steps as in fp32") {
@@ -337,8 +353,9 @@ static void test_precise(void)
             double most, fp32 = mean_step("rmsprop", "f32", "centered", noise, 200, &most), largest;
             for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
                 double step = mean_step("rmsprop", formats[i], "centered", noise, 200, &largest);
-                CHECK(fabs(step / fp32 - 1) < 0.02 && largest < 1.1 * most, "%s, noise %g: steps are %g of fp32's, the largest %g",
-                      formats[i], noise, step / fp32, largest / most);
+                CHECK(fabs(step / fp32 - 1) < 0.02 && largest < 1.1 * most,
+                      "%s, noise %g: steps are %g of fp32's, the largest %g", formats[i], noise, step / fp32,
+                      largest / most);
             }
         }
     }
@@ -349,7 +366,8 @@ static void test_precise(void)
 static void test_adafactor(void)
 {
     TEST("adafactor: a lr that fell acts at once on steps with a first moment, but for those published") {
-        static const char *const recipes[] = {"adafactor/f32/f32", "adafactor/f32/int8", "adafactor/bf16-ecc16/bf16-sr"};
+        static const char *const recipes[] = {"adafactor/f32/f32", "adafactor/f32/int8",
+                                              "adafactor/bf16-ecc16/bf16-sr"};
         for (size_t r = 0; r < sizeof recipes / sizeof *recipes; r++)
             for (int published = 0; published < 2; published++) {
                 struct one t;
@@ -369,8 +387,8 @@ static void test_adafactor(void)
                     MUST(one_step(&t));
                 }
                 double last = moved[1] - one_mean(&t, HALFSTEP_SLOT_WEIGHT), ratio = last / (moved[0] - moved[1]);
-                CHECK(published ? ratio > 0.5 : ratio < 2e-3, "%s, published %d: lr fell to 1e-3, the step to %g", recipes[r],
-                      published, ratio);
+                CHECK(published ? ratio > 0.5 : ratio < 2e-3, "%s, published %d: lr fell to 1e-3, the step to %g",
+                      recipes[r], published, ratio);
                 one_close(&t);
             }
     }
@@ -384,9 +402,10 @@ static void test_reference(void)
         static const struct {
             double first, lr, reference, decay;
             int refused;
-        } cases[] = {{1e-3, 1e-3, 0, 0.1, 0},   {1e-3, 5e-3, 0, 0.1, 0},   {1e-8, 1e-3, 0, 0.1, 1},  {1e-8, 1e-3, 0, 1e-6, 1},
-                     {0, 1e-3, 0, 1e-6, 1},     {1e-8, 1e-3, 1e-3, 0.1, 0}, {0, 1e-3, 1e-3, 0.1, 0},  {1e-3, 2e-2, 1e-3, 0.01, 0},
-                     {1e-3, 1e-3, 1e-3, 1.5, 1}, {1e-3, 1e-3, 1e-3, 1, 0},  {1e-3, 2e-3, 1e-3, 0.6, 1}, {1e-8, 1e-3, 0, 0, 0}};
+        } cases[] = {{1e-3, 1e-3, 0, 0.1, 0},  {1e-3, 5e-3, 0, 0.1, 0},     {1e-8, 1e-3, 0, 0.1, 1},
+                     {1e-8, 1e-3, 0, 1e-6, 1}, {0, 1e-3, 0, 1e-6, 1},       {1e-8, 1e-3, 1e-3, 0.1, 0},
+                     {0, 1e-3, 1e-3, 0.1, 0},  {1e-3, 2e-2, 1e-3, 0.01, 0}, {1e-3, 1e-3, 1e-3, 1.5, 1},
+                     {1e-3, 1e-3, 1e-3, 1, 0}, {1e-3, 2e-3, 1e-3, 0.6, 1},  {1e-8, 1e-3, 0, 0, 0}};
         for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
             static const char *const recipes[] = {"adamw/f32/f32", "lion/bf16-sr/int8", "sgd/f32"};
             for (size_t r = 0; r < sizeof recipes / sizeof *recipes; r++) {
@@ -408,8 +427,9 @@ static void test_reference(void)
                     EXPECT(code, HALFSTEP_OK);
                     double want = 1 - cases[i].lr / (cases[i].reference > 0 ? cases[i].reference : cases[i].first) *
                                           cases[i].decay;
-                    CHECK(fabs(one_mean(&t, HALFSTEP_SLOT_WEIGHT) - want) < 4e-3, "%s, case %d: weights are %g, should be %g",
-                          recipes[r], (int)i, one_mean(&t, HALFSTEP_SLOT_WEIGHT), want);
+                    CHECK(fabs(one_mean(&t, HALFSTEP_SLOT_WEIGHT) - want) < 4e-3,
+                          "%s, case %d: weights are %g, should be %g", recipes[r], (int)i,
+                          one_mean(&t, HALFSTEP_SLOT_WEIGHT), want);
                 }
                 one_close(&t);
             }
@@ -437,7 +457,8 @@ static void test_too_large(void)
                     one_write(&t, HALFSTEP_SLOT_GRADIENT, t.room);
                     EXPECT(one_step(&t), HALFSTEP_NONFINITE);
                     const char *detail = halfstep_error_detail(t.o);
-                    CHECK(halfstep_gradient_too_large(t.o) == !bad && !strstr(detail, "not finite") == !bad && strstr(detail, "'w'"),
+                    CHECK(halfstep_gradient_too_large(t.o) == !bad && !strstr(detail, "not finite") == !bad &&
+                              strstr(detail, "'w'"),
                           "value %g: '%s'", (double)values[bad], detail);
                     one_fill(&t, HALFSTEP_SLOT_GRADIENT, 1);
                     EXPECT(one_step(&t), HALFSTEP_OK);

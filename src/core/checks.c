@@ -70,9 +70,10 @@ int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large)
 {
     if (tensor < 0) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
     return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is %s", o->labels[tensor].name,
-                      too_large ? "finite, but too large: an element times gradient_scale is 2^62 (4.6e18) or more, and "
-                                  "its square would leave fp32"
-                                : "not finite");
+                      too_large
+                          ? "finite, but too large: an element times gradient_scale is 2^62 (4.6e18) or more, and "
+                            "its square would leave fp32"
+                          : "not finite");
 }
 
 int hstep_check_group(const halfstep_optimizer *o, int32_t group)

@@ -141,7 +141,8 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
 static void count_shared(const struct hstep_call *call, int tensor)
 {
     struct hstep_tensor *t = &call->plan.tensors[tensor];
-    if (hstep_rules[t->rule].totals && !call->micro) memcpy(t->scalar, call->plan.updates[tensor].scalar, sizeof t->scalar);
+    if (hstep_rules[t->rule].totals && !call->micro)
+        memcpy(t->scalar, call->plan.updates[tensor].scalar, sizeof t->scalar);
 }
 
 /* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a

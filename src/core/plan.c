@@ -45,8 +45,8 @@ static int share_of(const halfstep_optimizer *o, int i)
     if (!rule->totals) return i;
     int number = hstep_find_hyper(o->tensors[i].rule, rule->share) - HSTEP_COMMON_HYPERS, first = 0;
     double value = o->groups[o->tensors[i].group].own[number];
-    while (first < i && (o->tensors[first].rule != o->tensors[i].rule ||
-                         o->groups[o->tensors[first].group].own[number] != value))
+    while (first < i &&
+           (o->tensors[first].rule != o->tensors[i].rule || o->groups[o->tensors[first].group].own[number] != value))
         first++;
     return first;
 }

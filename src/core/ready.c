@@ -133,10 +133,11 @@ static int check_decay(const struct hstep_request *s, const struct hstep_group *
     double lr = hstep_group_lr(g), reference = hstep_reference_lr(g), decay = g->hyper[HSTEP_WEIGHT_DECAY];
     if (g->decay != HSTEP_DECAY_FULLY || decay == 0.0 || reference == 0.0) return HALFSTEP_OK;
     if (lr / reference * decay > 1.0)
-        return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
-                          "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
-                          "above 1: set reference_lr to the lr at which weight_decay is meant",
-                          tensor, lr, reference, decay, lr / reference * decay);
+        return hstep_fail(
+            s->o, HALFSTEP_ERROR_RANGE,
+            "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
+            "above 1: set reference_lr to the lr at which weight_decay is meant",
+            tensor, lr, reference, decay, lr / reference * decay);
     if (g->hyper[HSTEP_REFERENCE_LR] == 0.0 && lr > MOST_ABOVE_FIRST_LR * reference)
         return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
                           "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which cannot be meant "
@@ -183,8 +184,9 @@ int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) || (part == HSTEP_FINISH && (error = check_norms(s))) ||
-        (part == HSTEP_ALONE && (error = check_alone(s))) || (error = check_memory(s)))
+        (part != HSTEP_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (part == HSTEP_FINISH && (error = check_norms(s))) || (part == HSTEP_ALONE && (error = check_alone(s))) ||
+        (error = check_memory(s)))
         return error;
     return HALFSTEP_OK;
 }

@@ -58,7 +58,8 @@ struct hstep_state {
     int role;
     const char *beta, *unless;
     int extent;
-    const char *option; /* a hyper-parameter: while it is not 0, a block format gives way to the format of row `precise` */
+    const char
+        *option; /* a hyper-parameter: while it is not 0, a block format gives way to the format of row `precise` */
     int precise;
 };
 

@@ -305,13 +305,13 @@ static struct hstep_slot *find_grid(struct hstep_tensor *t, const struct hstep_r
 void hstep_share_scalars(halfstep_optimizer *o)
 {
     if (!o->unshared || !o->settled) return;
-    hstep_changed(o, 0, o->n_tensors);
     for (int pass = 0; pass < 2; pass++)
         for (int i = 0; i < o->n_tensors; i++) {
-            struct hstep_tensor *t = &o->tensors[i], *first = &o->tensors[t->share];
-            if (t == first) continue;
-            if (pass) memcpy(t->scalar, first->scalar, sizeof t->scalar);
-            else if (t->scalar[0] > first->scalar[0]) memcpy(first->scalar, t->scalar, sizeof t->scalar);
+            const int share = o->tensors[i].share, from = pass ? share : i, to = pass ? i : share;
+            double *ours = o->tensors[from].scalar, *theirs = o->tensors[to].scalar;
+            if (!memcmp(ours, theirs, sizeof o->tensors[i].scalar) || (!pass && !(ours[0] > theirs[0]))) continue;
+            memcpy(theirs, ours, sizeof o->tensors[i].scalar);
+            hstep_changed(o, to, 1);
         }
     o->unshared = 0;
 }

@@ -333,7 +333,8 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
     for (int64_t run = c->run; run < c->run + c->runs; run++)
         bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn)
                       : scan_run(t, format, gradient, run, c->offset, c->length, limit);
-    if (bad && call->scan != HSTEP_SCAN_NONE) raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], bad);
+    if (bad && call->scan != HSTEP_SCAN_NONE)
+        raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], bad);
 }
 
 CUDA_KERNEL void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)

@@ -29,7 +29,8 @@ int hstep_find_coarse(const hstep_source *source, const halfstep_tensor *tensor,
          *scales = hstep_format("%s/%s.scale", tensor->name, rule->state_name[stream->state]);
     int there = codes && scales && !halfstep_safetensor_find(source->file, codes, &found->codes) &&
                 !halfstep_safetensor_find(source->file, scales, &found->scales) &&
-                !halfstep_get_safetensor_info(source->file, found->codes, &info) && !strcmp(info.dtype, format.code_dtype);
+                !halfstep_get_safetensor_info(source->file, found->codes, &info) &&
+                !strcmp(info.dtype, format.code_dtype);
     free(codes);
     free(scales);
     return there;
@@ -111,7 +112,8 @@ int hstep_read_coarse(const hstep_source *source, const halfstep_tensor *tensor,
     int32_t from = HALFSTEP_SLOT_STATE + stream->positive;
     int code = make_decoder(tensor, coarse, &decoder);
     if (!code) code = halfstep_get_slot_info(decoder, 0, from, &slot);
-    if (!code && slot.grid) code = halfstep_set_scalar(decoder, 0, "exp_avg_sq.grid", grid_among(scalars, stream->suffix));
+    if (!code && slot.grid)
+        code = halfstep_set_scalar(decoder, 0, "exp_avg_sq.grid", grid_among(scalars, stream->suffix));
     if (code)
         code = hstep_fail(source->error, code, "%s: \"%s/%s\": %s", source->path, tensor->name, stream->suffix,
                           decoder && *halfstep_error_detail(decoder) ? halfstep_error_detail(decoder)

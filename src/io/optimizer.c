@@ -787,8 +787,8 @@ static int each_stream(loading *l, stream_visitor *visit, void *piece)
 static int is_weight(const loading *l, const hstep_source *source) { return source == &l->model; }
 
 /* A state that the file has in blocks, and this optimizer in a finer format. */
-static int find_coarse(const loading *l, const hstep_source *source, const tensor_record *t,
-                       const hstep_stream *stream, hstep_coarse *found)
+static int find_coarse(const loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
+                       hstep_coarse *found)
 {
     const group_record *g = &l->record->groups[t->info.group];
     return !is_weight(l, source) && hstep_find_coarse(source, &t->info, stream, &g->rule, g->recipe, found);

@@ -53,8 +53,7 @@ static void tell_skip(struct run *run)
     run->skipped_now = 1;
     if (run->skip_told) return;
     run->skip_told = 1;
-    progress_note(run->progress,
-                  "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
+    progress_note(run->progress, "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
                   (long long)run->step + 1, offender(run), run_refused(run),
                   run->result->tensors_skip ? "that tensor is"
                   : last_micro_step(run)    ? "all weights are"
