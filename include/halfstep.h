@@ -135,8 +135,8 @@ typedef struct halfstep_rule_info {
     int32_t state_extent[HALFSTEP_MAX_STATES]; /* HALFSTEP_EXTENT_* */
     int32_t totals;         /* sums over all tensors that come before any update: no tensor is stepped alone */
     int32_t cautious;       /* 1: the hyper-parameter of that name may be 1 */
-    /* Of states that are a largest value, or are subtracted, while a hyper-parameter is not 0: which one, and the format
-       that such a state then has in place of a block format, whose errors would not average out. Else NULL. */
+    /* Of states that are a largest value, or are subtracted, while a hyper-parameter is not 0: which one, and the
+       format that such a state then has in place of a block format, whose errors would not average out. Else NULL. */
     const char *precise_if[HALFSTEP_MAX_STATES];
     const char *precise_format[HALFSTEP_MAX_STATES];
 } halfstep_rule_info;
@@ -574,9 +574,9 @@ HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t te
 HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
 /* What is kept for a tensor as a double, by name. Belongs in a checkpoint. Of the rule, by the names of its rule_info:
  * state (adamw-delayed's accumulated_decay), or what the last update was (lamb's weight_norm, update_norm and
- * trust_ratio). Tensors that share totals (prodigy) have one set: from the next step on all have that of the tensor whose
- * first scalar is largest. Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in [1/4, 1]
- * that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by the
+ * trust_ratio). Tensors that share totals (prodigy) have one set: that of the tensor whose first scalar is largest
+ * counts for all. Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in
+ * [1/4, 1] that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by the
  * state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
  * to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1. Errors: NAME;
  * RANGE for a value that no update leaves there. */

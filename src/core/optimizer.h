@@ -134,8 +134,8 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
 
-/* Gives tensors that share totals one set of scalars: those of the tensor whose first scalar is largest. What the device
- * has was fetched. */
+/* Gives tensors that share totals one set of scalars: those of the tensor whose first scalar is largest. What the
+ * device has was fetched. */
 void hstep_share_scalars(halfstep_optimizer *o);
 
 /* What a handle without tensors steps with. */

@@ -9,10 +9,10 @@
  *
  * x0 are the weights before a tensor's first step, and D' is the next D: max(D, E) while D is d0, then at most the
  * largest E so far and D growth_rate. As in the authors' code D, its bound (d_max) and N are one set for all these
- * tensors, with b3, d0, d_coef, growth_rate and B of the first of their groups, whose steps t counts. A tensor without a
- * gradient leaves D to the others and has it when it moves. Where lr is 0 nothing of a tensor changes or is summed. Where
- * all gradients are 0, D stays; where all s are, nothing moves either. Sums are over every slice_p-th element of a tensor
- * alone. */
+ * tensors, with b3, d0, d_coef, growth_rate and B of the first of their groups, whose steps t counts. A tensor without
+ * a gradient leaves D to the others and has it when it moves. Where lr is 0 nothing of a tensor changes or is summed.
+ * Where all gradients are 0, D stays; where all s are, nothing moves either. Sums are over every slice_p-th element of
+ * a tensor alone. */
 #ifndef HSTEP_PRODIGY_H
 #define HSTEP_PRODIGY_H
 

@@ -18,8 +18,8 @@
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
  *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
- *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule and one number of
- *       the hyper-parameter that it names, and reach the second prepare() of each as p->total. Tensors without a
+ *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule and one number
+ *       of the hyper-parameter that it names, and reach the second prepare() of each as p->total. Tensors without a
  *       gradient, and whose lr is 0, add nothing. The numbers that such a rule keeps are one set for all these tensors:
  *       prepare() must make the same of them for each, from p->shared and p->total alone;
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
