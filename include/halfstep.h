@@ -576,8 +576,8 @@ HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tenso
  * state (adamw-delayed's accumulated_decay), or what the last update was (lamb's weight_norm, update_norm and
  * trust_ratio). Tensors that share totals (prodigy) have one set: that of the tensor whose first scalar is largest
  * counts for all. Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in
- * [1/4, 1] that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by the
- * state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
+ * [1/4, 1] that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by
+ * the state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
  * to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1. Errors: NAME;
  * RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name,
