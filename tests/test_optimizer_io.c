@@ -127,6 +127,7 @@ static int quick_fsync(int fd)
 #include "../src/io/json.c"
 #include "../src/io/safetensors.c"
 #include "../src/io/checkpoint.c"
+#include "../src/io/coarse.c"
 #include "../src/io/streams.c"
 #define compare_names compare_tensor_names
 #include "../src/io/optimizer.c"
@@ -204,6 +205,8 @@ static int build(run *r, const plan *p)
             halfstep_hyper_info hyper = {.struct_size = sizeof hyper};
             MUST(halfstep_get_hyper_info(halfstep_rule_find(name), i, &hyper));
             if (!strcmp(hyper.name, "momentum")) MUST(halfstep_set_hyper(r->o, group[g], "momentum", p->momentum));
+            /* Rates differ, so estimates of them do. */
+            if (!strcmp(hyper.name, "d_group")) MUST(halfstep_set_hyper(r->o, group[g], "d_group", g));
             /* Switches that add states. */
             if (!strcmp(hyper.name, "amsgrad") || !strcmp(hyper.name, "centered"))
                 MUST(halfstep_set_hyper(r->o, group[g], hyper.name, p->momentum > 0));
