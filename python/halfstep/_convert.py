@@ -99,19 +99,22 @@ def adopt(tensor, stream, name, take=True):
 
 
 def coarse_states(streams, state):
-    """The names of those of a parameter's states that are precise here, while `state` has codes of them: version 0.1.0 kept a
-    maximum, or a mean that is subtracted, as coarsely as any other state."""
-    return {s.name for s in streams if s.precise and s.key not in state and s.name + ".codes" in state}
+    """The names of those of a parameter's states that `state` has in a block format where they are precise here, or the other way round:
+    version 0.1.0 kept a maximum, or a mean that is subtracted, as coarsely as any other state, and options may change."""
+    return {s.name for s in streams if not s.extra and s.key not in state and
+            (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)}
 
 
 def read_coarse(name, slot_role, recipe, shape, label, state, part):
-    """The values of such a state, from its codes in the format that the recipe `recipe` names for it."""
+    """The values of such a state: of its codes in the format that `recipe` names for it, or in its precise format."""
     rule, weight, formats = recipe.split("/")
     formats = formats.split("+")
     named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
     place = named.index(name)
-    same = [i for i in range(place) if _role(rule, named[i]) == slot_role]
+    same = [i for i in range(min(place, len(formats))) if _role(rule, named[i]) == slot_role]
     fmt = formats[place] if place < len(formats) else formats[0] if len(formats) == 1 or not same else formats[same[-1]]
+    if name in state:
+        fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
     # Any state of that role and format is read alike; Adam has one of each.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     try:
@@ -182,8 +185,8 @@ def convert(optimizer, m, state, old):
     obsolete = _layout.keys_of(rule) - set(made)
     if old == m.recipe:  # what was not coarse is as it was
         coarse = coarse_states(m.streams, state)
-        made = {s.key: made[s.key] for s in m.streams if s.name in coarse}
-        obsolete = {name + part for name in coarse for part in (*_layout.PARTS, _layout.GRID)} - set(made)
+        made = {key: value for key, value in made.items() if key.split(".")[0] in coarse or key not in state}
+        obsolete = {name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)} - set(made)
         held = None
     for s in m.streams:
         if s.key in made:

@@ -142,6 +142,23 @@ def test_states_that_blocks_cannot_hold_are_told_and_decoded_from_old_files():
             again.load_state_dict(broken)
 
 
+def test_options_that_change_formats_between_steps_keep_the_states():
+    torch.manual_seed(0)
+    for recipe, option, name in (("adam/f32/int8", "amsgrad", "exp_avg_sq"), ("rmsprop/f32/int4", "centered", "square_avg")):
+        p = torch.nn.Parameter(torch.ones(32, 256))
+        o = halfstep.optimizer(recipe, [("p", p)])
+        for on in (False, True, False, True):
+            o.param_groups[0][option] = on
+            before = o.read_state(p, name) if o.state else None
+            p.grad = None
+            o.step()
+            if before is not None:
+                assert torch.allclose(o.read_state(p, name), before, rtol=0.3, atol=1e-3) and o.read_state(p, name).gt(0).all()
+            assert (name in o.state[p] if p in o.state else False) == on or not o.state
+            p.grad = torch.randn_like(p)
+            o.step()
+
+
 def test_a_finite_gradient_is_not_called_otherwise():
     for cls in (halfstep.AdamW, halfstep.SGD, halfstep.Prodigy):
         p = torch.nn.Parameter(torch.ones(8))
