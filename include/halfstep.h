@@ -135,6 +135,10 @@ typedef struct halfstep_rule_info {
     int32_t state_extent[HALFSTEP_MAX_STATES]; /* HALFSTEP_EXTENT_* */
     int32_t totals;         /* sums over all tensors that come before any update: no tensor is stepped alone */
     int32_t cautious;       /* 1: the hyper-parameter of that name may be 1 */
+    /* Of states that are a largest value, or are subtracted, while a hyper-parameter is not 0: which one, and the
+       format that such a state then has in place of a block format, whose errors would not average out. Else NULL. */
+    const char *precise_if[HALFSTEP_MAX_STATES];
+    const char *precise_format[HALFSTEP_MAX_STATES];
 } halfstep_rule_info;
 
 typedef struct halfstep_format_info {
@@ -318,7 +322,8 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *   lr               learning rate; 0 changes no bit of any weight
  *   weight_decay     coefficient of the group's decay mode
  *   reference_lr     "fully-decoupled" decay shrinks by (lr / reference_lr) * weight_decay; 0 (not set) is the group's
- *                    lr as it was first set
+ *                    lr as it was first set. RANGE at a step whose lr is more than ten times that, or
+ *                    whose decay is above 1
  *   maximize         1: ascend
  *   centralize       0 .. 1: this fraction of the mean over all dimensions but the first is taken from the gradient of
  *                    tensors with two or more dimensions (Yong et al. 2020)
@@ -347,7 +352,7 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, "per-tensor": each tensor's own
  *   generator  "lattice", "mixer" or "philox7": the source of random bits (docs/random.md)
  *   missing    "skip": a step leaves tensors alone whose gradient is NULL; "error": it refuses to be made
- * In a step the effective gradient g counts as non-finite if |g| >= 2^62 too: its square would leave fp32. */
+ * A step is refused, too, if the effective gradient g has |g| >= 2^62: its square would leave fp32. */
 HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice,
                                      const char *value);
 HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
@@ -403,6 +408,8 @@ typedef struct halfstep_slot_info {
     void *code, *extra;        /* where it is bound, NULL for weights' and gradients' own bytes */
     int64_t rows, columns;     /* of what it stores of the part held here: a vector over rows is rows x 1, one over
                                   columns 1 x columns, and halfstep_read_slot() and halfstep_write_slot() take it so */
+    int32_t precise;           /* 1: in the format of halfstep_rule_info.precise_format, not in the recipe's */
+    int32_t reserved;
 } halfstep_slot_info;
 
 HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot,
@@ -456,10 +463,12 @@ HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weigh
  * process. */
 /* Rules that are two_pass need a third call, norms, between them, with the statistics as begin's were agreed on: it
  * fills those from halfstep_norms_offset() on, which are then added over the ranks in the same way. It does nothing for
- * other rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise). Where
- * several handles have tensors of one rule with totals, each tensor's first totals * halfstep_round_statistics_count()
- * integers (halfstep_tensor_statistics_count() says where the next tensor's are) are added up; one tensor with a
- * gradient of each handle is given what that comes to, and the others 0. */
+ * other rules. finish without it makes the sums by itself, which needs whole tensors here (ORDER otherwise).
+ * A rule with totals keeps one set of scalars for all tensors whose groups have one number in its hyper-parameter
+ * "d_group". Where several handles have such tensors, the caller adds up the first totals *
+ * halfstep_round_statistics_count() integers of each tensor (halfstep_tensor_statistics_count() says where the next
+ * tensor's are), gives the sum to one tensor of each handle, with a gradient or without, and 0 to the others. All
+ * handles make every step, and start from equal scalars: set those of the handle whose first scalar is largest. */
 HALFSTEP_API int64_t halfstep_statistics_count(const halfstep_optimizer *optimizer);
 HALFSTEP_API int64_t halfstep_norms_offset(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_step_begin(halfstep_optimizer *optimizer, const void *const *gradients, int64_t *statistics);
@@ -528,6 +537,8 @@ HALFSTEP_API int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *op
 HALFSTEP_API uint64_t halfstep_skipped_steps(const halfstep_optimizer *optimizer);
 /* Name of the first offending tensor of the last refusal on this process, "" if none (it may be on another rank). */
 HALFSTEP_API const char *halfstep_nonfinite_tensor(const halfstep_optimizer *optimizer);
+/* 1 if that tensor's gradient was finite, but times gradient_scale 2^62 or more; else 0. */
+HALFSTEP_API int32_t halfstep_gradient_too_large(const halfstep_optimizer *optimizer);
 /* Elements of a 16-bit weight that stand at the end of their format's range, +-65504 for IEEE half: weights saturate
  * there instead of becoming infinite. `weight` is the caller's buffer. 0 for formats of more bits. */
 HALFSTEP_API int halfstep_saturated(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
@@ -563,9 +574,10 @@ HALFSTEP_API int halfstep_set_counters(halfstep_optimizer *optimizer, int32_t te
 HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tensor, float *step);
 /* What is kept for a tensor as a double, by name. Belongs in a checkpoint. Of the rule, by the names of its rule_info:
  * state (adamw-delayed's accumulated_decay), or what the last update was (lamb's weight_norm, update_norm and
- * trust_ratio). Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in [1/4, 1]
- * that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by the
- * state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
+ * trust_ratio). Tensors that share totals (prodigy) have one set: that of the tensor whose first scalar is largest
+ * counts for all. Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in
+ * [1/4, 1] that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by
+ * the state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
  * to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1. Errors: NAME;
  * RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name,

@@ -8,6 +8,8 @@
 #ifndef HSTEP_DEVICE_H
 #define HSTEP_DEVICE_H
 
+#include <math.h>
+
 #include "exact.h"
 #include "tensor.h"
 
@@ -28,7 +30,8 @@ struct hstep_ledger {
     uint64_t skipped;      /* steps, or single tensors, because of their gradients */
     uint64_t refusals;     /* calls that NONFINITE is to be said of */
     int offender;          /* of the last of these the first tensor, or -1: a norm was not finite, */
-    int in_round;          /* that of a round */
+    int in_round;          /* that of a round; */
+    int too_large;         /* the offender's gradient was finite */
 };
 
 /* Everything that steps of one handle share, in the memory of the device. */
@@ -50,6 +53,7 @@ struct hstep_verdict {
     int refused;   /* nothing is updated, */
     int offenders; /* so many tensors because of their gradients, of which */
     int offender;  /* this is the first, or -1 */
+    int too_large; /* whose gradient is finite, but too large */
     double norm;   /* that the gradients are clipped by, 0 where they are not */
     double clip;   /* what they are multiplied by */
 };
@@ -182,6 +186,14 @@ struct hstep_device {
 #define HSTEP_STATISTICS_HEAD HSTEP_EXACT_LIMBS
 #define HSTEP_MAX_SUMS (HSTEP_MAX_NORMS + HALFSTEP_MAX_STATES)
 
+/* What a tensor's flag counts: gradients that are not finite in its low half, and in the high half those that are
+ * finite but HSTEP_GRADIENT_LIMIT or more, whose squares would leave fp32. */
+#define HSTEP_FLAG_NONFINITE ((int64_t)1)
+#define HSTEP_FLAG_TOO_LARGE ((int64_t)1 << 32)
+#define HSTEP_GRADIENT_LIMIT 0x1p62
+
+HSTEP_INLINE int hstep_is_nonfinite(int64_t flag) { return (uint32_t)flag != 0; }
+
 /* Places in call->statistics, in numbers. hstep_sum_offset() is for devices: it looks into their plan. */
 HSTEP_INLINE int64_t hstep_flags_offset(void) { return HSTEP_STATISTICS_HEAD; }
 HSTEP_INLINE int64_t hstep_sums_offset(int n_tensors) { return HSTEP_STATISTICS_HEAD + n_tensors; }
@@ -216,6 +228,15 @@ HSTEP_INLINE int hstep_is_clipped(const struct hstep_call *call) { return !call-
 HSTEP_INLINE int hstep_is_clipped_by_own_norm(const struct hstep_call *call)
 {
     return hstep_is_clipped(call) && (!call->single || call->clip == HSTEP_CLIP_TENSOR);
+}
+
+/* The least magnitude of an element that a gradient is refused for. Those that are clipped by their own norm end below
+ * clip_norm, so only NaN and infinities can offend, and a weight that is followed may be as large as it likes. */
+HSTEP_INLINE double hstep_gradient_limit(const struct hstep_call *call, int raw)
+{
+    double scale = hstep_gradient_scale(call);
+    return raw || hstep_is_clipped_by_own_norm(call) ? (double)INFINITY
+                                                     : HSTEP_GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
 }
 
 #endif

@@ -14,6 +14,7 @@
 
 struct hstep_slot {
     int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
+    int precise;                   /* the format is that of a PRECISE_STATE, in place of the recipe's */
     int root;                      /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
     float grid;                    /* of what is stored now; 1 where root is 0 */
     char *code, *extra;
@@ -38,6 +39,7 @@ struct hstep_tensor {
     int slots;    /* that its rule has, stored or not, and at least one state */
     int fused;    /* the device's row for just these formats, or -1, */
     int adjusted; /* and for updates that change the gradient before the rule sees it, or compare it with the change */
+    int share;    /* the first of the tensors that have its sums of TOTALS with it; its own number without such */
     int like;     /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
@@ -102,5 +104,11 @@ struct hstep_update {
     int generator;                          /* the row of what makes the words of streams */
     struct hstep_key stream[HSTEP_SLOTS];   /* of slots that are stochastic */
 };
+
+/* Whether a tensor takes part in the sums of a step: not where it is left out, and not in totals where it stays. */
+HSTEP_INLINE int hstep_is_summed(const struct hstep_tensor *t, const struct hstep_update *u)
+{
+    return !u->skip && !(u->still && hstep_rules[t->rule].totals);
+}
 
 #endif

@@ -108,7 +108,7 @@ static void test_null_handle(void)
         REFUSED(halfstep_accumulate_states_tensor_begin(NULL, 0, g, statistics));
         REFUSED(halfstep_accumulate_states_tensor_finish(NULL, 0, g, statistics));
         CHECK(halfstep_skipped_steps(NULL) == 0 && !halfstep_nonfinite_tensor(NULL)[0] &&
-                  halfstep_gradient_norm(NULL) == 0.0,
+                  halfstep_gradient_norm(NULL) == 0.0 && halfstep_gradient_too_large(NULL) == 0,
               "numbers of no handle");
         REFUSED(halfstep_saturated(NULL, 0, w, &count));
         REFUSED(halfstep_set_gradient_norm(NULL, 1));

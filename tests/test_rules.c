@@ -67,6 +67,7 @@ static const struct {
     {"scale_parameter", 2, {1, 0}},
     /* What a sum of few elements keeps of one is no matter of that one alone: test_trajectories. */
     {"slice_p", 0, {0}},
+    {"d_group", 0, {0}},
     {"ns_a", 0, {0}},
     {"ns_b", 0, {0}},
     {"ns_c", 0, {0}},
@@ -80,7 +81,7 @@ static struct ref_hyper random_hyper(struct source *s, int32_t row)
     struct ref_hyper h = ref_defaults(row);
     h.lr = lrs[next64(s) % 4];
     h.weight_decay = decays[next64(s) % 3];
-    h.reference_lr = 0.05;
+    h.reference_lr = 0.5;
     /* Proximal decay is Adan's; a rule on weights has no gradient for l2 to be added to. */
     enum ref_decay decay = (enum ref_decay)(next64(s) % (h.decay == REF_PROXIMAL ? 4 : 3));
     if (!info.raw_gradient || decay != REF_L2) h.decay = decay;

@@ -1161,6 +1161,7 @@ class Prodigy(Optimizer):
         safeguard_warmup         1: lr is left out of the estimate's divisor, for a warm-up
         debias                   1: debias the moments
         slice_p                  the estimate's sums are over every so many-th element
+        d_group                  groups of one number share one estimate, and have one lr or 0
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";
@@ -1200,12 +1201,12 @@ class Prodigy(Optimizer):
     def __init__(self, params: Params, lr: Union[float, torch.Tensor] = 1.0, betas: Tuple[float, float, float] =
                  (0.9, 0.999, 0.0), eps: float = 1e-08, weight_decay: float = 0.0, d0: float = 1e-06, d_coef: float
                  = 1.0, growth_rate: float = 1e+300, safeguard_warmup: bool = False, debias: bool = False, slice_p:
-                 float = 1.0, *, maximize: bool = False, centralize: float = 0.0, weights: Optional[str] = None,
-                 states: Optional[str] = None, decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm:
-                 float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None, generator: Optional[str] =
-                 None, seed: Optional[int] = None, threads: int = 0, gradient_release: bool = False,
-                 optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str] = False,
-                 foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
+                 float = 1.0, d_group: int = 0, *, maximize: bool = False, centralize: float = 0.0, weights:
+                 Optional[str] = None, states: Optional[str] = None, decay: Optional[str] = None, reference_lr:
+                 float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None, scan: Optional[str] = None,
+                 generator: Optional[str] = None, seed: Optional[int] = None, threads: int = 0, gradient_release:
+                 bool = False, optimizer_accumulation: bool = False, norm_group: Any = None, flat: Union[bool, str]
+                 = False, foreach: Optional[bool] = None, fused: Optional[bool] = None, capturable: bool = False,
                  differentiable: bool = False, compile: bool = False) -> None: ...
 
 class CAME(Optimizer):
@@ -1284,8 +1285,8 @@ class Adafactor(Optimizer):
         relative_step            1: lr falls with the root of the number of updates, and is its largest
         warmup_init              1: relative steps begin at a millionth, and grow by that
         scale_parameter          1: steps are times the weight's root mean square
-        published                1: eps and decay as the paper and transformers have them
-        beta1                    decay rate of the first moment, of whole steps; 0 needs no state
+        published                1: eps, decay and a first moment of whole steps, as transformers has them
+        beta1                    decay rate of the first moment, of updates without lr; 0 needs no state
         maximize                 1: ascend
         centralize               fraction of the row mean taken from the gradient
         weights                  format of BF16 parameters: "bf16-sr" (default), "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "bf16";

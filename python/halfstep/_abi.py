@@ -64,7 +64,7 @@ class RuleInfo(_Sized):
                 ("decay", c_char_p), ("scalars", c_int32), ("two_pass", c_int32), ("scalar_name", c_char_p * MAX_SCALARS),
                 ("matrix", c_int32), ("raw_gradient", c_int32), ("accumulates", c_int32), ("average", c_int32),
                 ("label", c_char_p), ("state_extent", c_int32 * MAX_STATES), ("totals", c_int32),
-                ("cautious", c_int32)]
+                ("cautious", c_int32), ("precise_if", c_char_p * MAX_STATES), ("precise_format", c_char_p * MAX_STATES)]
 
 
 class FormatInfo(_Sized):
@@ -103,7 +103,8 @@ class Tensor(_Sized):
 class SlotInfo(_Sized):
     _fields_ = [("struct_size", c_uint32), ("format", c_int32), ("name", c_char_p), ("code_bytes", c_uint64),
                 ("extra_bytes", c_uint64), ("blocks_per_row", c_int64), ("fell_back", c_int32), ("grid", c_int32),
-                ("code", c_void_p), ("extra", c_void_p), ("rows", c_int64), ("columns", c_int64)]
+                ("code", c_void_p), ("extra", c_void_p), ("rows", c_int64), ("columns", c_int64), ("precise", c_int32),
+                ("reserved", c_int32)]
 
 
 class Counters(_Sized):
@@ -197,6 +198,7 @@ signatures = {
     "halfstep_accumulate_states_tensor_finish": (c_int, (_handle, c_int32, c_void_p, c_void_p)),
     "halfstep_skipped_steps": (c_uint64, (_handle,)),
     "halfstep_nonfinite_tensor": (c_char_p, (_handle,)),
+    "halfstep_gradient_too_large": (c_int32, (_handle,)),
     "halfstep_saturated": (c_int, (_handle, c_int32, c_void_p, _bytes)),
     "halfstep_gradient_norm": (c_double, (_handle,)),
     "halfstep_set_gradient_norm": (c_int, (_handle, c_double)),
@@ -304,11 +306,14 @@ def check(code: int, handle=None, detail: str = "") -> None:
 
 @dataclass(frozen=True)
 class State:
-    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a matrix, and only there."""
+    """A state of a rule. `role` is a ROLE_ number; `vector`: over the rows or the columns of a matrix, and only there. While the
+    hyper-parameter `precise_if` is not 0, the state has `precise_format` in place of a block format."""
 
     name: str
     role: int
     vector: bool = False
+    precise_if: Optional[str] = None
+    precise_format: Optional[str] = None
 
 
 @dataclass(frozen=True)
@@ -380,7 +385,8 @@ def _read_rule(row: int) -> Rule:
     check(lib.halfstep_get_rule_info(row, byref(info)))
     hypers = [_read_hyper(row, i) for i in range(info.hypers)]
     return Rule(row=row, id=info.id, name=_text(info.name), label=_text(info.label), title=_text(info.title),
-                states=[State(_text(info.state_name[i]), info.state_role[i], bool(info.state_extent[i])) for i in range(info.states)],
+                states=[State(_text(info.state_name[i]), info.state_role[i], bool(info.state_extent[i]), _text(info.precise_if[i]) or None,
+                              _text(info.precise_format[i]) or None) for i in range(info.states)],
                 hypers={h.name: h for h in hypers}, decay=_text(info.decay),
                 scalars=[_text(info.scalar_name[i]) for i in range(info.scalars)], two_pass=bool(info.two_pass),
                 matrix=bool(info.matrix), raw_gradient=bool(info.raw_gradient), accumulates=bool(info.accumulates),

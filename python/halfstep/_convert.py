@@ -98,6 +98,40 @@ def adopt(tensor, stream, name, take=True):
     return _devices.to_cpu(tensor) if take else tensor
 
 
+def coarse_states(streams, state):
+    """The names of those of a parameter's states that `state` has in a block format where they are precise here, or the other way round:
+    version 0.1.0 kept a maximum, or a mean that is subtracted, as coarsely as any other state, and options may change."""
+    return {s.name for s in streams if not s.extra and s.key not in state and
+            (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)}
+
+
+def read_coarse(name, slot_role, recipe, shape, label, state, part):
+    """The values of such a state: of its codes in the format that `recipe` names for it, or in its precise format."""
+    rule, weight, formats = recipe.split("/")
+    formats = formats.split("+")
+    named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
+    place = named.index(name)
+    same = [i for i in range(min(place, len(formats))) if _role(rule, named[i]) == slot_role]
+    fmt = formats[place] if place < len(formats) else formats[0] if len(formats) == 1 or not same else formats[same[-1]]
+    if name in state:
+        fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
+    # Any state of that role and format is read alike; Adam has one of each.
+    codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
+    try:
+        other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
+        tensors = {s.key: adopt(state[name + s.part], s, label) if s.name == other and name + s.part in state
+                   else torch.zeros(s.shape, dtype=s.dtype) for s in codec.streams}
+        codec.bind(tensors)
+        codec.take_scalars({other + _layout.GRID: state[name + _layout.GRID]} if name + _layout.GRID in state else {})
+        return codec.read(next(s.slot for s in codec.streams if s.name == other))
+    finally:
+        codec.close()
+
+
+def _role(rule, name):
+    return next(s.role for s in _abi.rules[rule].states if s.name == name)
+
+
 @torch.no_grad()
 def convert(optimizer, m, state, old):
     """The streams of member m in its recipe, from `state`, which is of the recipe `old`, or plain (None); the keys that are then
@@ -125,6 +159,8 @@ def convert(optimizer, m, state, old):
             source.bind(tensors)
             source.take_scalars(state)
             there = {s.name for s in source.streams} - {s.name for s in missing}
+            for name in coarse_states(source.streams, state):
+                values[name] = read_coarse(name, _role(optimizer.rule, name), old, m.shape, m.name, state, m.part)
             for i, name in enumerate(names):
                 if name in there:
                     values[name] = source.read(2 + i)
@@ -146,9 +182,16 @@ def convert(optimizer, m, state, old):
             target.write(0, weight, held.data_ptr())
     finally:
         target.close()
+    obsolete = _layout.keys_of(rule) - set(made)
+    if old == m.recipe:  # what was not coarse is as it was
+        coarse = coarse_states(m.streams, state)
+        made = {key: value for key, value in made.items() if key.split(".")[0] in coarse or key not in state}
+        obsolete = {name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)} - set(made)
+        held = None
     for s in m.streams:
-        made[s.key] = _devices.place(made[s.key], m.kept)
-    return made, _layout.keys_of(rule) - set(made), held
+        if s.key in made:
+            made[s.key] = _devices.place(made[s.key], m.kept)
+    return made, obsolete, held
 
 
 def empty(recipe, hypers, p):

@@ -177,13 +177,13 @@ def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=
 class Stream:
     """One stored tensor beside weight and gradient: the place it has in `state[p]` and in the handle. `name` is that of the
     state, or "weight"; `extra`: the second tensor of a slot, scales or residuals; `grid`: codes on a grid, which is a number of
-    its own. Of a DTensor `shape` is that of the part here, `whole` and `placements` those of the state."""
+    its own; `precise`: in a finer format than the recipe's. Of a DTensor `shape` is that of the part here, `whole` and `placements` those of the state."""
 
-    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid", "whole", "placements")
+    __slots__ = ("slot", "extra", "name", "part", "dtype", "shape", "role", "grid", "precise", "whole", "placements")
 
-    def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False):
+    def __init__(self, slot, extra, name, part, dtype, shape, role, grid=False, precise=False):
         self.slot, self.extra, self.name, self.part, self.dtype, self.shape, self.role = slot, extra, name, part, dtype, shape, role
-        self.grid = grid
+        self.grid, self.precise = grid, precise
 
     @property
     def key(self):
@@ -229,7 +229,7 @@ def streams_of(handle, index, rule, shape, rows=None):
             else:
                 code_shape = (code_bytes,)
             found.append(Stream(slot, False, name, "" if code.is_floating_point else ".codes", code, code_shape, role,
-                                bool(info.grid)))
+                                bool(info.grid), bool(info.precise)))
         if fmt.extra_bits or fmt.scale_bytes:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -239,7 +239,7 @@ def streams_of(handle, index, rule, shape, rows=None):
                 extra_shape = (rows, n // rows)
             else:
                 extra_shape = (n,)
-            found.append(Stream(slot, True, name, ".scale" if fmt.block else ".extra", extra, extra_shape, role))
+            found.append(Stream(slot, True, name, ".scale" if fmt.block else ".extra", extra, extra_shape, role, precise=bool(info.precise)))
     return found, fell_back
 
 
@@ -581,7 +581,7 @@ class Engine:
         if has and old in (m.recipe, None) and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams)) and all(s.key in state and s.fits(state[s.key], m.kept)
                                                                            for s in m.streams):
             return made, obsolete, weight
-        if has and old != m.recipe:
+        if has and (old != m.recipe or _convert.coarse_states(m.streams, state)):
             streams, obsolete, weight = _convert.convert(optimizer, m, state, old)
             made.update(streams)
             return made, obsolete, weight
@@ -673,6 +673,8 @@ class Engine:
         self.told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
         for group in groups:
             group["skipped_steps"], group["last_norm"] = self.told
+        if self.rule.totals:
+            self.ranks.tell_estimates(groups)
 
     def take_told(self, groups):
         """Counts of the groups that are other than tell() left them, as sharding wrappers and loaded groups bring them."""
@@ -706,14 +708,17 @@ class Engine:
     def refresh(self, optimizer):
         """Hyper-parameters as they are now. False where they change what exists, so that the handle has to be built anew."""
         self.take_told(optimizer.param_groups)
+        optimizer._check_rates()
         for entry in self.groups:
             handle, group = entry.handle, optimizer.param_groups[entry.place]
-            values = [v for key, v in group.items() if key not in _NO_HYPERS]
+            values = [v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and self.rule.totals)]
             cached = entry.values
             # Numbers are replaced, never changed: the same objects mean the same numbers. Tensors and lists are read again.
             if cached is not None and len(cached) == len(values) and all(map(is_, values, cached)):
                 continue
-            hypers = optimizer._hypers({**group, "lr": 0.0} if entry.take_lr(group["lr"]) else group)
+            if not entry.take_lr(group["lr"]):
+                optimizer._check_reference(group)
+            hypers = optimizer._hypers({**group, "lr": 0.0} if entry.lr is not None else group)
             if entry.lr is not None:
                 del hypers["lr"]
             choices = optimizer._choices(group)

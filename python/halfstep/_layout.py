@@ -75,6 +75,19 @@ def scalars_of(rule, streams=None):
     return (*rule.scalars, *(s.name + GRID for s in streams if s.grid))
 
 
+def precise_states(recipes):
+    """A line for each rule of some full recipes with block formats: which states have a finer format all the same, and under which
+    option."""
+    lines = []
+    for rule in dict.fromkeys(recipe.split("/")[0] for recipe in recipes
+                              if any(_abi.formats[name].block for name in recipe.split("/")[2].split("+"))):
+        states = [state for state in _abi.rules[rule].states if state.precise_if]
+        if states:  # of one option and one format
+            lines.append(f"{rule}: with {states[0].precise_if} {' and '.join(state.name for state in states)} in {states[0].precise_format}, not in "
+                         "blocks: errors of coarse codes would not average out there")
+    return lines
+
+
 def numbers_of(rule, streams=None):
     """The keys of the small tensors beside `step`, likewise."""
     return (*WHOLE, *scalars_of(rule, streams))

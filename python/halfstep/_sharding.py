@@ -11,6 +11,7 @@ Over 500 lines because where a shard lies, what its states are and what ranks te
 import ctypes
 import gc
 import hashlib
+import math
 import sys
 import weakref
 
@@ -406,6 +407,14 @@ class Ranks:
         #: how many sums of the rule are over all tensors, of every handle and of the norm group
         self.totals = engine.rule.totals
         self.sums = HEAD + self.n
+        #: of a rule with such sums: the numbers of groups that share them, each member's among these, and for each part and number the
+        #: first member; what each number's scalars are here or elsewhere
+        self.numbers = sorted({number_of(group) for group in optimizer.param_groups}) if self.totals else []
+        self.rows = [self.numbers.index(number_of(optimizer.param_groups[m.group])) for m in self.members if self.totals]
+        self.firsts = {}
+        for i in reversed(range(self.n if self.totals else 0)):
+            self.firsts[self.members[i].handle.value, self.rows[i]] = i
+        self.estimates = {}
         #: of each handle: where its flags and its sums are; of each member: where its sums are, and how many
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
@@ -464,19 +473,47 @@ class Ranks:
 
     def _add_totals(self, statistics, gradients):
         """The sums over all tensors, of every handle and rank: one member of each handle has them, as halfstep_step_norms() says."""
-        sums, heirs = torch.zeros(self.totals * HEAD, dtype=torch.int64), []
-        for part in self.engine.parts:
-            moving = [i for i in range(part.first, part.first + part.n) if gradients[i] and not statistics[HEAD + i]]
-            for k, i in enumerate(moving):
-                own = statistics[self.places[i][0]:][:len(sums)]
-                sums += own
-                own.zero_()
-                if not k:
-                    heirs.append(own)
+        sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64)
+        for i, row in enumerate(self.rows):
+            own = statistics[self.places[i][0]:][:self.totals * HEAD]
+            sums[row] += own
+            own.zero_()
         if self.norm_group is not None:
             add_up(sums, (self.norm_group,))
-        for own in heirs:
-            own.copy_(sums)
+        for (_, row), i in self.firsts.items():
+            statistics[self.places[i][0]:][:self.totals * HEAD] = sums[row]
+
+    def _scalars(self, i):
+        return [read_scalar(self.members[i], name) for name in self.engine.rule.scalars]
+
+    def _share_estimates(self):
+        """Gives every handle, of every rank, the scalars of the one that has come furthest: a device or a rank may have had nothing to step
+        until now."""
+        found = torch.full((len(self.numbers), len(self.engine.rule.scalars)), -torch.inf, dtype=torch.float64)
+        own = {key: self._scalars(i) for key, i in self.firsts.items()}
+        for (_, row), scalars in own.items():
+            if scalars[0] > max(found[row, 0], 0.0):
+                found[row] = torch.tensor(scalars, dtype=torch.float64)
+        if self.norm_group is not None:
+            ordered = in_order(found.view(torch.int64))
+            add_up(ordered, (self.norm_group,), torch.distributed.ReduceOp.MAX)
+            found = in_order(ordered).view(torch.float64)
+        for row, scalars in enumerate(found.tolist()):
+            if scalars[0] == -math.inf:
+                continue
+            self.estimates[self.numbers[row]] = scalars[0]
+            for key, i in self.firsts.items():
+                m = self.members[i]
+                for name, value in zip(self.engine.rule.scalars, scalars):
+                    if key[1] == row and own[key] != scalars:
+                        check(lib.halfstep_set_scalar(m.handle, m.index, name.encode(), value), m.handle)
+
+    def tell_estimates(self, groups):
+        """Keeps `d` of the groups current."""
+        for (_, row), i in self.firsts.items():
+            self.estimates[self.numbers[row]] = read_scalar(self.members[i], "d")
+        for group in groups:
+            group["d"] = self.estimates.get(number_of(group)) or group["d0"]
 
     def _begin(self, gradients, micro):
         """The statistics of some gradients, as they are here."""
@@ -525,6 +562,8 @@ class Ranks:
             return torch.cat([total[:HEAD], total[flags], total[sums]])
 
         totals = self.totals and not whole and not micro
+        if totals and (self.norm_group is not None or len(parts) > 1):
+            self._share_estimates()
         if totals or (self.divided and self.count > self.sums and not micro):
             for part, flags, sums in chosen:
                 own = statistics_of(flags, sums)
@@ -588,6 +627,22 @@ class Ranks:
         return code
 
 
+def number_of(group):
+    """What groups have in common that share the sums of a rule over all tensors."""
+    return float(group.get("d_group", 0))
+
+
+def read_scalar(m, name):
+    value = ctypes.c_double()
+    check(lib.halfstep_get_scalar(m.handle, m.index, name.encode(), ctypes.byref(value)), m.handle)
+    return value.value
+
+
+def in_order(bits):
+    """Bits of doubles as integers in the order of the doubles, and back."""
+    return torch.where(bits < 0, bits ^ 0x7fffffffffffffff, bits)
+
+
 def group_of(norm_group):
     """A process group of the option; True is all ranks."""
     if norm_group is None or norm_group is False:
@@ -616,6 +671,8 @@ def agree(optimizer):
     identities = optimizer._identities([p for group in optimizer.param_groups for p in group["params"]])
     common = {"rule": optimizer.rule, "seed": str(optimizer.seed), "generator": str(optimizer.generator), "scan": str(optimizer.scan),
               "clip_norm": str(optimizer.clip_norm)}
+    if _abi.rules[optimizer.rule].totals:
+        common["d_group"] = str(sorted({number_of(group) for group in optimizer.param_groups}))
     group = group_of(optimizer.norm_group)
     if group is not None:  # whose ranks hold other parameters each
         _compare(common, (group,), "have one norm_group")

@@ -14,7 +14,7 @@ from . import _abi, _convert, _foreign, _layout, _sharding
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
-OURS = ("weights", "states", "decay", "reference_lr", "seed", "generator", "centralize", "cautious", *_layout.TOLD)
+OURS = ("weights", "states", "decay", "reference_lr", "first_lr", "seed", "generator", "centralize", "cautious", *_layout.TOLD)
 #: rules whose optimizers in torch save no count of steps
 _UNCOUNTED = ("sgd", "muon")
 #: rules that differ in their decay alone, and load one another's states, as torch's do
@@ -128,6 +128,7 @@ def load(optimizer, state_dict, torch_load):
         raise
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
+    optimizer._show_estimates()
     _warn_of_conversions(optimizer)
 
 
@@ -214,7 +215,7 @@ def _check_state(optimizer, known, name, p, state, hypers):
             for key in {s.name for s in codec.streams if s.name in roles and not s.extra} | (roles.keys() & state.keys()):
                 _check_plain(state, key, roles[key], name, p, shapes.get(key))
         else:
-            _check_streams(codec, state, name, recipe)
+            _check_streams(codec, state, name, recipe, part)
     finally:
         codec.close()
 
@@ -242,10 +243,16 @@ def _judge(key, name, values, role):
         raise ValueError(f"halfstep: state {key!r} of parameter {name!r} has negative values, of which it has none by itself")
 
 
-def _check_streams(codec, state, name, recipe):
+def _check_streams(codec, state, name, recipe, part=None):
     """States as this package keeps them: all there, of the right shapes, and nothing in them that no update leaves."""
-    tensors = {}
+    tensors, coarse = {}, _convert.coarse_states(codec.streams, state)
+    for name_ in coarse:
+        role = next(s.role for s in codec.streams if s.name == name_)
+        _judge(name_, name, _convert.read_coarse(name_, role, recipe, codec.shape, name, state, part), role)
     for s in codec.streams:
+        if s.name in coarse:
+            tensors[s.key] = torch.zeros(s.shape, dtype=s.dtype)
+            continue
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes")
         if s.key not in state:

@@ -30,9 +30,13 @@ _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ 
 _numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
 #: of groups, beside options: of torch, of its schedulers, and this package's own
-_GROUP_KEYS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "schedule", "ids", "recipes", *_layout.TOLD}
+_GROUP_KEYS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "schedule", "ids", "recipes", "first_lr",
+               *_layout.TOLD}
 # How often one handle may be wrong about what gradients will look like.
 _MOST_GUARDS = 4
+# Without a reference_lr, fully decoupled decay refers to the first lr: one that is at least so much of the rule's default, and of which a
+# later one is at most so many times as much (halfstep.h).
+_LEAST_FIRST_LR, _MOST_ABOVE_FIRST_LR = 1e-4, 10.0
 # From this version on torch itself takes (name, tensor) pairs.
 _NAMED = VERSION >= (2, 6)
 #: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
@@ -297,19 +301,67 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._refresh_names()
-        for key in ("ids", "recipes", *_layout.TOLD):  # of the optimizer that the group comes from
+        for key in ("ids", "recipes", "first_lr", *_layout.TOLD):  # of the optimizer that the group comes from
             group.pop(key, None)
         first = self.param_groups[0]
         group.update(group_steps=0, skipped_steps=first.get("skipped_steps", 0), last_norm=first.get("last_norm", 0.0))
         for key in ("seed", "generator"):
             if group.get(key) is None:
                 group[key] = self.defaults[key]
-        if self._choices(group)["decay"] == "fully-decoupled" and not group.get("reference_lr"):
-            group["reference_lr"] = float(group["lr"])
+        self._take_reference(group)
         self._drop_engine()
+        self._show_estimates()
         self._agreed = False
         if self.gradient_release:
             self.prepare_gradient_release()
+
+    def _take_reference(self, group):
+        """Has fully decoupled decay refer to the first lr, where nobody gives a reference_lr and that can be meant as one."""
+        if self._choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
+            return
+        first = group.setdefault("first_lr", float(group["lr"]))
+        if first >= _LEAST_FIRST_LR * _abi.rules[self.rule].hypers["lr"].initial:
+            group["reference_lr"] = first
+
+    def _check_reference(self, group):
+        """Raises ValueError where fully decoupled decay would not be what anybody can mean."""
+        if self._choices(group)["decay"] != "fully-decoupled":
+            return
+        self._take_reference(group)
+        lr, decay, reference, first = (float(group.get(key) or 0.0) for key in ("lr", "weight_decay", "reference_lr", "first_lr"))
+        if decay and (not reference or reference == first and lr > _MOST_ABOVE_FIRST_LR * reference):
+            raise ValueError(f"halfstep: fully-decoupled decay is lr / reference_lr * weight_decay, and the first lr, {first:g}, cannot be meant as the "
+                             f"reference: give reference_lr=, the lr at which decay is weight_decay")
+        if decay and lr / reference * decay > 1.0:
+            raise ValueError(f"halfstep: fully-decoupled decay of lr / reference_lr * weight_decay = {lr:g} / {reference:g} * {decay:g} is above 1: give "
+                             "reference_lr=, the lr at which decay is weight_decay")
+
+    def _check_rates(self):
+        """Raises ValueError where groups that share one estimate of the lr (Prodigy) have two rates above 0."""
+        if not _abi.rules[self.rule].totals:
+            return
+        rates = {}
+        for group in self.param_groups:
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" or not float(lr):
+                continue
+            if rates.setdefault(_sharding.number_of(group), float(lr)) != float(lr):
+                raise ValueError(f"halfstep: groups of {type(self).__name__} share one estimate of the learning rate, so their lr must be equal or "
+                                 f"0, not {rates[_sharding.number_of(group)]:g} and {float(lr):g}; with another d_group each has an estimate of its own")
+
+    def _show_estimates(self):
+        """Puts the estimate of the learning rate (Prodigy's d) into the groups, from the states of their parameters."""
+        rule = _abi.rules[self.rule]
+        if not rule.totals:
+            return
+        shared = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                d = (self.state.get(p) or {}).get("d")
+                number = _sharding.number_of(group)
+                shared[number] = max(shared.get(number, 0.0), 0.0 if d is None else float(d))
+        for group in self.param_groups:
+            group["d"] = shared.get(_sharding.number_of(group), 0.0) or group["d0"]
 
     def _check_keys(self, group):
         """Raises ValueError for what is nearly the name of an option. Other keys belong to somebody: torch keeps them, too."""
@@ -872,10 +924,12 @@ class Optimizer(torch.optim.Optimizer):
         # On a GPU those of another step may have taken their place.
         grads = [local(m.p.grad) for m in engine.members if m.p.grad is not None] if name and not engine.late else []
         if not name:
-            what = "a gradient on another rank or device, or the norm of all of them, is not finite"
+            what = "a gradient on another rank or device, or the norm of all of them, is not finite or too large"
         elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
             what = ("the gradients of all parameters are not finite, as one of them leaves them after torch.nn.utils.clip_grad_norm_ "
                     "(clip_norm= of this optimizer names it)")
+        elif lib.halfstep_gradient_too_large(handle):
+            what = f"the gradient of parameter {name!r} is finite, but too large: 2^62 (4.6e18) or more, whose square would leave fp32"
         else:
             what = f"the gradient of parameter {name!r} is not finite"
         left = f"parameter {name!r} was left alone" if self.scan == "per-tensor" or self._release_handles else \
@@ -1071,10 +1125,11 @@ class Optimizer(torch.optim.Optimizer):
                         seen.add(id(p))
                         dtype = p.dtype if p.grad is None else p.grad.dtype
                         wanted.append((p, g, i, PLAIN.get(dtype, PLAIN[p.dtype])))
-            fallen = declare(handle, self, wanted)[2]
+            members, _, fallen = declare(handle, self, wanted)
             out = [c_uint64() for _ in range(4)]
             check(lib.halfstep_memory(handle, *[byref(x) for x in out], byref(c_int32())), handle)
-            return dict(zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))), fallen
+            return dict(zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))), fallen, _layout.precise_states(
+                m.recipe for m in members if any(s.precise for s in m.streams))
         finally:
             lib.halfstep_destroy(handle)
 
@@ -1098,7 +1153,7 @@ class Optimizer(torch.optim.Optimizer):
                 recipe = self._full_recipe(g, i)
                 if recipe not in recipes:
                     recipes.append(recipe)
-        memory, fallen = self._survey()
+        memory, fallen, precise = self._survey()
         count = sum(local(p).numel() for group in self.param_groups for p in group["params"] if self._takes_part(p))
         lines = [f"{type(self).__name__} (", f"recipe: {', '.join(recipes)}",
                  f"memory: {sum(memory.values()) / max(count, 1):.3f} B/param (weights and their extras "
@@ -1107,6 +1162,7 @@ class Optimizer(torch.optim.Optimizer):
         if fallen:
             shown = ", ".join(fallen[:8]) + (f" and {len(fallen) - 8} more" if len(fallen) > 8 else "")
             lines.append(f"too small for blocks, plain states: {shown}")
+        lines += precise
         for i, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {i}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group) if key != "params"]
@@ -1311,6 +1367,7 @@ class Optimizer(torch.optim.Optimizer):
         _layout.modernize(self, self.state, self.param_groups)
         if "defaults" not in state:
             _state.check(self)
+        self._show_estimates()
         if state.get("compile"):
             from . import _compile
             _compile.register(self)

@@ -8,7 +8,7 @@ from html import escape
 
 import torch
 
-from . import _abi
+from . import _abi, _layout
 from ._engine import rows_of
 from .streaming import BUFFER_BYTES, BUFFERS
 
@@ -92,6 +92,7 @@ class Plan:
                     "the formulas. Ways with gradient_release judge and clip tensors singly; the others lose nothing.")
         title = f"{self.parameters} parameters{', gradients released' if self.release else ''}{', states offloaded' if self.offload else ''}. Bytes per parameter:"
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
+        foot += "".join("\n" + line for line in _layout.precise_states(row.recipe for row in self.rows) if not self.placed)
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
             foot += (f"\nEach step copies up to {_size(copied)} to and fro: {copied / 2 / _BUS:.2g} s each way at {_BUS / 1e9:.0f} GB/s, the "

@@ -24,7 +24,7 @@ def _value(hyper):
     """A default as a user would write it."""
     if hyper.switch:
         return bool(hyper.initial)
-    if hyper.name in ("ns_steps", "k"):
+    if hyper.name in ("ns_steps", "k", "d_group"):
         return int(hyper.initial)
     return hyper.initial
 

@@ -23,7 +23,7 @@ const char *halfstep_strerror(int code)
     case HALFSTEP_ERROR_FORMAT: return "malformed file";
     case HALFSTEP_ERROR_MISMATCH: return "file belongs to another configuration";
     case HALFSTEP_ERROR_IO: return "input or output failed";
-    case HALFSTEP_NONFINITE: return "step refused: gradient not finite";
+    case HALFSTEP_NONFINITE: return "step refused: gradient not finite or too large";
     default: return "unknown error";
     }
 }
@@ -64,6 +64,16 @@ const char *halfstep_error_detail(const halfstep_optimizer *o)
     if (own_detail.serial == o->serial) return own_detail.text;
     copy_detail(o, shown, 1);
     return shown;
+}
+
+int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large)
+{
+    if (tensor < 0) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
+    return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is %s", o->labels[tensor].name,
+                      too_large
+                          ? "finite, but too large: an element times gradient_scale is 2^62 (4.6e18) or more, and "
+                            "its square would leave fp32"
+                          : "not finite");
 }
 
 int hstep_check_group(const halfstep_optimizer *o, int32_t group)

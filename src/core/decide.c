@@ -31,7 +31,10 @@ static void look(const struct hstep_call *call, struct hstep_verdict *v)
     const int64_t *flags = call->statistics + hstep_flags_offset();
     *v = (struct hstep_verdict){.offender = -1, .norm = clipping_norm(call)};
     for (int i = 0; i < call->n; i++)
-        if (flags[i] && !v->offenders++) v->offender = call->first + i;
+        if (flags[i] && !v->offenders++) {
+            v->offender = call->first + i;
+            v->too_large = !hstep_is_nonfinite(flags[i]);
+        }
     /* A bound scale that is not finite is how a host that does not wait has a step refused: a loss scaler's verdict. */
     v->refused = (v->offenders && call->scan != HSTEP_SCAN_TENSOR) || !(v->norm < INFINITY) ||
                  !(fabs(hstep_gradient_scale(call)) < INFINITY);
@@ -64,12 +67,12 @@ int hstep_decide(const struct hstep_call *call)
     return HALFSTEP_OK;
 }
 
-/* Number j of what is summed over all tensors of a rule. */
-static double total_of(const struct hstep_call *call, int rule, int j)
+/* Number j of what is summed over all tensors that have `share` as the first of them. */
+static double total_of(const struct hstep_call *call, int share, int j)
 {
     int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
     for (int i = call->first; i < call->first + call->n; i++)
-        if (call->plan.tensors[i].rule == rule && !call->plan.updates[i].skip)
+        if (call->plan.tensors[i].share == share)
             hstep_exact_merge(limbs, call->statistics + hstep_sum_offset(call, i) + (int64_t)j * HSTEP_EXACT_LIMBS);
     return hstep_exact_round(limbs);
 }
@@ -83,7 +86,7 @@ static void prepare_again(const struct hstep_call *call, int tensor, const doubl
     const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
     for (int j = 0; j < t->sums; j++) {
         const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        if (rule->totals && j < rule->norms) sums[j] = totals ? totals[j] : total_of(call, t->rule, j);
+        if (rule->totals && j < rule->norms) sums[j] = totals ? totals[j] : total_of(call, t->share, j);
         else if (t->cautious && j == t->sums - 1) sums[j] = hstep_exact_round(sum); /* a count */
         else sums[j] = sqrt(hstep_exact_round(sum));
     }
@@ -93,15 +96,17 @@ static void prepare_again(const struct hstep_call *call, int tensor, const doubl
 int hstep_decide_sums(const struct hstep_call *call, int first, int n)
 {
     double totals[HSTEP_MAX_NORMS] = {0};
-    int of = -1; /* the rule that these are of */
+    int of = -1; /* the share that these are of */
     for (int i = first; i < first + n; i++) {
         const struct hstep_tensor *t = &call->plan.tensors[i];
-        if (call->plan.updates[i].skip || !hstep_needs_sums(t, call->micro)) continue;
-        if (hstep_rules[t->rule].totals && of != t->rule) {
-            of = t->rule;
-            for (int j = 0; j < hstep_rules[of].norms; j++) totals[j] = total_of(call, of, j);
+        const int skip = call->plan.updates[i].skip, all = hstep_rules[t->rule].totals && !call->verdict->refused;
+        if ((skip && !all) || !hstep_needs_sums(t, call->micro)) continue;
+        if (all && of != t->share) {
+            of = t->share;
+            for (int j = 0; j < hstep_rules[t->rule].norms; j++) totals[j] = total_of(call, of, j);
         }
         prepare_again(call, i, totals);
+        call->plan.updates[i].skip = skip; /* what it shares goes on all the same */
     }
     return HALFSTEP_OK;
 }
@@ -132,6 +137,14 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
     memcpy(t->scalar, u->scalar, sizeof t->scalar);
 }
 
+/* Numbers that a tensor without an update shares with others go on. */
+static void count_shared(const struct hstep_call *call, int tensor)
+{
+    struct hstep_tensor *t = &call->plan.tensors[tensor];
+    if (hstep_rules[t->rule].totals && !call->micro)
+        memcpy(t->scalar, call->plan.updates[tensor].scalar, sizeof t->scalar);
+}
+
 /* Parts that share a tensor agree on its squares; the one with the first element puts them into the round, so that a
  * sum over all of them counts every tensor once. */
 static void add_to_round(const struct hstep_call *call, const struct hstep_tensor *t)
@@ -155,6 +168,7 @@ static void enter(const struct hstep_call *call)
     l->skipped += v->refused ? 1 : (uint64_t)v->offenders;
     l->refusals++;
     l->offender = v->offender;
+    l->too_large = v->too_large;
     l->in_round = 0;
 }
 
@@ -162,7 +176,10 @@ int hstep_count(const struct hstep_call *call)
 {
     if (call->plan.ledger) enter(call);
     for (int i = call->first; i < call->first + call->n; i++) {
-        if (call->plan.updates[i].skip) continue;
+        if (call->plan.updates[i].skip) {
+            if (!call->verdict->refused) count_shared(call, i);
+            continue;
+        }
         count_update(&call->plan.tensors[i], &call->plan.updates[i]);
         if (call->single && hstep_is_clipped(call)) add_to_round(call, &call->plan.tensors[i]);
     }
@@ -180,6 +197,7 @@ int hstep_end_round(const struct hstep_call *call)
     if (l && v->refused) {
         l->refusals++;
         l->offender = -1;
+        l->too_large = 0;
         l->in_round = 1;
     }
     if (v->refused) return HALFSTEP_OK;

@@ -49,7 +49,8 @@ static int send_ledger(halfstep_optimizer *o)
                                   .skipped = atomic_load(&o->skipped),
                                   .refusals = o->refusals,
                                   .offender = o->offender,
-                                  .in_round = o->in_round};
+                                  .in_round = o->in_round,
+                                  .too_large = o->too_large};
     int error = HALFSTEP_OK;
     if (o->counts_changed) error = o->device->copy(&o->context, o->plan.ledger, &ledger, sizeof ledger);
     else if (o->sent_scale != o->gradient_scale)
@@ -139,8 +140,12 @@ static int fetch(halfstep_optimizer *o)
     o->refusals = ledger.refusals;
     o->offender = ledger.offender;
     o->in_round = ledger.in_round;
+    o->too_large = ledger.too_large;
     atomic_store(&o->skipped, ledger.skipped);
-    if (o->refusals != o->refusals_seen && !o->in_round) atomic_store(&o->nonfinite_tensor, ledger.offender);
+    if (o->refusals != o->refusals_seen && !o->in_round) {
+        atomic_store(&o->nonfinite_tensor, ledger.offender);
+        atomic_store(&o->gradient_too_large, ledger.too_large);
+    }
     o->refusals_seen = o->refusals;
     atomic_store(&o->ahead, 0);
     struct hstep_fp fp = hstep_fp_enter();
@@ -219,8 +224,7 @@ int halfstep_synchronize(halfstep_optimizer *o)
     if (error || o->refusals == o->refusals_told) return error;
     o->refusals_told = o->refusals;
     if (o->in_round) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the round is not finite");
-    if (o->offender < 0) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
-    return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->labels[o->offender].name);
+    return hstep_fail_gradient(o, o->offender, o->too_large);
 }
 
 /* What is read at a place takes the place of what was set: in the device's copy, which has to be sent again when that

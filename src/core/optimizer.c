@@ -54,6 +54,7 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     o->gradient_scale = 1.0;
     atomic_init(&o->skipped, 0);
     atomic_init(&o->nonfinite_tensor, -1);
+    atomic_init(&o->gradient_too_large, 0);
     atomic_flag_clear(&o->detail_lock);
     atomic_flag_clear(&o->workspace_lock);
     atomic_flag_clear(&o->hand_lock);
@@ -148,14 +149,16 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
         }
         return HALFSTEP_OK;
     }
+    const char *share = hstep_rules[g->recipe.rule].share, *name = hstep_rule_hyper(g->recipe.rule, index).name;
+    if (share && o->settled && !strcmp(name, share) && value != g->own[index - HSTEP_COMMON_HYPERS])
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot change once the states exist", name);
     struct hstep_group changed = *g;
     changed.own[index - HSTEP_COMMON_HYPERS] = value;
     int other_states = 0;
     for (int i = 0; i < hstep_rule_states(g->recipe.rule); i++)
         other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
     if (other_states && o->settled)
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist",
-                          hstep_rule_hyper(g->recipe.rule, index).name);
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
     /* All tensors of the group can follow, or nothing changes. */
     for (int pass = 0; other_states && pass < (dry ? 1 : 2); pass++)
         for (int i = 0; i < o->n_tensors; i++) {
@@ -314,6 +317,12 @@ const char *halfstep_nonfinite_tensor(const halfstep_optimizer *o)
     if (o) hstep_fetch(o);
     int tensor = o ? atomic_load(&o->nonfinite_tensor) : -1;
     return tensor < 0 ? "" : o->labels[tensor].name;
+}
+
+int32_t halfstep_gradient_too_large(const halfstep_optimizer *o)
+{
+    if (o) hstep_fetch(o);
+    return o ? atomic_load(&o->gradient_too_large) : 0;
 }
 
 double halfstep_gradient_norm(const halfstep_optimizer *o)

@@ -41,6 +41,7 @@ struct halfstep_optimizer {
     int matrices, factored, totals, parts;
     int bound;      /* all slots have their memory */
     int norms_made; /* by halfstep_step_norms(), for the next finish */
+    int unshared;   /* scalars of rules with totals were set, or are new, since tensors last had one set of them */
     void *memory;   /* the library's own, or NULL */
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
@@ -54,7 +55,7 @@ struct halfstep_optimizer {
     struct hstep_group *fetched;    /* and room for as many */
     double sent_scale;
     uint64_t refusals, refusals_seen, refusals_told; /* as the ledger has them */
-    int offender, in_round;
+    int offender, in_round, too_large;
     void *rooms; /* of calls about single tensors, one for each, in the memory of the device */
     atomic_flag hand_lock;
 
@@ -66,7 +67,7 @@ struct halfstep_optimizer {
     double round_norm; /* clipping in release: of the round before */
     double gradient_norm;
     atomic_uint_least64_t skipped;
-    atomic_int nonfinite_tensor;
+    atomic_int nonfinite_tensor, gradient_too_large;
     uint64_t serial; /* among all handles of the process */
     atomic_flag detail_lock;
     char detail[HSTEP_DETAIL_BYTES];
@@ -82,6 +83,9 @@ const struct hstep_device *hstep_find_device(const char *name, const char **rest
 /* Sets the detail sentence and returns the code. */
 int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* NONFINITE, with the sentence of a step that was refused for the gradient of a tensor, which is too large or not
+ * finite; tensor -1: the norm was not finite. */
+int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large);
 /* Errors with ARGUMENT unless there is such a tensor, such a group. */
 int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor);
 int hstep_check_group(const halfstep_optimizer *o, int32_t group);
@@ -129,6 +133,10 @@ int hstep_grow(void **array, int count, int *capacity, size_t size);
 /* The formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
+
+/* Gives tensors that share totals one set of scalars: those of the tensor whose first scalar is largest. What the
+ * device has was fetched. */
+void hstep_share_scalars(halfstep_optimizer *o);
 
 /* What a handle without tensors steps with. */
 int hstep_first_plan(halfstep_optimizer *o);

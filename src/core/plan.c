@@ -38,6 +38,19 @@ static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
     return alike;
 }
 
+/* The first tensor whose totals are tensor i's too. Nearly always there is one number for all. */
+static int share_of(const halfstep_optimizer *o, int i)
+{
+    const struct hstep_rule *rule = &hstep_rules[o->tensors[i].rule];
+    if (!rule->totals) return i;
+    int number = hstep_find_hyper(o->tensors[i].rule, rule->share) - HSTEP_COMMON_HYPERS, first = 0;
+    double value = o->groups[o->tensors[i].group].own[number];
+    while (first < i &&
+           (o->tensors[first].rule != o->tensors[i].rule || o->groups[o->tensors[first].group].own[number] != value))
+        first++;
+    return first;
+}
+
 static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *workspace)
 {
     *n_chunks = 0;
@@ -55,6 +68,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         o->matrices += t->matrix;
         o->factored += t->pairs > 0;
         o->totals += hstep_rules[t->rule].totals;
+        t->share = share_of(o, i);
         o->parts += !hstep_is_whole(t);
         t->fused = o->device->find_fused(&o->context, t, 0);
         t->adjusted = o->device->find_fused(&o->context, t, 1);
@@ -107,6 +121,7 @@ int hstep_settle(halfstep_optimizer *o)
     }
     device->release(&o->context, o->plan.statistics);
     o->plan = plan;
+    o->unshared = o->totals > 0;
     o->workspace_bytes = workspace * sizeof *plan.workspace;
     o->settled = 1;
     return HALFSTEP_OK;

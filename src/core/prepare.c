@@ -22,6 +22,7 @@
 /* Lists of a row, counted: one entry each. A row that is wrong does not compile, and the message names it. */
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
 #define STATE(...) 0
+#define PRECISE_STATE STATE
 #define ROW_STATE STATE
 #define COLUMN_STATE STATE
 #define STATES(...) sizeof((char[]){__VA_ARGS__})
@@ -32,8 +33,7 @@
 #define NO_NORMS 0
 #define NORMS_1 1
 #define NORMS_2 2
-#define TOTALS_1 1
-#define TOTALS_2 2
+#define TOTALS_3(share) 3
 #define SIGN(decay) (decay)
 #define NO_SIGN(reason) -1
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
@@ -137,7 +137,7 @@ int hstep_state_needed(const struct hstep_group *group, int state)
 
 HSTEP_TABLE int hstep_use_fused = 1;
 
-static double reference_lr(const struct hstep_group *g)
+double hstep_reference_lr(const struct hstep_group *g)
 {
     return g->hyper[HSTEP_REFERENCE_LR] != 0.0 ? g->hyper[HSTEP_REFERENCE_LR] : g->first_lr;
 }
@@ -156,7 +156,7 @@ static int is_centralized(const struct hstep_group *g, const struct hstep_tensor
 const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code)
 {
     *code = HALFSTEP_ERROR_RANGE;
-    if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && reference_lr(g) == 0.0)
+    if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && hstep_reference_lr(g) == 0.0)
         return "fully-decoupled decay needs a reference_lr above 0";
     *code = HALFSTEP_ERROR_UNSUPPORTED;
     if (!is_centralized(g, t)) return NULL;
@@ -174,7 +174,7 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
     switch (g->decay) {
     case HSTEP_DECAY_L2: *l2 = weight_decay; break;
     case HSTEP_DECAY_DECOUPLED: *decay = *lr * weight_decay; break;
-    case HSTEP_DECAY_FULLY: *decay = *lr / reference_lr(g) * weight_decay; break;
+    case HSTEP_DECAY_FULLY: *decay = *lr / hstep_reference_lr(g) * weight_decay; break;
     case HSTEP_DECAY_PROXIMAL:
         /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
         *decay = *lr * weight_decay / (1.0 + *lr * weight_decay);
@@ -249,12 +249,15 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
                             .elements = elements,
                             .matrix = t->matrix || t->pairs,
                             .scalar = u->scalar};
+    const struct hstep_group *first = rule->totals ? &call->plan.groups[call->plan.tensors[t->share].group] : g;
+    const struct hstep_shared shared = {.hyper = first->own, .t = first->steps + 1};
     struct hstep_prepare p = {.lr = lr,
                               .decay = decay,
                               .t = t->state_steps + 1,
                               .full = t->full_steps + 1,
                               .norm = rule->totals ? NULL : norms,
                               .total = rule->totals ? norms : NULL,
+                              .shared = rule->totals ? &shared : NULL,
                               .mean = u->mean,
                               .means = means,
                               .own = &own,

@@ -19,6 +19,9 @@ int hstep_state_needed(const struct hstep_group *group, int state);
  * elements. */
 float hstep_tensor_scale(int format, double norm, double elements);
 
+/* The lr at which fully decoupled decay is weight_decay: as set, else the lr as first set. */
+double hstep_reference_lr(const struct hstep_group *group);
+
 /* Why a tensor with these hyper-parameters cannot be stepped, as the end of a sentence, and the code; NULL where it
  * can. */
 const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code);

@@ -102,6 +102,50 @@ static int check_single(const struct hstep_request *s)
                       s->o->labels[c->first].name, rule->name);
 }
 
+/* A rule with sums over all tensors makes one estimate of lr for all of them. */
+static int check_rates(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    for (int i = 0; o->totals && i < o->n_groups; i++) {
+        const struct hstep_group *g = &o->groups[i], *other = o->groups;
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        int number = rule->totals ? hstep_find_hyper(g->recipe.rule, rule->share) - HSTEP_COMMON_HYPERS : 0;
+        double lr = rule->totals ? hstep_group_lr(g) : 0.0;
+        if (lr == 0.0) continue;
+        while (other->recipe.rule != g->recipe.rule || other->own[number] != g->own[number] ||
+               hstep_group_lr(other) == 0.0)
+            other++;
+        if (hstep_group_lr(other) != lr)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE,
+                              "%s: groups %d and %d share one estimate of lr, so theirs must be equal or 0, not %g and "
+                              "%g: give them another %s for an estimate of each",
+                              rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Decay of more than the whole weight in a step is a mistake about the lr that it refers to, as is a reference that the
+ * caller never gave and that was the start of a warm-up. */
+#define MOST_ABOVE_FIRST_LR 10.0
+
+static int check_decay(const struct hstep_request *s, const struct hstep_group *g, const char *tensor)
+{
+    double lr = hstep_group_lr(g), reference = hstep_reference_lr(g), decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    if (g->decay != HSTEP_DECAY_FULLY || decay == 0.0 || reference == 0.0) return HALFSTEP_OK;
+    if (lr / reference * decay > 1.0)
+        return hstep_fail(
+            s->o, HALFSTEP_ERROR_RANGE,
+            "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
+            "above 1: set reference_lr to the lr at which weight_decay is meant",
+            tensor, lr, reference, decay, lr / reference * decay);
+    if (g->hyper[HSTEP_REFERENCE_LR] == 0.0 && lr > MOST_ABOVE_FIRST_LR * reference)
+        return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
+                          "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which cannot be meant "
+                          "where lr = %g: set reference_lr to the lr at which weight_decay is meant",
+                          tensor, reference, lr);
+    return HALFSTEP_OK;
+}
+
 /* Why constants cannot be worked out. */
 static int check_preparable(const struct hstep_request *s)
 {
@@ -114,6 +158,7 @@ static int check_preparable(const struct hstep_request *s)
         int code;
         const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;
         if (why) return hstep_fail(o, code, "tensor '%s': %s", o->labels[i].name, why);
+        if (c->gradients[i - c->first] && (code = check_decay(s, &o->groups[t->group], o->labels[i].name))) return code;
     }
     return HALFSTEP_OK;
 }
@@ -139,8 +184,9 @@ int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_BEGIN && (error = check_preparable(s))) || (part == HSTEP_FINISH && (error = check_norms(s))) ||
-        (part == HSTEP_ALONE && (error = check_alone(s))) || (error = check_memory(s)))
+        (part != HSTEP_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (part == HSTEP_FINISH && (error = check_norms(s))) || (part == HSTEP_ALONE && (error = check_alone(s))) ||
+        (error = check_memory(s)))
         return error;
     return HALFSTEP_OK;
 }

@@ -47,7 +47,8 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
                                .fell_back = s->fell_back,
                                .grid = s->root != 0,
                                .code = s->code,
-                               .extra = s->extra};
+                               .extra = s->extra,
+                               .precise = s->precise};
     shape_of(t, slot, &ours.rows, &ours.columns);
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

@@ -241,8 +241,8 @@ static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
     halfstep_optimizer *o = s->o;
     atomic_fetch_add(&o->skipped, v->refused ? 1 : (uint64_t)v->offenders);
     atomic_store(&o->nonfinite_tensor, v->offender);
-    if (!v->offenders) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
-    return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is not finite", o->labels[v->offender].name);
+    atomic_store(&o->gradient_too_large, v->too_large);
+    return hstep_fail_gradient(o, v->offender, v->too_large);
 }
 
 /* The decision and the update. weights are NULL in a micro-step. */
@@ -300,7 +300,8 @@ static int make(struct hstep_request *s, enum hstep_part call, int64_t *statisti
 {
     const halfstep_optimizer *o = s->o;
     int error = hstep_check_ready(s, call);
-    if (error) return error;
+    if (error || (o->unshared && (error = hstep_fetch(o)))) return error;
+    hstep_share_scalars(s->o);
     if (o->device->late) return make_late(s, call, statistics, own);
     s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
     error = hand_over(s, 0);

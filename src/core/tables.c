@@ -69,19 +69,20 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 /* clang-format on */
 
 HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
-#define STATE(name, role, beta, unless) {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS}
-#define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS}
-#define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS}
+#define STATE(name, role, beta, unless) PRECISE_STATE(name, role, beta, unless, NULL, NONE)
+#define PRECISE_STATE(name, role, beta, unless, option, format) \
+    {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS, option, HSTEP_FORMAT_##format}
+#define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS, NULL, HSTEP_FORMAT_NONE}
+#define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS, NULL, HSTEP_FORMAT_NONE}
 #define HYPER(name, title, initial, minimum, maximum, exclusive) {name, title, initial, minimum, maximum, exclusive}
 #define STATES(...) {__VA_ARGS__}
 #define HYPERS(...) {__VA_ARGS__}
 #define SCALARS(...) {__VA_ARGS__}
 #define SCALAR(name, minimum, maximum) {name, minimum, maximum}
-#define NO_NORMS 0, 0
-#define NORMS_1 1, 0
-#define NORMS_2 2, 0
-#define TOTALS_1 1, 1
-#define TOTALS_2 2, 1
+#define NO_NORMS 0, 0, NULL
+#define NORMS_1 1, 0, NULL
+#define NORMS_2 2, 0, NULL
+#define TOTALS_3(share) 3, 1, share
 #define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM, 0
 #define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM, 0
 #define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name, 0
@@ -100,8 +101,7 @@ HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #undef MATRIX
 #undef RAW_GRADIENT
 #undef ELEMENTWISE
-#undef TOTALS_2
-#undef TOTALS_1
+#undef TOTALS_3
 #undef NORMS_2
 #undef NORMS_1
 #undef NO_NORMS
@@ -111,6 +111,7 @@ HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #undef HYPERS
 #undef COLUMN_STATE
 #undef ROW_STATE
+#undef PRECISE_STATE
 #undef STATE
 #undef HYPER
 };
@@ -306,6 +307,8 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
         info->state_role[i] = rule->state[i].role;
         info->state_name[i] = rule->state[i].name;
         info->state_extent[i] = rule->state[i].extent;
+        info->precise_if[i] = rule->state[i].option;
+        info->precise_format[i] = rule->state[i].option ? hstep_formats[rule->state[i].precise].name : NULL;
         info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
     }
     info->scalars = hstep_rule_scalars(row);

@@ -58,6 +58,9 @@ struct hstep_state {
     int role;
     const char *beta, *unless;
     int extent;
+    const char
+        *option; /* a hyper-parameter: while it is not 0, a block format gives way to the format of row `precise` */
+    int precise;
 };
 
 /* What a rule needs beyond one pass over independent elements. */
@@ -72,6 +75,7 @@ struct hstep_rule {
     const char *formats;                               /* default formats of the states, as in a recipe, or NULL */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
     int norms, totals; /* totals: they are sums over all tensors */
+    const char *share; /* of one number in this hyper-parameter */
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
     const char *keeps;
     int kind, transform, pairs;

@@ -38,6 +38,15 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
     return HALFSTEP_OK;
 }
 
+/* What becomes of a state's format: another one where that is a block format and the state is a PRECISE_STATE under
+ * these hyper-parameters. */
+static int precise_format(const struct hstep_group *g, int state, int format)
+{
+    const struct hstep_state *s = &hstep_rules[g->recipe.rule].state[state];
+    if (!s->option || !hstep_formats[format].block) return format;
+    return g->own[hstep_find_hyper(g->recipe.rule, s->option) - HSTEP_COMMON_HYPERS] != 0.0 ? s->precise : format;
+}
+
 /* The formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t)
@@ -49,8 +58,10 @@ int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g
         if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
             !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->rows, t->row_length))
             continue;
-        slot->format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
-        slot->fell_back = slot->format != g->recipe.state[i];
+        int format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
+        slot->fell_back = format != g->recipe.state[i];
+        slot->format = precise_format(g, i, format);
+        slot->precise = slot->format != format;
         slot->extent = hstep_rules[g->recipe.rule].state[i].extent;
         slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
         slot->root = slot->nonneg ? hstep_formats[slot->format].root : 0;
@@ -291,6 +302,20 @@ static struct hstep_slot *find_grid(struct hstep_tensor *t, const struct hstep_r
     return NULL;
 }
 
+void hstep_share_scalars(halfstep_optimizer *o)
+{
+    if (!o->unshared || !o->settled) return;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < o->n_tensors; i++) {
+            const int share = o->tensors[i].share, from = pass ? share : i, to = pass ? i : share;
+            double *ours = o->tensors[from].scalar, *theirs = o->tensors[to].scalar;
+            if (!memcmp(ours, theirs, sizeof o->tensors[i].scalar) || (!pass && !(ours[0] > theirs[0]))) continue;
+            memcpy(theirs, ours, sizeof o->tensors[i].scalar);
+            hstep_changed(o, to, 1);
+        }
+    o->unshared = 0;
+}
+
 static int fail_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
 {
     const struct hstep_tensor *t = &o->tensors[tensor];
@@ -308,6 +333,7 @@ int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char 
     const struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
     if (row < 0 && !slot) return fail_scalar(o, tensor, name);
     if ((error = hstep_fetch(o))) return error;
+    if (!slot) hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* which changes nothing that counts */
     *value = slot ? (double)slot->grid : t->scalar[row];
     return HALFSTEP_OK;
 }
@@ -338,6 +364,7 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if ((error = hstep_fetch(o))) return error;
     hstep_changed(o, tensor, 1);
     t->scalar[row] = value;
+    o->unshared |= hstep_rules[number].totals;
     return HALFSTEP_OK;
 }
 

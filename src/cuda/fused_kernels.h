@@ -323,6 +323,7 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 /* ---- Kernels ---- */
 
 #undef STATE
+#undef PRECISE_STATE
 #undef ROW_STATE
 #undef COLUMN_STATE
 #undef STATES
@@ -335,6 +336,7 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 #define COLUMN_STATE(...) FUSED_TILES_ONLY
 #define STATE(name, role, beta, unless) \
     (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, const char *: FUSED_CONDITIONAL, default: 0))
+#define PRECISE_STATE(name, role, beta, unless, option, format) STATE(name, role, beta, unless)
 #define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
 #define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
     ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))

@@ -243,16 +243,10 @@ CUDA_DEVICE int plain_format(int format)
     return format;
 }
 
-/* The bound on an effective gradient: its square has to stay within fp32. Gradients that are clipped by their own norm
- * end below clip_norm, and a weight that is followed may be as large as it likes. */
-CUDA_DEVICE double scan_threshold(const struct hstep_call *call, int raw)
-{
-    double scale = hstep_gradient_scale(call);
-    return raw || hstep_is_clipped_by_own_norm(call) ? (double)INFINITY : 0x1p62 / (scale > 0.0 ? scale : 1.0);
-}
+/* What a lane has found out of bounds. */
+enum { SCAN_NONFINITE = 1, SCAN_TOO_LARGE = 2 };
 
-/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns whether some of it is out of
- * bounds. */
+/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns what of it is out of bounds. */
 CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
                           int64_t count, double limit, struct lane *l, vf *x)
 {
@@ -264,7 +258,8 @@ CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *
         fetch(t, format, gradient, NULL, l, &r);
         decode(format, 0, &r, x);
     }
-    return !((double)hstep_number(hstep_cuda_largest(x[0], x[1])) < limit);
+    const float largest = hstep_number(hstep_cuda_largest(x[0], x[1]));
+    return (double)largest < limit ? 0 : is_finite((double)largest) ? SCAN_TOO_LARGE : SCAN_NONFINITE;
 }
 
 /* Of a run of a chunk, whose squares are added as well, in chunks of columns. */
@@ -318,6 +313,14 @@ CUDA_DEVICE int scan_run(const struct hstep_tensor *t, int format, const char *g
     return bad;
 }
 
+/* Lanes add where none has been seen to add before, so that a few of them wait for each other at most. */
+CUDA_DEVICE void raise_flag(int64_t *flag, int bad)
+{
+    const int64_t seen = *flag;
+    if (bad & SCAN_NONFINITE && !hstep_is_nonfinite(seen)) HSTEP_ADD_ATOMIC(flag, HSTEP_FLAG_NONFINITE);
+    if (bad & SCAN_TOO_LARGE && seen < HSTEP_FLAG_TOO_LARGE) HSTEP_ADD_ATOMIC(flag, HSTEP_FLAG_TOO_LARGE);
+}
+
 CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
@@ -325,12 +328,13 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
     if (!gradient) return;
     int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = hstep_is_clipped(call) && !raw;
     int format = plain_format(t->slot[HALFSTEP_SLOT_GRADIENT].format), bad = 0;
-    double limit = scan_threshold(call, raw);
+    double limit = hstep_gradient_limit(call, raw);
     int64_t turn = 0;
     for (int64_t run = c->run; run < c->run + c->runs; run++)
         bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn)
                       : scan_run(t, format, gradient, run, c->offset, c->length, limit);
-    if (bad && call->scan != HSTEP_SCAN_NONE) call->statistics[hstep_flags_offset() + c->tensor - call->first] = 1;
+    if (bad && call->scan != HSTEP_SCAN_NONE)
+        raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], bad);
 }
 
 CUDA_KERNEL void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)
@@ -398,7 +402,7 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
 CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
-    if (!t->sums || call->plan.updates[c->tensor].skip) return;
+    if (!t->sums || !hstep_is_summed(t, &call->plan.updates[c->tensor])) return;
     int64_t *total = call->statistics + hstep_sum_offset(call, c->tensor);
     int64_t row = t->index_stride, mean_of = -1, turn = 0;
     int singly = row < HSTEP_GROUP;

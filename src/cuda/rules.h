@@ -48,8 +48,8 @@ CUDA_DEVICE void step_rule(int rule, int mode, const vf *k, struct values *v)
                     for (int j = 0; j < count; j++) x[j][i] = y[j]);
 #define NORMS_1(id, fn) NORMS(id, fn, 1)
 #define NORMS_2(id, fn) NORMS(id, fn, 2)
-#define TOTALS_1 NORMS_1
-#define TOTALS_2 NORMS_2
+#define NORMS_3(id, fn) NORMS(id, fn, 3)
+#define TOTALS_3(share) NORMS_3
 CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, struct values *v, vf (*x)[2])
 {
     switch (rule) {
@@ -64,8 +64,8 @@ CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, struct values *v, v
 #undef NORMS
 #undef NORMS_1
 #undef NORMS_2
-#undef TOTALS_1
-#undef TOTALS_2
+#undef NORMS_3
+#undef TOTALS_3
 
 #define ELEMENTWISE(id, fn)
 #define RAW_GRADIENT(id, fn)

@@ -17,12 +17,14 @@ enum { FUSED_TILES_ONLY = 0x40 };
 #define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
 #define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
 #undef STATE
+#undef PRECISE_STATE
 #undef ROW_STATE
 #undef COLUMN_STATE
 #undef STATES
 #define ROW_STATE(...) FUSED_TILES_ONLY
 #define COLUMN_STATE(...) FUSED_TILES_ONLY
 #define STATE(name, role, beta, unless) (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, default: 0))
+#define PRECISE_STATE(name, role, beta, unless, option, format) STATE(name, role, beta, unless)
 #define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
 #define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
     ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
@@ -103,10 +105,8 @@ static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_
 #define FUSED_NORMS_OF_NORMS_1 1
 #define FUSED_NORMS_OF_NORMS_2 2
 /* Sums over all tensors are not of squares, and take tiles. */
-#define FUSED_COUNT_TOTALS_1 0
-#define FUSED_COUNT_TOTALS_2 0
-#define FUSED_NORMS_OF_TOTALS_1 0
-#define FUSED_NORMS_OF_TOTALS_2 0
+#define FUSED_COUNT_TOTALS_3(share) 0
+#define FUSED_NORMS_OF_TOTALS_3(share) 0
 #define FUSED_NORMS(gradient, first, second, id, fn, states, count)                                           \
     __attribute__((unused)) static void fused_norms_##id##_##gradient##_##first##_##second(                   \
         const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \

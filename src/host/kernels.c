@@ -47,8 +47,8 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #define NO_NORMS(id)
 #define NORMS_1(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
 #define NORMS_2(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
-#define TOTALS_1 NORMS_1
-#define TOTALS_2 NORMS_2
+#define NORMS_3 NORMS_2
+#define TOTALS_3(share) NORMS_3
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
 #include "rules/rules.def"
 #undef RULE

@@ -138,7 +138,7 @@ static int64_t add_fused(const struct hstep_work *w, int64_t element, uint64_t i
 static void sum_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
-    if (!t->sums || b->call->plan.updates[c->tensor].skip) return;
+    if (!t->sums || !hstep_is_summed(t, &b->call->plan.updates[c->tensor])) return;
     int64_t limbs[HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS] = {0};
     struct hstep_work w = hstep_work_start(b, c->tensor);
     int64_t row = t->index_stride, mean_of = -1;

@@ -101,17 +101,6 @@ static uint32_t scan_stretch(const struct hstep_kernels *kernels, const struct h
     return largest;
 }
 
-/* The bound on an effective gradient: its square has to stay within fp32. */
-#define GRADIENT_LIMIT 0x1p62
-
-static double threshold(const struct hstep_call *call, int raw)
-{
-    /* A weight that is followed may be as large as it likes. Gradients that are clipped by their own norm end below
-     * clip_norm, so only NaN and infinities can offend. */
-    double scale = hstep_gradient_scale(call);
-    return raw || hstep_is_clipped_by_own_norm(call) ? INFINITY : GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
-}
-
 /* Adds to the squares where they are wanted. */
 static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int64_t *squares)
 {
@@ -131,8 +120,9 @@ static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *
     }
     float magnitude;
     memcpy(&magnitude, &largest, 4);
-    if (call->scan != HSTEP_SCAN_NONE && !((double)magnitude < threshold(call, raw)))
-        __atomic_store_n(&call->statistics[hstep_flags_offset() + c->tensor - call->first], 1, __ATOMIC_RELAXED);
+    if (call->scan != HSTEP_SCAN_NONE && !((double)magnitude < hstep_gradient_limit(call, raw)))
+        __atomic_fetch_or(&call->statistics[hstep_flags_offset() + c->tensor - call->first],
+                          isfinite(magnitude) ? HSTEP_FLAG_TOO_LARGE : HSTEP_FLAG_NONFINITE, __ATOMIC_RELAXED);
 }
 
 static void scan_task(void *argument, int64_t i)

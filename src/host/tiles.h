@@ -161,6 +161,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
 
 /* How many states a row has: the length of a list with one entry each. */
 #define STATE(...) 0
+#define PRECISE_STATE STATE
 #define ROW_STATE STATE
 #define COLUMN_STATE STATE
 #define STATES(...) (int)sizeof((char[]){__VA_ARGS__})
@@ -252,8 +253,8 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 #define NO_NORMS(id, fn, states)
 #define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
 #define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
-#define TOTALS_1 NORMS_1
-#define TOTALS_2 NORMS_2
+#define NORMS_3(id, fn, states) NORMS_FUNCTION(id, fn, states, 3, 0) NORMS_FUNCTION(id, fn, states, 3, 1)
+#define TOTALS_3(share) NORMS_3
 #define NORMS_FUNCTION(id, fn, states, count, mode)                                                                   \
     static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x, float *const *s, \
                                     int64_t n)                                                                        \
@@ -266,8 +267,8 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 #undef NO_NORMS
 #undef NORMS_1
 #undef NORMS_2
-#undef TOTALS_1
-#undef TOTALS_2
+#undef NORMS_3
+#undef TOTALS_3
 
 #define ELEMENTWISE(id, fn, states)
 #define RAW_GRADIENT(id, fn, states)

@@ -2,6 +2,7 @@
  * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500
  * lines because what is saved, compared and taken must be one list. */
 #include "checkpoint.h"
+#include "coarse.h"
 #include "numbers.h"
 #include "streams.h"
 #include "../structs.h"
@@ -785,11 +786,34 @@ static int each_stream(loading *l, stream_visitor *visit, void *piece)
 
 static int is_weight(const loading *l, const hstep_source *source) { return source == &l->model; }
 
+/* A state that the file has in blocks, and this optimizer in a finer format. */
+static int find_coarse(const loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
+                       hstep_coarse *found)
+{
+    const group_record *g = &l->record->groups[t->info.group];
+    return !is_weight(l, source) && hstep_find_coarse(source, &t->info, stream, &g->rule, g->recipe, found);
+}
+
+/* Of such a state the values are written at once, with both of its streams. */
+static int is_extra(const hstep_stream *stream) { return strchr(stream->suffix, '.') != NULL; }
+
+static int read_coarse(loading *l, const hstep_source *source, const tensor_record *t, const hstep_stream *stream,
+                       const hstep_coarse *coarse, halfstep_optimizer *optimizer)
+{
+    return hstep_read_coarse(source, &t->info, stream, coarse, find_value(l, "scalars.", t->info.name), optimizer,
+                             (int32_t)(t - l->record->tensors));
+}
+
 static int check_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
                         void *piece)
 {
     uint64_t index;
+    hstep_coarse coarse;
     if (t->fresh && !is_weight(l, source)) return HALFSTEP_OK;
+    if (find_coarse(l, source, t, stream, &coarse)) {
+        l->known[coarse.codes] = l->known[coarse.scales] = 1;
+        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, NULL);
+    }
     int code = hstep_find_stream(source, &t->info, stream, &index);
     if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_room, sizeof *l->places))
         code = hstep_fail_memory(l->error);
@@ -807,6 +831,9 @@ static int read_stream(loading *l, const hstep_source *source, tensor_record *t,
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
+    hstep_coarse coarse;
+    if (find_coarse(l, source, t, stream, &coarse))
+        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, l->record->optimizer);
     return halfstep_read_safetensor(source->file, l->places[l->place_count++], 0, stream->data, stream->bytes,
                                     l->error->text, l->error->size);
 }

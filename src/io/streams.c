@@ -83,6 +83,8 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (has_codes) {
             hstep_stream *codes = &streams[n++];
             memset(codes, 0, sizeof *codes);
+            codes->state = slot - HALFSTEP_SLOT_STATE;
+            codes->precise = info.precise;
             snprintf(codes->suffix, sizeof codes->suffix, "%s", info.name);
             make_codes(codes, tensor, &format, &info, shape);
             int is_positive = rule->state_role[slot - HALFSTEP_SLOT_STATE] == HALFSTEP_ROLE_NONNEG;
@@ -92,6 +94,8 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (!info.extra_bytes) continue;
         hstep_stream *extra = &streams[n++];
         memset(extra, 0, sizeof *extra);
+        extra->state = slot - HALFSTEP_SLOT_STATE;
+        extra->precise = info.precise;
         snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, format.block ? "scale" : "extra");
         make_extra(extra, tensor, &format, &info, shape);
     }
@@ -110,6 +114,7 @@ int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, cons
     if (info.code_bytes && !data)
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
     memset(stream, 0, sizeof *stream);
+    stream->state = -1;
     snprintf(stream->suffix, sizeof stream->suffix, "%s", suffix);
     info.code = data;
     make_codes(stream, tensor, &format, &info, shape);

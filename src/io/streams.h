@@ -16,6 +16,8 @@ typedef struct hstep_stream {
     int flat;       /* scales of a flattened tensor: their shape does not matter, only their number */
     int positive;   /* neither NaN nor negative, */
     int finite;     /* nor infinite */
+    int32_t state;  /* of the rule, -1 of a weight, */
+    int precise;    /* which has a finer format here than the recipe's */
     void *data;
     uint64_t bytes;
 } hstep_stream;

@@ -7,7 +7,8 @@
  *   u = g / max(sqrt(v), f)          u = u / max(1, RMS(u) / d)
  *   L = lr; where relative_step is 1 min(lr, 1 / sqrt(t)), where warmup_init is 1 no more than 1e-6 t
  *   L = L max(scale_eps, RMS(w)) where scale_parameter is 1
- *   m = b1 m + (1 - b1) L u          change = m + decay w, decay times L / lr where published is 1
+ *   m = b1 m + (1 - b1) u            change = L m + decay w
+ *   published: m = b1 m + (1 - b1) L u, change = m + decay L / lr w
  *
  * The defaults are torch.optim.Adafactor's, published that of the paper and of transformers. RMS is the root mean
  * square over the tensor, kept as update_rms and weight_rms. Where a square is 0 so is its quotient. A matrix is a
@@ -21,13 +22,14 @@
 
 enum {
     ADAFACTOR_BETA1,
-    ADAFACTOR_STEP, /* L (1 - b1), times the clip */
+    ADAFACTOR_NEW1, /* of m: 1 - b1, times the clip, and times L where m is of whole steps */
     ADAFACTOR_BETA2,
     ADAFACTOR_NEW2,
     ADAFACTOR_NEW2_REST, /* 0 for matrices, whose v for each element there is not */
     ADAFACTOR_ADDED,
     ADAFACTOR_FLOOR,
     ADAFACTOR_MEAN, /* 1 / mean(r); 0 for the rest */
+    ADAFACTOR_STEP, /* L, or 1 where it is in m */
     ADAFACTOR_DECAY,
     adafactor_constants
 };
@@ -39,7 +41,8 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
 {
     const struct hstep_own *own = hstep_own(p);
     double beta1 = p->hyper[0], eps = p->hyper[2], threshold = p->hyper[4], t = (double)p->t;
-    int published = p->hyper[8] != 0.0;
+    /* Without a first moment both ways are one, and m is the change: L is in it then too. */
+    int published = p->hyper[8] != 0.0, whole = published || beta1 == 0.0;
     double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps, mean = 0.0;
     if (p->hyper[5] != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
     if (p->hyper[5] != 0.0 && p->hyper[6] != 0.0 && step > 1e-6 * t) step = 1e-6 * t;
@@ -52,7 +55,8 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
     if (p->hyper[7] != 0.0) step = step * (own->scalar[1] > p->hyper[3] ? own->scalar[1] : p->hyper[3]);
     if (p->means > 0) mean = adafactor_reciprocal(p->mean[0] > floor ? p->mean[0] : floor);
     k[ADAFACTOR_BETA1] = (float)beta1;
-    k[ADAFACTOR_STEP] = (float)((1.0 - beta1) * step * clip);
+    k[ADAFACTOR_NEW1] = (float)((1.0 - beta1) * (whole ? step : 1.0) * clip);
+    k[ADAFACTOR_STEP] = whole ? 1.0f : (float)step;
     k[ADAFACTOR_BETA2] = (float)(1.0 - fresh);
     k[ADAFACTOR_NEW2] = (float)fresh;
     k[ADAFACTOR_NEW2_REST] = own->matrix ? 0.0f : k[ADAFACTOR_NEW2];
@@ -94,8 +98,8 @@ V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
 {
     (void)mode;
     vf u = adafactor_quotient(k, g, s);
-    s[3] = v_add(v_mul(k[ADAFACTOR_BETA1], s[3]), v_mul(k[ADAFACTOR_STEP], u));
-    return v_add(s[3], v_mul(k[ADAFACTOR_DECAY], w));
+    s[3] = v_add(v_mul(k[ADAFACTOR_BETA1], s[3]), v_mul(k[ADAFACTOR_NEW1], u));
+    return v_add(v_mul(k[ADAFACTOR_STEP], s[3]), v_mul(k[ADAFACTOR_DECAY], w));
 }
 
 #endif

@@ -18,8 +18,10 @@
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
  *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
- *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule, and reach the
- *       second prepare() of each as p->total;
+ *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule and one number
+ *       of the hyper-parameter that it names, and reach the second prepare() of each as p->total. Tensors without a
+ *       gradient, and whose lr is 0, add nothing. The numbers that such a rule keeps are one set for all these tensors:
+ *       prepare() must make the same of them for each, from p->shared and p->total alone;
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
  *       kind FACTORED_n only, for tensors that are matrices: a value of each element, and the new number of a row or a
@@ -58,6 +60,12 @@ struct hstep_own {
     double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
 };
 
+/* What tensors go by together under TOTALS: the first of their groups. */
+struct hstep_shared {
+    const double *hyper; /* its own, as hstep_prepare has them */
+    uint64_t t;          /* its step, from 1 */
+};
+
 struct hstep_prepare {
     const double *hyper; /* the rule's own, in the order of its row */
     double lr;           /* after the schedule */
@@ -66,6 +74,7 @@ struct hstep_prepare {
     uint64_t full;       /* this update of the weight, from 1 */
     const double *norm;  /* roots of the sums of squares that NORMS asks for; NULL before they are known */
     const double *total; /* the sums that TOTALS asks for, likewise */
+    const struct hstep_shared *shared; /* of TOTALS, else NULL */
     const double *mean;  /* over the new vectors of rows of a matrix, `means` of them so far */
     int means;
     int64_t every;       /* out: of TOTALS only every so many-th element of the tensor is summed; below 2: all */

@@ -198,7 +198,7 @@ def other_value(rule, key, value):
 
 #: need gradients or learning rates of their own to act (test_judges.py and test_new_rules.py have them)
 SILENT = {("adafactor", "eps"), ("adafactor", "relative_step"), ("adopt", "eps"), ("came", "eps"), ("came", "instability_eps"), ("muon", "eps"), ("muon", "exact"), ("prodigy", "d_coef"), ("prodigy", "growth_rate"),
-          ("prodigy", "safeguard_warmup"), ("prodigy", "slice_p"), ("schedulefree", "weight_lr_power")}
+          ("prodigy", "safeguard_warmup"), ("prodigy", "slice_p"), ("prodigy", "d_group"), ("schedulefree", "weight_lr_power")}
 #: act only together with other options
 BASE = {"sgd": {"momentum": 0.9, "weight_decay": 0.1}, "rmsprop": {"momentum": 0.5, "weight_decay": 0.1}}
 
@@ -234,6 +234,8 @@ def test_each_option_can_be_set_for_a_group(rule):
             option["dampening"] = 0
         params, alone, late = parameters(shapes=shapes), parameters(shapes=shapes), parameters(shapes=shapes)
         first = torch.nn.Parameter(torch.randn(5, 5))
+        if rule == "prodigy":  # whose groups share an estimate, and so a rate
+            option.setdefault("d_group", 1)
         groups = [{"params": [("first", first)]}, {"params": list(params.items()), **option}]
         opt = cls(groups, **base)
         own = cls(list(alone.items()), **{**base, **option})
@@ -286,7 +288,8 @@ def test_group_added_in_mid_run(rule):
     run(opt, params, 0, 3)
     late = parameters(torch.bfloat16, {"late.weight": (8, 64)}, seed=5)
     before = everything(opt)
-    opt.add_param_group({"params": list(late.items()), "lr": 0.5})
+    apart = {"d_group": 1} if rule == "prodigy" else {}  # an estimate of its own, as the rate is
+    opt.add_param_group({"params": list(late.items()), "lr": 0.5, **apart})
     assert [bits(p) for p in params.values()] == before[0]
     others, other = make(rule, "sr-int4", lr=0.01)
     run(other, others, 0, 3)

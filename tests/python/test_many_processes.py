@@ -361,3 +361,34 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
         assert [i for i, texts in enumerate(said) if texts] == [0, 9]
         assert ("'p1' is not finite" if rank else "a gradient on another rank") in said[0][0]
         assert "10 by now" in said[9][0]
+
+
+def late_rank(rank, size):
+    """Each rank has a tensor of its own, and that of the last one has no gradient at first: d, and what the tensor became."""
+    torch.manual_seed(0)
+    goals = torch.randn(size, 16, 64)
+    p = torch.nn.Parameter(torch.zeros(16, 64))
+    opt = halfstep.Prodigy([(f"p{rank}", p)], norm_group=True)
+    told = []
+    for step in range(60):
+        p.grad = None if rank == size - 1 and step < 25 else p.detach() - goals[rank]
+        opt.step()
+        told.append(opt.param_groups[0]["d"])
+    return told, p.detach()
+
+
+def test_prodigy_has_one_estimate_in_a_norm_group_also_on_a_rank_that_comes_late(pool):
+    size = 3
+    torch.manual_seed(0)
+    goals = torch.randn(size, 16, 64)
+    params = [torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(size)]
+    opt = halfstep.Prodigy([(f"p{i}", p) for i, p in enumerate(params)])
+    told = []
+    for step in range(60):
+        for i, p in enumerate(params):
+            p.grad = None if i == size - 1 and step < 25 else p.detach() - goals[i]
+        opt.step()
+        told.append(opt.param_groups[0]["d"])
+    found = pool.run(size, late_rank)
+    assert found[0][0] == found[1][0] == told and found[2][0][25:] == told[25:]
+    assert all(torch.equal(p, own) for p, (_, own) in zip(params, found)) and told[-1] > 0.01

@@ -176,9 +176,10 @@ def test_param_group_with_lrscheduler_goes_right_direction(cls, options):
     """Two groups, and every scheduler that torch tries with the rule."""
     info = INFOS.get(cls.rule, INFOS["adamw"])
     dtype, options = split(options)
+    apart = {"d_group": 1} if cls.rule == "prodigy" else {}  # two rates are of two estimates
     for makers in info.scheduler_inputs:
         problem = Problem(dtype)
-        opt = cls([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01}], **options)
+        opt = cls([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01, **apart}], **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             schedulers = [make(opt) for make in (makers if isinstance(makers, (list, tuple)) else [makers])]

@@ -1,4 +1,5 @@
-/* torch.optim.Adafactor, and with published the form of Shazeer and Stern 2018 and of transformers. */
+/* torch.optim.Adafactor, with a first moment of updates without lr, and with published the form of Shazeer and Stern
+ * 2018 and of transformers. */
 #ifndef HALFSTEP_REF_ADAFACTOR_H
 #define HALFSTEP_REF_ADAFACTOR_H
 
@@ -8,7 +9,7 @@
 
 static inline void ref_adafactor(const struct ref_hyper *h, struct ref_tensor *r)
 {
-    int matrix = ref_is_matrix(r), published = h->published != 0;
+    int matrix = ref_is_matrix(r), published = h->published != 0, whole = published || h->beta1 == 0;
     double *value = malloc(sizeof *value * (size_t)r->n), *u = malloc(sizeof *u * (size_t)r->n), mean = 0;
     double fresh = pow(r->t, h->beta2_decay), squares = 0, weights = 0, lr = h->lr;
     if (!value || !u) abort();
@@ -37,8 +38,8 @@ static inline void ref_adafactor(const struct ref_hyper *h, struct ref_tensor *r
     if (published && h->lr > 0) decay *= lr / h->lr;
     for (int i = 0; i < r->n; i++) {
         struct ref_element *x = &r->x[i];
-        x->s_new[3] = F(h->beta1) * x->s[3] + (1 - h->beta1) * lr * u[i] / clip;
-        x->w_new = x->w - x->s_new[3] - decay * x->w;
+        x->s_new[3] = F(h->beta1) * x->s[3] + (1 - h->beta1) * (whole ? lr : 1) * u[i] / clip;
+        x->w_new = x->w - (whole ? 1 : lr) * x->s_new[3] - decay * x->w;
     }
     free(value);
     free(u);

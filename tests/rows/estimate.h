@@ -26,6 +26,7 @@ V_OP void estimate_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     (void)k, (void)mode;
     x[0] = v_mul(g, v_sub(s[0], w));
     x[1] = v_abs(g);
+    x[2] = v_set(0.0f);
 }
 
 V_OP vf estimate_rule(const vf *k, vf w, vf g, vf *s, const int mode)

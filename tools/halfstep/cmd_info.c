@@ -135,6 +135,9 @@ static void print_rules(void)
         printf("  %-13s %s\n  %-13s states:%s", info.name, info.title, "", info.states ? "" : " none");
         for (int32_t s = 0; s < info.states; s++) printf(" %s", info.state_name[s]);
         printf("; decay: %s; in full: %s\n", info.decay, full);
+        char precise[200];
+        precise_states_text(&info, precise, sizeof precise);
+        if (*precise) printf("  %-13s %s\n", "", precise);
     }
 }
 

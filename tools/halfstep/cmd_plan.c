@@ -251,6 +251,23 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
     printf("\n\n");
 }
 
+/* A line for each rule whose states are not always in the block formats of these recipes. */
+static void print_precise_states(const struct forecast *list, int n)
+{
+    for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+        halfstep_rule_info info = {.struct_size = sizeof info};
+        char text[200];
+        if (halfstep_get_rule_info(row, &info) != HALFSTEP_OK) continue;
+        precise_states_text(&info, text, sizeof text);
+        int listed = 0;
+        for (int i = 0; i < n && *text && !listed; i++) {
+            size_t length = strlen(info.name);
+            listed = !strncmp(list[i].recipe, info.name, length) && list[i].recipe[length] == '/';
+        }
+        if (listed) printf("%s: %s.\n", info.name, text);
+    }
+}
+
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
     int fitting = 0, wide = 6;
@@ -281,6 +298,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         }
         printf("\n");
     }
+    print_precise_states(list, n);
     printf("Activations come on top: they depend on batch and context, not on the recipe.\n");
     if (!plan->recipes.n && !plan->all) printf("Other rules: --rule, other formats: --all, anything: --recipes.\n");
     return 0;

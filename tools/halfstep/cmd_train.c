@@ -57,7 +57,7 @@ void print_run(const struct run_result *r)
 void print_held(const struct run_result *r)
 {
     if (r->skipped_steps)
-        printf("%llu %s skipped: gradients were not finite\n", (unsigned long long)r->skipped_steps,
+        printf("%llu %s skipped: gradients were not finite, or too large\n", (unsigned long long)r->skipped_steps,
                r->tensors_skip ? "tensor updates" : "steps");
     double n = r->params > 0 ? (double)r->params : 1;
     printf("held:\n");

@@ -504,6 +504,8 @@ static int add_groups(struct run *r, int part)
         {1, "beta1", NULL, 0.8},
         {1, "beta2", NULL, 0.95},
         {1, "exact", NULL, 1},
+        /* Rates differ, so estimates of them do. */
+        {1, "d_group", NULL, 1},
         {2, "decay", "fully-decoupled", 0},
         {2, "schedule", "inverse-power", 0},
         {2, "lr", NULL, 0.003},
@@ -511,6 +513,7 @@ static int add_groups(struct run *r, int part)
         {2, "weight_decay", NULL, 0.001},
         {2, "warmup_steps", NULL, 4},
         {2, "exact", NULL, 1},
+        {2, "d_group", NULL, 2},
     };
     char name[32];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(r->c->recipe, "/"), r->c->recipe);

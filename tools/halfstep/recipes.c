@@ -146,3 +146,21 @@ int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_
              halfstep_strerror(code));
     return -1;
 }
+
+void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size)
+{
+    const char *option = NULL, *format = "";
+    size_t used = 0;
+    *text = 0;
+    /* All such states of a rule have one option and one format. */
+    for (int32_t i = 0; i < rule->states; i++) {
+        if (!rule->precise_if[i]) continue;
+        used += (size_t)snprintf(text + used, size - used, option ? " and %s" : "with %s %s",
+                                 option ? rule->state_name[i] : rule->precise_if[i], rule->state_name[i]);
+        option = rule->precise_if[i];
+        format = rule->precise_format[i];
+    }
+    if (option)
+        snprintf(text + used, size - used, " in %s, not in blocks: errors of coarse codes would not average out there",
+                 format);
+}

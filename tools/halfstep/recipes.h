@@ -18,6 +18,10 @@ struct recipe_parts {
 };
 void recipe_split(const char *full, struct recipe_parts *parts);
 
+/* "with amsgrad exp_avg_sq and max_exp_avg_sq in bf16-sr, ...": which states of the rule have a finer format than the
+ * block format of a recipe, and under which option; empty if none has. */
+void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size);
+
 /* Names by position, for option tables and listings; NULL past the last. */
 const char *rule_name(int32_t index);
 const char *weight_format_name(int32_t index);

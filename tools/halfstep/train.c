@@ -43,14 +43,18 @@ static const char *offender(const struct run *run)
     return run->dist ? run->offender : halfstep_nonfinite_tensor(run->optimizer);
 }
 
+const char *run_refused(const struct run *run)
+{
+    return halfstep_gradient_too_large(run->optimizer) ? "too large (2^62 or more)" : "not finite";
+}
+
 static void tell_skip(struct run *run)
 {
     run->skipped_now = 1;
     if (run->skip_told) return;
     run->skip_told = 1;
-    progress_note(run->progress,
-                  "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
-                  (long long)run->step + 1, offender(run),
+    progress_note(run->progress, "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
+                  (long long)run->step + 1, offender(run), run_refused(run),
                   run->result->tensors_skip ? "that tensor is"
                   : last_micro_step(run)    ? "all weights are"
                                             : "all states are");
@@ -156,8 +160,8 @@ static int finish_step(struct run *run, double *norm)
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
     if (run->skips_in_a_row == SKIPS_IN_A_ROW) run->result->agreed = 1;
     if (run->skips_in_a_row == SKIPS_IN_A_ROW)
-        return run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld",
-                        SKIPS_IN_A_ROW, offender(run), (long long)run->step + 1);
+        return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld",
+                        SKIPS_IN_A_ROW, run_refused(run), offender(run), (long long)run->step + 1);
     return 0;
 }
 

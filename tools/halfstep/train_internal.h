@@ -88,6 +88,8 @@ struct run {
 
 /* Writes the error line; 1, the exit status that goes with it. */
 __attribute__((format(printf, 2, 3))) int run_fail(struct run *run, const char *format, ...);
+/* What the gradient was that the last step was refused for, as the end of "is ...". */
+const char *run_refused(const struct run *run);
 /* 0, or an exit status with its line. `option` is what the error calls it. */
 int run_set_hyper(struct run *run, int32_t group, const char *name, double value, const char *option);
 /* The optimizer with its groups, hyper-parameters and choices, without tensors. */

@@ -202,13 +202,13 @@ static int judge(struct mnist_run *m, int code)
     if (code == HALFSTEP_OK) return 0;
     if (!run->skip_told)
         progress_note(run->progress,
-                      "warning: step %lld: the gradient of %s is not finite; %s left unchanged, training goes on",
-                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer),
+                      "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
+                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer), run_refused(run),
                       run->result->tensors_skip ? "that tensor is" : "all weights are");
     run->skip_told = 1;
     if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
-    run_fail(run, "%d steps in a row had gradients that are not finite (last: %s); stopped at step %lld",
-             SKIPS_IN_A_ROW, halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+    run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
+             run_refused(run), halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
     m->result->diverged = 1;
     return 1;
 }

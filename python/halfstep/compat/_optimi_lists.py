@@ -235,14 +235,14 @@ def _step(name, params, grads, states, comps, *, hypers, decay, kahan_sum, optio
         if code == _abi.OK and not accumulate:
             _engine.increment_versions([item.owner for item in batch])
         if code == _abi.NONFINITE:
-            made = _refused(lib.halfstep_nonfinite_tensor(lists.handle).decode())
+            made = _refused(lib.halfstep_nonfinite_tensor(lists.handle).decode(), lib.halfstep_gradient_too_large(lists.handle))
         else:
             check(code, lists.handle)
     return made
 
 
-def _refused(what):
-    warnings.warn(f"halfstep: {what} is not finite; the step was refused and changed nothing", RuntimeWarning, stacklevel=5)
+def _refused(what, too_large=False):
+    warnings.warn(f"halfstep: {what} is {'2^62 or more, too large to be squared' if too_large else 'not finite'}; the step was refused and changed nothing", RuntimeWarning, stacklevel=5)
     return False
 
 

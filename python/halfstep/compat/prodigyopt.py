@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _foreign
+from .. import _foreign, _sharding
 from ..optimizer import Optimizer
 
 __all__ = ["Prodigy"]
@@ -52,14 +52,18 @@ class Prodigy(Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure=None):
-        """One step. RuntimeError where groups have different learning rates, of which the estimate has one; 0 leaves a group out."""
-        rates = {float(group["lr"]) for group in self.param_groups} - {0.0}
-        if len(rates) > 1:
+        """One step. RuntimeError where groups of one `d_group` have different learning rates, of which the estimate has one; 0 leaves a group
+        out."""
+        shared = {}
+        for group in self.param_groups:
+            shared.setdefault(_sharding.number_of(group), []).append(group)
+        if any(len({float(group["lr"]) for group in groups} - {0.0}) > 1 for groups in shared.values()):
             raise RuntimeError("Setting different lr values in different parameter groups is only supported for values of 0")
         loss = super().step(closure)
-        p = next((p for group in self.param_groups if group["lr"] for p in group["params"] if self.state.get(p)), None)
-        if p is not None:
-            told = {name: self.scalar(p, name) for name in _ESTIMATE}
-            for group in self.param_groups:
-                group.update({name: value or group["d0"] * (name != "d_numerator") for name, value in told.items()})
+        for groups in shared.values():
+            p = next((p for group in groups for p in group["params"] if self.state.get(p)), None)
+            if p is not None:
+                told = {name: self.scalar(p, name) for name in _ESTIMATE}
+                for group in groups:
+                    group.update({name: value or group["d0"] * (name != "d_numerator") for name, value in told.items()})
         return loss

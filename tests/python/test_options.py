@@ -1,0 +1,169 @@
+"""Options that change what a rule keeps, or what a step goes by: one estimate of the learning rate, states that blocks cannot hold, the reference of
+fully decoupled decay, and what a refused gradient is told to be."""
+import copy
+
+import pytest
+import torch
+
+import halfstep
+
+
+def _pull(parameters, goals, optimizer, idle=()):
+    for i, (p, goal) in enumerate(zip(parameters, goals)):
+        p.grad = None if i in idle else p.detach() - goal
+    optimizer.step()
+
+
+def _left(p, goal):
+    return (p.detach() - goal).square().mean().sqrt().item()
+
+
+def test_prodigy_has_one_estimate_for_groups_that_come_late_and_shows_it():
+    torch.manual_seed(0)
+    goals = [torch.randn(16, 64), -torch.randn(16, 64)]
+    x, y = (torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(2))
+    o = halfstep.Prodigy([("x", x)])
+    for _ in range(40):
+        _pull([x], goals, o)
+    o.add_param_group({"params": [("y", y)]})
+    assert o.param_groups[1]["d"] == o.param_groups[0]["d"] == o.scalar(x, "d") > 0.01
+    for i in range(120):
+        _pull([x, y], goals, o, idle={1} if i % 2 else ())
+        assert o.param_groups[1]["d"] == o.param_groups[0]["d"] == o.scalar(y, "d")
+    assert _left(x, goals[0]) < 0.05 and _left(y, goals[1]) < 0.05
+    # Those of a file of 0.1.0, which differ, become their largest; the file knew no d of groups.
+    saved = o.state_dict()
+    saved["state"][1].update(d=torch.tensor(1e-4, dtype=torch.float64), d_max=torch.tensor(1e-4, dtype=torch.float64))
+    for group in saved["param_groups"]:
+        del group["d"], group["d_group"]
+    again = halfstep.Prodigy([{"params": [("x", x)]}, {"params": [("y", y)]}])
+    again.load_state_dict(saved)
+    assert [group["d"] for group in again.param_groups] == [o.scalar(x, "d")] * 2
+    assert again.scalar(y, "d") == o.scalar(x, "d") and again.scalar(y, "d_max") == o.scalar(x, "d_max")
+
+
+def test_prodigy_with_two_rates_wants_two_estimates():
+    torch.manual_seed(0)
+    goals = [torch.randn(16, 64), -torch.randn(16, 64)]
+
+    def make(**options):
+        ps = [torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(2)]
+        return ps, halfstep.Prodigy([{"params": [("x", ps[0])]}, {"params": [("y", ps[1])], "lr": 0.5, **options}])
+
+    ps, o = make()
+    with pytest.raises(ValueError, match="d_group"):
+        _pull(ps, goals, o)
+    assert not ps[0].any()
+    ps, o = make(d_group=1)
+    alone, single = make()[0], None
+    single = halfstep.Prodigy([("y", alone[1])], lr=0.5)
+    for _ in range(150):
+        _pull(ps, goals, o)
+        _pull(alone[1:], goals[1:], single)
+    assert torch.equal(ps[1], alone[1]) and _left(ps[0], goals[0]) < 0.05
+    assert o.param_groups[1]["d"] == single.param_groups[0]["d"] != o.param_groups[0]["d"]
+    o.param_groups[1]["d_group"] = 0
+    o.param_groups[1]["lr"] = 1.0
+    _pull(ps, goals, o)
+    assert o.param_groups[0]["d"] == o.param_groups[1]["d"]
+
+
+class _TwoHandles(halfstep.Prodigy):
+    """Each parameter in a handle of its own, as those on several devices are."""
+
+    def _divide(self, wanted):
+        return [(self._home(one[0]), None, [one]) for one in wanted]
+
+
+def test_prodigy_has_one_estimate_for_several_handles():
+    torch.manual_seed(0)
+    goals, found = [torch.randn(16, 64), -torch.randn(16, 64)], []
+    for cls in (halfstep.Prodigy, _TwoHandles):
+        ps = [torch.nn.Parameter(torch.zeros(16, 64)) for _ in range(2)]
+        o = cls([("x", ps[0]), ("y", ps[1])])
+        for i in range(60):
+            _pull(ps, goals, o, idle={1} if i < 20 or i % 3 == 0 else ())
+        found.append((o.param_groups[0]["d"], *ps))
+    assert found[0][0] == found[1][0] and all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:]))
+
+
+def test_fully_decoupled_decay_wants_a_reference_that_can_be_meant():
+    for first, options, refused in ((1e-3, {}, False), (1e-8, {}, True), (0.0, {}, True), (1e-5, {}, True), (0.0, {"reference_lr": 1e-3}, False),
+                                    (0.0, {"weight_decay": 0.0}, False), (1e-3, {"weight_decay": 1.5}, True)):
+        for cls in (halfstep.AdamW, halfstep.Lion):
+            p = torch.nn.Parameter(torch.ones(8, 8))
+            o = cls([p], lr=first, decay="fully-decoupled", **{"weight_decay": 0.1, **options})
+            o.param_groups[0]["lr"] = 1e-3
+            p.grad = torch.zeros_like(p)
+            if refused:
+                with pytest.raises(ValueError, match="reference_lr"):
+                    o.step()
+                assert p.eq(1).all()
+            else:
+                o.step()
+                assert p.detach().allclose(torch.tensor(1 - o.param_groups[0]["weight_decay"]))
+
+
+def test_states_that_blocks_cannot_hold_are_told_and_decoded_from_old_files():
+    torch.manual_seed(0)
+    for recipe, option, names in (("adam/f32/int8", "amsgrad", ("exp_avg_sq", "max_exp_avg_sq")),
+                                  ("rmsprop/bf16-kahan/fp8", "centered", ("square_avg", "grad_avg"))):
+        dtype = torch.bfloat16 if "bf16" in recipe else torch.float32
+        plain, p = (torch.nn.Parameter(torch.ones(32, 256, dtype=dtype)) for _ in range(2))
+        o = halfstep.optimizer(recipe, [("p", p)], **{option: True})
+        told = f"with {option} {names[0]} and {names[1]}"
+        assert told in repr(o) and told in str(halfstep.plan({"p": (32, 256)}, recipe)) and told not in repr(halfstep.optimizer(recipe, [plain]))
+        for _ in range(3):
+            p.grad = torch.randn_like(p)
+            o.step()
+        assert all(o.state[p][name].is_floating_point() and name + '.codes' not in o.state[p] for name in names)
+        # Codes as 0.1.0 had them: those of a state of the same role and format, which is no maximum.
+        saved, held, values = copy.deepcopy(o.state_dict()), {}, {name: o.read_state(p, name) for name in names}
+        for name in names:
+            coder = halfstep.optimizer(f"adamw/{recipe.split('/')[1]}/{recipe.split('/')[2]}", [plain])
+            plain.grad = torch.zeros_like(plain)
+            coder.step()
+            like = "exp_avg" if name == "grad_avg" else "exp_avg_sq"
+            coder.write_state(plain, like, values[name])
+            held[name] = coder.read_state(plain, like)
+            state = saved["state"][0]
+            state.pop(name), state.pop(name + ".extra", None)
+            state.update((name + part, coder.state[plain][like + part]) for part in (".codes", ".scale", ".grid") if like + part in coder.state[plain])
+        again = halfstep.optimizer(recipe, [("p", p)], **{option: True})
+        others = {key: saved["state"][0][key].clone() for key in saved["state"][0] if key.endswith((".codes", ".scale")) and not key.startswith(names)}
+        again.load_state_dict(saved)
+        for name in names:
+            assert torch.allclose(again.read_state(p, name), held[name], rtol=2**-8)
+        p.grad = None
+        again.step()
+        assert all(torch.equal(again.state[p][key], value) for key, value in others.items())
+        broken = {**saved, "state": {0: {**saved["state"][0], names[0] + ".scale": saved["state"][0][names[0] + ".scale"] * float("inf")}}}
+        with pytest.raises(ValueError, match=names[0]):
+            again.load_state_dict(broken)
+
+
+def test_options_that_change_formats_between_steps_keep_the_states():
+    torch.manual_seed(0)
+    for recipe, option, name in (("adam/f32/int8", "amsgrad", "exp_avg_sq"), ("rmsprop/f32/int4", "centered", "square_avg")):
+        p = torch.nn.Parameter(torch.ones(32, 256))
+        o = halfstep.optimizer(recipe, [("p", p)])
+        for on in (False, True, False, True):
+            o.param_groups[0][option] = on
+            before = o.read_state(p, name) if o.state else None
+            p.grad = None
+            o.step()
+            if before is not None:
+                assert torch.allclose(o.read_state(p, name), before, rtol=0.3, atol=1e-3) and o.read_state(p, name).gt(0).all()
+            assert (name in o.state[p] if p in o.state else False) == on or not o.state
+            p.grad = torch.randn_like(p)
+            o.step()
+
+
+def test_a_finite_gradient_is_not_called_otherwise():
+    for cls in (halfstep.AdamW, halfstep.SGD, halfstep.Prodigy):
+        p = torch.nn.Parameter(torch.ones(8))
+        o = cls([("w", p)], lr=1.0)
+        p.grad = torch.full((8,), 1e19)
+        with pytest.warns(RuntimeWarning, match="'w' is finite, but too large") as told:
+            o.step()
+        assert "not finite" not in str(told[0].message) and p.eq(1).all() and o.skipped_steps == 1
