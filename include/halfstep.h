@@ -349,7 +349,8 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *   scan       "scan": gradients are read once more before anything is written, and a step with a non-finite one is
  *              refused whole; "per-tensor": tensors are judged one by one, the others are stepped and the call returns
  *              HALFSTEP_NONFINITE all the same; "known-finite": the caller vouches
- *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, "per-tensor": each tensor's own
+ *   clip       for halfstep_step_tensor(): "delayed": the norm of the round before, and each tensor's own until a round
+ *              has had one; "per-tensor": each tensor's own
  *   generator  "lattice", "mixer" or "philox7": the source of random bits (docs/random.md)
  *   missing    "skip": a step leaves tensors alone whose gradient is NULL; "error": it refuses to be made
  * A step is refused, too, if the effective gradient g has |g| >= 2^62: its square would leave fp32. */
@@ -586,6 +587,12 @@ HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tens
 /* Keeps *grid equal to the scalar NAME.grid of a slot that has one, for hosts whose copies of a state are to be whole
  * at any time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
 HALFSTEP_API int halfstep_bind_grid(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, double *grid);
+/* Keep *state_steps, *full_steps and *writes equal to the counters of those names, and *value to a scalar of the rule:
+ * written now and whenever they change, else as halfstep_bind_step(). Each pointer may be NULL, which ends it. Errors of
+ * halfstep_bind_scalar(): NAME for a scalar that the rule does not keep; grids have halfstep_bind_grid(). */
+HALFSTEP_API int halfstep_bind_counters(halfstep_optimizer *optimizer, int32_t tensor, int64_t *state_steps,
+                                        int64_t *full_steps, int64_t *writes);
+HALFSTEP_API int halfstep_bind_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);
 /* Steps of the group so far, which its schedule goes by. RANGE above HALFSTEP_MAX_COUNT. */
 HALFSTEP_API int halfstep_get_group_steps(const halfstep_optimizer *optimizer, int32_t group, uint64_t *steps);
 HALFSTEP_API int halfstep_set_group_steps(halfstep_optimizer *optimizer, int32_t group, uint64_t steps);

@@ -56,7 +56,8 @@ def stub():
     import halfstep
     from halfstep import rules
     from halfstep.optimizer import Optimizer
-    known = {"RMSprop", *rules.classes, *re.findall(r" as (\w+)", HEAD)}
+    aliases = {name: cls.__name__ for name, cls in vars(halfstep).items() if cls in rules.classes.values() and name not in rules.classes}
+    known = {*aliases, *rules.classes, *re.findall(r" as (\w+)", HEAD)}
     missing = set(halfstep.__all__) - known
     if missing:
         sys.exit(f"stubs.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has")
@@ -68,8 +69,11 @@ def stub():
         lines += ['    """' + text[0], *(("    " + line).rstrip() for line in text[1:]), '    """', ""]
         call = "def __init__(self, params: Params, " + "".join(parts(cls, common)) + ") -> None: ..."
         lines += textwrap.wrap(call, 116, initial_indent="    ", subsequent_indent=" " * 17, break_on_hyphens=False)
+        for method, function in vars(cls.__mro__[1]).items() if cls.__mro__[1] is not Optimizer else ():
+            if inspect.isfunction(function) and not method.startswith("_") and not hasattr(Optimizer, method):
+                lines.append(f"    def {method}{inspect.signature(function)}: ...".replace(" -> 'None'", " -> None"))
         out.append("\n".join(lines) + "\n")
-    out.append("RMSprop = RMSProp\n")
+    out += [f"{name} = {cls}\n" for name, cls in aliases.items()]
     out.append("__all__ = [\n" + "".join(f'    "{name}",\n' for name in halfstep.__all__) + "]\n")
     return "\n".join(out).replace("typing.", "")
 

@@ -839,6 +839,35 @@ static void test_equalities(void)
     TEST("whole, in halves, tensor by tensor, one handle per tensor: the same bits, under every recipe") {
         every_recipe(split_recipe);
     }
+    TEST("bound counters and scalars are current after every call") {
+        struct run a;
+        run_open(&a, "lamb/bf16-sr/int8", 0, RUN_TENSORS, 0, NULL);
+        int64_t bound[3] = {-1, -1, -1};
+        double ratio = -1, asked = -2;
+        EXPECT(halfstep_bind_counters(a.o, 0, &bound[0], &bound[1], &bound[2]), HALFSTEP_OK);
+        EXPECT(halfstep_bind_scalar(a.o, 0, "trust_ratio", &ratio), HALFSTEP_OK);
+        for (int call = 0; call < 4; call++) {
+            if (call == 0) run_steps(&a, 0, 2);
+            if (call == 1) EXPECT(halfstep_accumulate_states(a.o, (const void *const *)a.gradient), HALFSTEP_OK);
+            if (call == 2)
+                EXPECT(halfstep_accumulate(a.o, 0, a.gradient[0], "bf16-sr", a.gradient[0], "bf16", 1), HALFSTEP_OK);
+            if (call == 3) EXPECT(halfstep_set_scalar(a.o, 0, "trust_ratio", 0.5), HALFSTEP_OK);
+            halfstep_counters c = {.struct_size = sizeof c};
+            EXPECT(halfstep_get_counters(a.o, 0, &c), HALFSTEP_OK);
+            EXPECT(halfstep_get_scalar(a.o, 0, "trust_ratio", &asked), HALFSTEP_OK);
+            CHECK((uint64_t)bound[0] == c.state_steps && (uint64_t)bound[1] == c.full_steps &&
+                      (uint64_t)bound[2] == c.writes && ratio == asked,
+                  "call %d: %lld %lld %lld and %g are shown", call, (long long)bound[0], (long long)bound[1],
+                  (long long)bound[2], ratio);
+        }
+        CHECK(ratio == 0.5 && bound[0] == 3 && bound[1] == 2 && bound[2] == 4, "counts %lld %lld %lld",
+              (long long)bound[0], (long long)bound[1], (long long)bound[2]);
+        EXPECT(halfstep_bind_scalar(a.o, 0, "trust_ratio", NULL), HALFSTEP_OK);
+        EXPECT(halfstep_set_scalar(a.o, 0, "trust_ratio", 0.25), HALFSTEP_OK);
+        CHECK(ratio == 0.5, "%g after it was unbound", ratio);
+        EXPECT(halfstep_bind_scalar(a.o, 0, "weight_sum", &ratio), HALFSTEP_ERROR_NAME);
+        run_close(&a);
+    }
     TEST("a bound step follows the count of updates") {
         struct run a;
         run_open(&a, "adamw/bf16-sr", 0, RUN_TENSORS, 0, NULL);

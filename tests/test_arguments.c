@@ -116,6 +116,8 @@ static void test_null_handle(void)
         REFUSED(halfstep_set_counters(NULL, 0, &counters));
         REFUSED(halfstep_bind_step(NULL, 0, &number));
         REFUSED(halfstep_bind_grid(NULL, 0, HALFSTEP_SLOT_STATE + 1, &value));
+        REFUSED(halfstep_bind_counters(NULL, 0, NULL, NULL, NULL));
+        REFUSED(halfstep_bind_scalar(NULL, 0, "trust_ratio", &value));
         REFUSED(halfstep_get_scalar(NULL, 0, "trust_ratio", &value));
         REFUSED(halfstep_set_scalar(NULL, 0, "trust_ratio", 1));
         REFUSED(halfstep_get_group_steps(NULL, 0, &count));
@@ -268,6 +270,9 @@ static void test_numbers(void)
             REFUSED(halfstep_bind_grid(o, n, HALFSTEP_SLOT_STATE + 1, &value));
             REFUSED(
                 halfstep_bind_grid(o, 0, n == 1 ? HALFSTEP_SLOT_STATE : n, &value)); /* no slot, or none with a grid */
+            REFUSED(halfstep_bind_counters(o, n, NULL, NULL, NULL));
+            REFUSED(halfstep_bind_scalar(o, n, "trust_ratio", &value));
+            REFUSED(halfstep_bind_scalar(o, 0, NULL, &value));
             REFUSED(halfstep_get_scalar(o, n, "trust_ratio", &value));
             REFUSED(halfstep_accumulate(o, n, w, "f32", w, "f32", 1));
             REFUSED(halfstep_read_average(o, n, w, 0, 1, w));

@@ -22,5 +22,7 @@ HalfstepError = _abi.HalfstepError
 globals().update(_classes)
 #: torch spells it so
 RMSprop = _classes["RMSProp"]
+#: for trainers that take any name which ends in "ScheduleFree" for another package's (docs/frameworks.md)
+ScheduleFreeAdamW = _classes["ScheduleFree"]
 
-__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "StateStreaming", "full_precision_state_dict", "HalfstepError", "RMSprop", *_classes]
+__all__ = ["Optimizer", "optimizer", "name_parameters", "plan", "EMA", "GradientAccumulator", "CPUOffload", "StateStreaming", "full_precision_state_dict", "HalfstepError", "RMSprop", "ScheduleFreeAdamW", *_classes]

@@ -962,6 +962,8 @@ class ScheduleFree(Optimizer):
                  threads: int = 0, gradient_release: bool = False, optimizer_accumulation: bool = False, norm_group:
                  Any = None, flat: Union[bool, str] = False, foreach: Optional[bool] = None, fused: Optional[bool] =
                  None, capturable: bool = False, differentiable: bool = False, compile: bool = False) -> None: ...
+    def eval(self) -> None: ...
+    def train(self, mode: bool = True) -> None: ...
 
 class ADOPT(Optimizer):
     """ADOPT: gradients divided by the second moment before them (Taniguchi et al. 2024).
@@ -1336,6 +1338,8 @@ class Adafactor(Optimizer):
 
 RMSprop = RMSProp
 
+ScheduleFreeAdamW = ScheduleFree
+
 __all__ = [
     "Optimizer",
     "optimizer",
@@ -1348,6 +1352,7 @@ __all__ = [
     "full_precision_state_dict",
     "HalfstepError",
     "RMSprop",
+    "ScheduleFreeAdamW",
     "SGD",
     "Adam",
     "AdamW",

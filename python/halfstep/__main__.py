@@ -81,7 +81,7 @@ def show_plan(given):
 
 def _numbers(shape, seed):
     """The same on every machine, which torch.randn() does not promise: between -2 and 2, of integers."""
-    index = torch.arange(math.prod(shape), dtype=torch.int64) + 7919 * seed
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 7919 * seed
     mixed = (index * 2654435761 % 2 ** 32 >> 7) * 40503 % 2 ** 24
     return (mixed.double() / 2 ** 22 - 2).float().reshape(shape)
 

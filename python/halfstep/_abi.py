@@ -208,6 +208,8 @@ signatures = {
     "halfstep_get_scalar": (c_int, (_handle, c_int32, c_char_p, POINTER(c_double))),
     "halfstep_set_scalar": (c_int, (_handle, c_int32, c_char_p, c_double)),
     "halfstep_bind_grid": (c_int, (_handle, c_int32, c_int32, c_void_p)),
+    "halfstep_bind_counters": (c_int, (_handle, c_int32, c_void_p, c_void_p, c_void_p)),
+    "halfstep_bind_scalar": (c_int, (_handle, c_int32, c_char_p, c_void_p)),
     "halfstep_get_group_steps": (c_int, (_handle, c_int32, _bytes)),
     "halfstep_set_group_steps": (c_int, (_handle, c_int32, c_uint64)),
     "halfstep_get_seed": (c_uint64, (_handle,)),

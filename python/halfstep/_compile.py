@@ -18,7 +18,7 @@ _numbers = itertools.count()
 def register(optimizer):
     """Gives an optimizer, or a copy of one, the number by which the operator finds it in this process, and a witness."""
     optimizer._number = next(_numbers)
-    optimizer._witness = torch.zeros(1, device="cpu")
+    optimizer._witness = torch.zeros(1, dtype=torch.float32, device="cpu")
     optimizer._watch = Watch(optimizer._witness)
     _optimizers[optimizer._number] = optimizer
 

@@ -56,7 +56,7 @@ class Codec:
         some = max(1, _PIECE // max(length, 1))
         for first in range(0, rows, some):
             n = min(some, rows - first)
-            out = torch.empty(n, length)
+            out = torch.empty(n, length, dtype=torch.float32, device="cpu")
             check(lib.halfstep_read_slot(self.handle, self.index, slot, None, first, n, out.data_ptr()), self.handle)
             yield out
 
@@ -66,16 +66,16 @@ class Codec:
         probe = _probe(self.recipe, self.hypers)
         if not any(s.key == stream.key for s in probe.streams):
             return False
-        tensors = {s.key: torch.zeros(s.shape, dtype=s.dtype) for s in probe.streams}
+        tensors = {s.key: torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in probe.streams}
         codes = tensors[stream.key].view(torch.uint8).view(-1)
-        codes[:256] = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
         tensors[stream.name + ".scale"].fill_(scale)
         probe.bind(tensors)
         least, most = torch.aminmax(probe.read(stream.slot))
         return bool(abs(least) < math.inf and abs(most) < math.inf and (stream.role != _abi.ROLE_NONNEG or least >= 0))
 
     def write(self, slot, values, data=None):
-        self.engine.write_rows(self.handle, self.index, slot, data, values.contiguous(), self.shape, self.rows)
+        self.engine.write_rows(self.handle, self.index, slot, data, _devices.contiguous(values), self.shape, self.rows)
 
 
 @lru_cache(64)
@@ -155,7 +155,7 @@ def convert(optimizer, m, state, old):
             missing = [s for s in source.streams if s.key not in state]
             tensors = {s.key: adopt(state[s.key], s, m.name) for s in source.streams if s.key in state}
             # States that this optimizer's hyper-parameters need and the file's did not start at zero.
-            tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype)) for s in missing)
+            tensors.update((s.key, torch.zeros(s.shape, dtype=s.dtype, device="cpu")) for s in missing)
             source.bind(tensors)
             source.take_scalars(state)
             there = {s.name for s in source.streams} - {s.name for s in missing}
@@ -171,7 +171,7 @@ def convert(optimizer, m, state, old):
     target = Codec(m.recipe, hypers, m.shape, m.name, part=m.part)
     try:
         # The same tensor, so the same streams, on the grid that a new handle has.
-        made = {s.key: torch.zeros(s.shape, dtype=s.dtype) if s.name in values else s.initial(now, now.device) for s in m.streams}
+        made = {s.key: torch.zeros(s.shape, dtype=s.dtype, device="cpu") if s.name in values else s.initial(now, now.device) for s in m.streams}
         target.bind(made)
         for i, name in enumerate(names):
             if name in values and any(s.name == name for s in m.streams):
@@ -198,4 +198,4 @@ def empty(recipe, hypers, p):
     """The states of a parameter without elements: those that any other would have, as empty."""
     codec = Codec(recipe, hypers, (1,), "empty")
     codec.close()
-    return {s.key: torch.empty(p.shape, dtype=s.dtype) for s in codec.streams if s.key in (s.name, s.name + ".codes")}
+    return {s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu") for s in codec.streams if s.key in (s.name, s.name + ".codes")}

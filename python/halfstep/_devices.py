@@ -31,6 +31,7 @@ def check(p, name):
                              "halfstep steps tensors of CPUs and of NVIDIA GPUs")
     elif device.type != "cpu":
         raise ValueError(f"halfstep: parameter {name!r} is on {device}; halfstep steps tensors of CPUs and of NVIDIA GPUs")
+    check_memory(p, f"parameter {name!r}")
 
 
 def c_name(device):
@@ -59,9 +60,16 @@ def zeros(shape, dtype, device):
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def is_plain(tensor):
+    """Whether the memory of a tensor holds its elements one after another, as they are. It does not where torch negates them when they
+    are read, as in the imaginary part of a conjugate, or knows that they are zero and keeps none."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
 def contiguous(tensor):
-    """The same in memory order, where it lies."""
-    return tensor.detach().contiguous()
+    """The same in memory order, where it lies: the tensor itself if is_plain()."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
 def clone(tensor):
@@ -71,7 +79,14 @@ def clone(tensor):
 
 def to_cpu(tensor):
     """The same in the process's memory, in memory order: the tensor itself if it is there."""
-    return tensor.detach().cpu().contiguous()
+    return contiguous(tensor.detach().cpu())
+
+
+def check_memory(tensor, what):
+    """Raises ValueError for a tensor that has elements and no memory for them. `what` begins the sentence."""
+    if tensor.numel() and not tensor._is_zerotensor() and tensor.device.type != "meta" and not tensor.data_ptr():
+        raise ValueError(f"halfstep: {what} has {tensor.numel()} elements and no memory: it was freed (untyped_storage().resize_(0)), or it is a "
+                         "stand-in of a transformation of torch; give it memory before the step")
 
 
 def place(tensor, device):
@@ -84,13 +99,13 @@ def pinned(shape, dtype):
     gives no more of that, with one warning."""
     global _told
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         if not _told:
             _told = True
             warnings.warn(f"halfstep: no memory could be pinned ({str(error).splitlines()[0]}); ordinary memory is used, and copies "
                           "to and from it hold up the GPU. This is said once", RuntimeWarning, stacklevel=3)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def is_pinned(tensor):

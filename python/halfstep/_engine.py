@@ -30,8 +30,9 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I
           "I16": torch.int16}
 #: what a weight or gradient may be -> its plain format
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_REFUSED = "halfstep: parameter {name!r} is {dtype}; float32, bfloat16 and float16 can be stepped"
 #: what of a group is no hyper-parameter
-_NO_HYPERS = ("params", *_layout.TOLD)
+_NO_HYPERS = ("params", "param_names", *_layout.TOLD)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else (
     torch.Tensor, torch.nn.Parameter)
 
@@ -78,6 +79,8 @@ def rows_of(shape):
 
 def weight_format(asked, dtype, name):
     """The format of one weight: what was asked for acts on BF16, float16 takes its namesake, float32 stays as it is."""
+    if dtype not in PLAIN:
+        raise TypeError(_REFUSED.format(name=name, dtype=dtype))
     if dtype == torch.float32:
         if asked is not None and asked not in _abi.formats:
             raise ValueError(f"halfstep: weights={asked!r} is no format; there are: {', '.join(_abi.formats)}")
@@ -115,10 +118,12 @@ def check_parameter(p, name):
     if p.layout != torch.strided:
         raise TypeError(f"halfstep: parameter {name!r} is sparse ({p.layout}); only dense tensors can be stepped")
     if p.dtype not in PLAIN:
-        raise TypeError(f"halfstep: parameter {name!r} is {p.dtype}; float32, bfloat16 and float16 can be stepped")
+        raise TypeError(_REFUSED.format(name=name, dtype=p.dtype))
     if overlaps(p):
         raise ValueError(f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of shape "
                          f"{tuple(p.shape)}, as expand() leaves them); pass it through .clone() first")
+    if p._is_zerotensor():
+        raise ValueError(f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through .clone() first")
 
 
 def check_cpu(p, name):
@@ -193,7 +198,7 @@ class Stream:
     def fits(self, tensor, device):
         tensor = local(tensor)
         return (isinstance(tensor, torch.Tensor) and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
-                and _devices.of(tensor) == device and tensor.layout == torch.strided and tensor.is_contiguous())
+                and _devices.of(tensor) == device and tensor.layout == torch.strided and _devices.is_plain(tensor))
 
     def initial(self, p, device):
         """What it begins with beside the weight p."""
@@ -288,7 +293,7 @@ def read_rows(function, handle, index, shape, *arguments, rows=None):
     """All of a tensor as fp32, by halfstep_read_slot() or halfstep_read_average(). rows: as for streams_of()."""
     vector = _vector(handle, index, arguments[0], shape) if function is lib.halfstep_read_slot else None
     shape, rows = vector or (shape, rows)
-    out = torch.empty(shape, dtype=torch.float32)
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
     if out.numel():
         check(function(handle, index, *arguments, 0, rows_of(shape)[0] if rows is None else rows, out.data_ptr()), handle)
     return out
@@ -312,7 +317,7 @@ class Member:
     def __init__(self, p, group, position, name, device, part=None):
         self.p, self.group, self.position, self.name, self.part = p, group, position, name, part
         here = local(p)
-        self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), here.is_contiguous()
+        self.shape, self.dtype, self.strides, self.dense = tuple(here.shape), p.dtype, here.stride(), _devices.is_plain(here)
         self.address, self.lies, self.device = here.data_ptr(), _devices.of(here), device
         self.bound, self.full = (), None
         #: what brings its states here from the process's memory and back (streaming.py), or None
@@ -377,7 +382,10 @@ class Plain:
         self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self.memory = [tensor.untyped_storage() for held in numbers for tensor in held]
+        # What the library writes, and counts no version for: those of others are noticed by one.
+        self.counts = [m.numbers[key] for m in members for key in engine.shown]
         self.step_versions = [m.versions["step"] for m in members]
+        self.count_versions = [m.versions[key] for m in members for key in engine.shown]
         # All of `optimizer.state`, in its order: cheaper to compare than to look parameters up.
         self.keys, self.values = list(states), list(states.values())
         # For each key of a state: the states that have it, and what they had there.
@@ -489,6 +497,8 @@ class Engine:
         """wanted: as for declare()."""
         self.optimizer_state = optimizer.state
         self.rule = _abi.rules[optimizer.rule]
+        #: keys of the numbers that the library writes into a state
+        self.shown = (*_layout.COUNTERS, *self.rule.scalars)
         self.threads = optimizer._threads_now()
         groups = optimizer.param_groups
         self.formats = formats_of(groups)
@@ -569,7 +579,7 @@ class Engine:
         # torch's SGD and Muon save a momentum and no count; what counts is that it is not the first step.
         steps = _layout.step_count(state, m.name, int(has))
         if not _layout.is_step(state.get("step")):
-            made["step"] = torch.tensor(float(steps), dtype=torch.float32)
+            made["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
         if old != m.recipe:
             made["recipe"] = _layout.number(_layout.pack_recipe(m.recipe), "recipe")
         initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
@@ -612,11 +622,19 @@ class Engine:
         check(lib.halfstep_bind_step(m.handle, m.index, m.step.data_ptr()), m.handle)
         for scalar in _layout.scalars_of(self.rule, m.streams):
             check(lib.halfstep_set_scalar(m.handle, m.index, scalar.encode(), m.written[scalar]), m.handle)
-        # Codes are current at any time, and mean nothing without their grid.
+        # A state dictionary that somebody keeps is current at any time, all of it: codes mean nothing without their grid.
+        self._bind_numbers(m)
         for s in m.streams:
             if s.grid:
                 grid = state[s.name + _layout.GRID]
                 check(lib.halfstep_bind_grid(m.handle, m.index, s.slot, grid.data_ptr()), m.handle)
+
+    def _bind_numbers(self, m):
+        """Has the library write its counters and numbers of a member where its state keeps them."""
+        counters = (m.numbers[key].data_ptr() for key in _layout.COUNTERS)
+        check(lib.halfstep_bind_counters(m.handle, m.index, *counters), m.handle)
+        for scalar in self.rule.scalars:
+            check(lib.halfstep_bind_scalar(m.handle, m.index, scalar.encode(), m.numbers[scalar].data_ptr()), m.handle)
 
     # ---- Between steps ----
 
@@ -629,31 +647,32 @@ class Engine:
         counters = _abi.Counters.new()
         value = c_double()
         for m in self.members:
-            state = optimizer.state.get(m.p)
+            state, moved, ours = optimizer.state.get(m.p), False, True
             if not state:
                 continue
-
             check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
             now = {key: getattr(counters, key) for key in _layout.COUNTERS}
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
                 steps = _layout.whole(step)
                 if steps is not None and not _layout.same_count(now["state_steps"], steps) and 0 <= steps < 2 ** 63:
-                    alone = False  # somebody's count; what else they wrote stands beside it
+                    alone = ours = False  # somebody's count; what else they wrote stands beside it
                     now["state_steps"] = now["full_steps"] = steps
             for scalar in _layout.scalars_of(self.rule, m.streams):
                 check(lib.halfstep_get_scalar(m.handle, m.index, scalar.encode(), byref(value)), m.handle)
                 now[scalar] = value.value
             for key, tensor in m.numbers.items():
                 held = state.get(key)
-                if held is not tensor and _layout.is_number(held, key) and held.item() == m.written[key]:
-                    m.numbers[key], m.versions[key] = held, version(held)  # moved, and as much behind
+                if held is not tensor and ours and _layout.is_number(held, key) and held.item() in (m.written[key], now.get(key)):
+                    m.numbers[key], m.versions[key], moved = held, version(held), True
                 elif held is not tensor or version(held) != m.versions[key]:
                     alone = False
                     continue
                 if key in now:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
+            if moved and alone:
+                self._bind_numbers(m)
         self.tell(optimizer.param_groups)
         return alone
 
@@ -700,9 +719,9 @@ class Engine:
         for part in parts:
             lib.halfstep_destroy(part.handle)
 
-    def __del__(self):
-        # At exit the library's functions may be gone already; the process gives back its memory itself.
-        if not sys.is_finalizing():
+    def __del__(self, exiting=sys.is_finalizing):
+        # At exit modules, `sys` too, may be gone already; the process gives back its memory itself.
+        if not exiting():
             self.destroy()
 
     def refresh(self, optimizer):
@@ -767,7 +786,7 @@ class Engine:
             if part.scale is None:
                 part.scale = _devices.zeros((), torch.float64, part.device)
                 check(lib.halfstep_bind_hyper(part.handle, _abi.ALL_GROUPS, b"gradient_scale", part.scale.data_ptr()), part.handle)
-            value = torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal()
+            value = torch.ones((), dtype=torch.float64, device="cpu") if scale is None else scale.double().reciprocal()
             if found_inf is not None:
                 value = torch.where(found_inf.to(value.device) != 0, torch.inf, value)
             part.scale.copy_(value.reshape(()))
@@ -846,7 +865,7 @@ class Engine:
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states were made and "
                              f"is {p.dtype} of shape {tuple(p.shape)} now")
-        m.strides, m.dense, m.address = p.stride(), p.is_contiguous(), p.data_ptr()
+        m.strides, m.dense, m.address = p.stride(), _devices.is_plain(p), p.data_ptr()
         return True
 
 
@@ -869,4 +888,5 @@ def check_gradient(p, grad, name):
         raise ValueError(f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {_devices.of(p)}")
     if grad.shape != p.shape:
         raise ValueError(f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter {tuple(p.shape)}")
+    _devices.check_memory(grad, f"the gradient of {name!r}")
     return PLAIN[grad.dtype]

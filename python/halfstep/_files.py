@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from . import _abi, _layout, _sharding
+from . import _abi, _layout, _names, _sharding
 from ._engine import rows_of
 
 FORMAT = "halfstep optimizer 1"
@@ -179,6 +179,21 @@ def _weight(file, path, name, p, key):
     return weight
 
 
+def _named(optimizer, metadata, others, path):
+    """The name in the file of each name here. Files whose names are not those of this optimizer are refused; those that do not say which
+    tensors they are of hold as many as they hold."""
+    ours = [optimizer._name_of(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
+    told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
+    if not told:
+        theirs = sorted(others | {key.partition(".")[2] for key in metadata if key.startswith("counters.")})
+        return {**dict(zip(ours, ours)), **_names.partly(theirs, ours)}
+    found = _names.match(told, ours, os.fspath(path))
+    if found is None:
+        raise ValueError(f"halfstep: {path} holds states of {_names.some(told)}, and this optimizer has {_names.some(ours)}: make it with the "
+                         "names of the file")
+    return {name: told[place] for name, place in zip(ours, found)}
+
+
 def load(optimizer, path):
     """optimizer.load_safetensors()"""
     from safetensors import safe_open
@@ -197,6 +212,7 @@ def load(optimizer, path):
                 weight_keys[name] = key
             else:
                 streams[name].append((stream, key))
+        named = _named(optimizer, metadata, {*streams, *weight_keys}, path)
         places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         found = {"state": {}, "param_groups": [{**group, "params": [places[p] for p in group["params"]]}
                                                for group in optimizer.param_groups]}
@@ -204,7 +220,7 @@ def load(optimizer, path):
             # The C program's files do not say which tensor is of which group; theirs are then taken in order.
             source = str(g)
             for i, p in enumerate(group["params"]):
-                name = optimizer._name_of(g, i)
+                name = named[optimizer._name_of(g, i)]
                 source = metadata.get(f"group_of.{name}", source)
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, weight_keys[name])))

@@ -109,7 +109,8 @@ def _prodigyopt(rule, state, group):
 def prodigyopt_group(group, defaults=None):
     """Options of a group under the names of halfstep.Prodigy; those that already are stay. defaults: what a rate stands beside."""
     out = {key: value for key, value in group.items() if key not in _PRODIGY_TOLD}
-    betas = tuple(group.get("betas") or (defaults or {}).get("betas", ()))
+    betas = group.get("betas")
+    betas = tuple((defaults or {}).get("betas", ()) if betas is None else betas)
     if len(betas) in (2, 3) and ("betas" in group or "beta3" in group):
         beta3 = group.get("beta3", betas[2] if len(betas) == 3 else None)
         out["betas"] = (*betas[:2], beta3 or 0.0)
@@ -157,7 +158,7 @@ def _plain_factored(rule, state, group):
 def factored_group(rule, group):
     """Options of transformers' Adafactor and of came_pytorch's CAME under the names here; those of torch's are the same."""
     out = dict(group)
-    if rule.name == "came" and isinstance(group.get("eps"), (tuple, list)):
+    if rule.name == "came" and hasattr(group.get("eps"), "__len__"):
         out["eps"], out["instability_eps"] = group["eps"]
     if rule.name == "adafactor" and "decay_rate" in group:
         out.update(beta2_decay=out.pop("decay_rate"), d=out.pop("clip_threshold"), beta1=group["beta1"] or 0.0, published=True,

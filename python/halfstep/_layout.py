@@ -9,6 +9,7 @@ Sharded, flattened and merged checkpoints carry a parameter's whole state that w
     recipe                              int64: what the tensors above are, see pack_recipe()
     state_steps, full_steps, writes     int64: the library's counters; as exact as `step` cannot be beyond 2^24
     weight_sum ...                      float64: what the rule keeps as a number for each parameter
+    weight.train, weight.train.extra    after eval() of schedule-free training: the weight that trains, which train() puts back
     exp_avg_sq.grid ...                 float64: what the codes of a second moment are to be multiplied by; 1 where it is missing;
                                         written by the library at every update, as `step` is
 
@@ -29,6 +30,8 @@ COUNTERS = WHOLE[2:]
 OLD_GENERATOR = "mixer"
 #: of a group: counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
+#: of schedule-free training, while averages are in the model: the weight that trains; its residual or error code has ".extra" behind that
+TRAINED = "weight.train"
 #: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
 #: after the name of a second moment
@@ -106,7 +109,7 @@ def keys_of(rule):
 
 def number(value, key):
     """A number as the tensor that a state keeps under this key."""
-    return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64)
+    return torch.tensor(value, dtype=torch.int64 if key in WHOLE else torch.float64, device="cpu")
 
 
 def is_number(tensor, key):
@@ -262,7 +265,7 @@ def modernize(optimizer, states, groups):
                     raise ValueError(f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}, which this "
                                      "library does not have") from None
             if "step" in new and not is_step(new["step"]) and whole(new["step"]) is not None:
-                new["step"] = torch.tensor(float(whole(new["step"])), dtype=torch.float32)
+                new["step"] = torch.tensor(float(whole(new["step"])), dtype=torch.float32, device="cpu")
             for key in numbers_of(rule):
                 if key in new and not is_number(new[key], key):
                     new[key] = number(take_number(new, key, name), key)

@@ -444,7 +444,7 @@ class Ranks:
         """Adds limbs and flags over the ranks of a class; and looks whether they all gave the same gradients."""
         members = self._members(cls)
         size = len(cls.params)
-        packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64)
+        packed = torch.zeros(HEAD + 2 * size, dtype=torch.int64, device="cpu")
         packed[:HEAD] = statistics[:HEAD]
         for row, i in members:
             packed[HEAD + row] = statistics[HEAD + i]
@@ -473,7 +473,7 @@ class Ranks:
 
     def _add_totals(self, statistics, gradients):
         """The sums over all tensors, of every handle and rank: one member of each handle has them, as halfstep_step_norms() says."""
-        sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64)
+        sums = torch.zeros(len(self.numbers), self.totals * HEAD, dtype=torch.int64, device="cpu")
         for i, row in enumerate(self.rows):
             own = statistics[self.places[i][0]:][:self.totals * HEAD]
             sums[row] += own
@@ -489,11 +489,11 @@ class Ranks:
     def _share_estimates(self):
         """Gives every handle, of every rank, the scalars of the one that has come furthest: a device or a rank may have had nothing to step
         until now."""
-        found = torch.full((len(self.numbers), len(self.engine.rule.scalars)), -torch.inf, dtype=torch.float64)
+        found = torch.full((len(self.numbers), len(self.engine.rule.scalars)), -torch.inf, dtype=torch.float64, device="cpu")
         own = {key: self._scalars(i) for key, i in self.firsts.items()}
         for (_, row), scalars in own.items():
             if scalars[0] > max(found[row, 0], 0.0):
-                found[row] = torch.tensor(scalars, dtype=torch.float64)
+                found[row] = torch.tensor(scalars, dtype=torch.float64, device="cpu")
         if self.norm_group is not None:
             ordered = in_order(found.view(torch.int64))
             add_up(ordered, (self.norm_group,), torch.distributed.ReduceOp.MAX)
@@ -518,9 +518,9 @@ class Ranks:
     def _begin(self, gradients, micro):
         """The statistics of some gradients, as they are here."""
         call = lib.halfstep_accumulate_states_begin if micro else lib.halfstep_step_begin
-        found = torch.zeros(self.count, dtype=torch.int64)
+        found = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
-            own = torch.zeros(HEAD + part.n + sums.stop - sums.start, dtype=torch.int64)
+            own = torch.zeros(HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu")
             check(call(part.handle, part.slice(gradients), own.data_ptr()), part.handle)
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD:HEAD + part.n]
@@ -529,7 +529,7 @@ class Ranks:
     def step(self, weights, gradients, micro=False, whole=True):
         """The call of a whole step, or of a micro-batch: its code and the handle that knows why; None in place of the code where ranks
         of the norm group refuse it and this one would not. whole: a gradient that is not finite refuses all of it."""
-        parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64)
+        parts, total = self.engine.parts, torch.zeros(self.count, dtype=torch.int64, device="cpu")
         for stage in [part.stage for part in parts if part.stage is not None][:2]:  # while gradients are looked at
             stage.begin()
         for cls in self.classes:
@@ -592,7 +592,7 @@ class Ranks:
         m = self.members[self.index_of[p]]
         handle, i = m.handle, m.index
         groups = next((c.groups for c in self.classes if any(q is p for q in c.params)), ())
-        statistics = torch.zeros(int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64)
+        statistics = torch.zeros(int(lib.halfstep_tensor_statistics_count(handle, i)), dtype=torch.int64, device="cpu")
         kind = "halfstep_accumulate_states_tensor" if micro else "halfstep_step_tensor"
         check(getattr(lib, kind + "_begin")(handle, i, gradient, statistics.data_ptr()), handle)
         add_up(statistics, groups)
@@ -610,7 +610,7 @@ class Ranks:
         if len([c for c in self.classes if c.params]) > 1:
             raise RuntimeError("halfstep: in release the norm of a round cannot be taken over parameters of several meshes; use "
                                "clip=\"per-tensor\", or one mesh for all")
-        total = torch.zeros(HEAD, dtype=torch.int64)
+        total = torch.zeros(HEAD, dtype=torch.int64, device="cpu")
         for part in self.engine.parts:
             statistics = torch.zeros_like(total)
             check(lib.halfstep_end_round_begin(part.handle, statistics.data_ptr()), part.handle)
@@ -652,7 +652,7 @@ def group_of(norm_group):
 
 def everywhere(optimizer, value):
     """Whether a condition holds on all ranks that share the parameters of an optimizer. All of them must ask."""
-    answer = torch.tensor([int(not value)], dtype=torch.int64)
+    answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
     for cls in classes_of(optimizer):
         add_up(answer, cls.groups)
     group = group_of(optimizer.norm_group)
@@ -694,7 +694,7 @@ def _compare(told, groups, who):
     """Raises on every rank of the groups, naming what differs, where they do not say the same."""
     dist = torch.distributed
     number = _digest(repr(sorted(told.items())))
-    both = torch.tensor([number, -number], dtype=torch.int64)
+    both = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
     add_up(both, groups, dist.ReduceOp.MAX)
     # All ranks look alike at the maximum of a number and of its negative, so all of them raise or none does.
     if int(both[0]) == -int(both[1]):

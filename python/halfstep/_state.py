@@ -10,7 +10,7 @@ from ctypes import byref
 
 import torch
 
-from . import _abi, _convert, _foreign, _layout, _sharding
+from . import _abi, _convert, _foreign, _layout, _names, _sharding
 from ._abi import check as c_check, lib
 
 #: group keys that only this package has
@@ -69,11 +69,14 @@ def _with_names(state_dict):
     if not isinstance(names, (list, tuple)) or len(names) != len(groups) \
             or not all(isinstance(own, (list, tuple)) for own in names):
         raise ValueError("halfstep: 'param_names' of this state is no list of one list for each group")
+    for place, (own, group) in enumerate(zip(names, groups)):
+        check_names({**group, "param_names": own} if None not in own else {}, place)
     return [group if any(name is None for name in own) else {"param_names": list(own), **group}
             for own, group in zip(names, groups)]
 
 
-def _check_names(group, place):
+def check_names(group, place):
+    """Raises ValueError where the names of a group are not one for each of its parameters."""
     names = group.get("param_names", ())
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names) \
             or "param_names" in group and len(names) != len(group["params"]):
@@ -82,24 +85,30 @@ def _check_names(group, place):
 
 def load(optimizer, state_dict, torch_load):
     """optimizer.load_state_dict(): torch_load is that of the base class."""
+    optimizer._refresh_names()
     before = [dict(group) for group in optimizer.param_groups]
 
     def wrap(_, given):
         given = dict(given)
         given["state"] = {k: v if isinstance(v, _Wrapped) else _Wrapped(_as_own(optimizer, v))
                           for k, v in given["state"].items()}
+        for place, group in enumerate(given["param_groups"]):
+            if not any(isinstance(key, str) for key in group["params"]):
+                check_names(group, place)
+        given["param_groups"], renamed, positions = _names.align(optimizer, given["param_groups"])
+        told.update(renamed=renamed, positions=positions, pending=given.get("pending", ()),
+                    places={key: i for i, key in enumerate(key for group in given["param_groups"] for key in group["params"])})
         groups = []
         for place, (group, own) in enumerate(zip(given["param_groups"], before)):
             group = dict(group)
-            _check_names(group, place)
             if "seed" in group:
                 group.setdefault("generator", _layout.OLD_GENERATOR)
             # Missing values, and formats, are the constructor's.
             for key, value in own.items():
                 if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
                     group[key] = value
-                elif key not in ("params", *_layout.TOLD):
-                    group.setdefault(key, value)
+                elif key not in ("params", "param_names", *_layout.TOLD):
+                    group.setdefault(key, True if key == "train_mode" else value)  # files without it hold what trains
             if optimizer.rule == "adamw":
                 group["decoupled_weight_decay"] = True  # also where the group was Adam's
             if isinstance(own.get("lr"), torch.Tensor) and not isinstance(group["lr"], torch.Tensor):
@@ -109,6 +118,7 @@ def load(optimizer, state_dict, torch_load):
         given["param_groups"] = groups + list(given["param_groups"][len(before):])
         return given
 
+    told = {}
     # The dictionary may share this optimizer's own, edited; what the handle knows must not go over it.
     state_dict = dict(_foreign.translate(optimizer.rule, state_dict))
     state_dict["state"] = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
@@ -119,26 +129,49 @@ def load(optimizer, state_dict, torch_load):
     optimizer._optimizer_load_state_dict_pre_hooks["halfstep"] = wrap
     optimizer._sync()
     kept = {key: getattr(optimizer, key) for key in ("state", "param_groups", "_watch", "_roster")}
-    kept.update((key, dict(getattr(optimizer, key))) for key in ("_names", "_ids"))
+    kept.update((key, dict(getattr(optimizer, key))) for key in ("_names", "_ids", "_pending"))
     try:
         torch_load(state_dict)
-    except BaseException:
+    except BaseException as error:
         vars(optimizer).update(kept)
         optimizer._engine = None
+        if told.get("positions") and isinstance(error, ValueError):
+            raise ValueError(f"{error}; {_unmatched(told)}") from None
         raise
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
+    _take_told(optimizer, told)
     optimizer._show_estimates()
+    if told.get("positions"):
+        warnings.warn(f"halfstep: {_unmatched(told)}", UserWarning, stacklevel=3)
     _warn_of_conversions(optimizer)
+
+
+def _unmatched(told):
+    here, there = next(iter(told["renamed"].values()), ("?", "?"))
+    return (f"none of the names in the state, such as {there!r}, is a name of a parameter here, such as {here!r}, so that positions decided which state "
+            "is whose")
+
+
+def _take_told(optimizer, told):
+    """What a loaded dictionary says of parameters by number, beside their states."""
+    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, (_, name) in () if told.get("positions") else told.get("renamed", {}).items():
+        if not optimizer.state.get(flat[number]):  # it goes on with the random bits that it would have had there
+            optimizer._ids[flat[number]] = _abi.name_id(_sharding.name_here(optimizer, flat[number], name))
+    places, pending = told.get("places", {}), told.get("pending", ())
+    optimizer._pending = {flat[places[key]]: True for key in pending if key in places}
 
 
 def _warn_of_conversions(optimizer):
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            state, here = optimizer.state.get(p) or {}, optimizer._full_recipe(g, i)
-            there = _layout.recipe_of(state, "")
+            state = optimizer.state.get(p)
+            if not state:
+                continue
+            here, there = optimizer._full_recipe(g, i), _layout.recipe_of(state, "")
             if there is None:
-                if state and _sharding.is_flat(p, optimizer.flat) and any(_abi.formats[f].block for f in here.split("/")[2].split("+")):
+                if _sharding.is_flat(p, optimizer.flat) and any(_abi.formats[f].block for f in here.split("/")[2].split("+")):
                     warnings.warn(f"halfstep: plain states of a flat buffer were loaded into {here}, whose blocks begin at this rank's shard: they "
                                   "are quantized anew, and go on with other bits than before they were saved", UserWarning, stacklevel=4)
                     return
@@ -196,6 +229,9 @@ def _check_state(optimizer, known, name, p, state, hypers):
     counts = {key: _layout.take_number(state, key, name) for key in _layout.COUNTERS}
     if p.numel() == 0:
         return
+    kept = state.get(_layout.TRAINED)
+    if kept is not None and (not isinstance(kept, torch.Tensor) or kept.dtype != p.dtype or kept.shape != p.shape):
+        raise ValueError(f"halfstep: state {_layout.TRAINED!r} of parameter {name!r} is not a tensor of {p.dtype} of shape {tuple(p.shape)}")
     identity = _layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0, which is none")
@@ -287,7 +323,7 @@ def count_empty(optimizer, group_index, position, p, steps=1):
         state["id"] = _layout.number(_layout.signed(identity), "id")
         state["recipe"] = _layout.number(packed, "recipe")
     steps = _layout.step_count(state, optimizer._name_of(group_index, position)) + steps
-    state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+    state["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
     state.update((key, _layout.number(steps, key)) for key in _layout.COUNTERS)
 
 

@@ -6,7 +6,7 @@ wrote. In-place writes to `p.data` move no counter and cannot be seen; another t
 """
 import torch
 
-from . import _sharding
+from . import _devices, _sharding
 from ._sharding import is_dtensor, local
 
 _get = torch._C.TensorBase._version.__get__
@@ -45,7 +45,7 @@ def _same_bits(a, b):
     a, b = local(a), local(b)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not a.untyped_storage().nbytes():
         return False
-    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.int16) for t in (a, b)))
+    return torch.equal(*(_devices.contiguous(t).view(-1).view(torch.int16) for t in (a, b)))
 
 
 class _Note:

@@ -1,11 +1,12 @@
 """Gradient accumulation over micro-batches in buffers of two bytes an element, without the stalling of BF16 sums."""
 import ctypes
+import sys
 import weakref
 from ctypes import byref
 
 import torch
 
-from . import _abi, _devices, _layout, _sharding
+from . import _abi, _devices, _layout, _names, _sharding
 from ._abi import check, lib
 from ._sharding import local
 from ._engine import (DTYPES, PLAIN, add_group, add_tensor, check_gradient, check_parameter, create_handle, seed_of)
@@ -27,6 +28,21 @@ def _named(parameters):
             raise TypeError(f"halfstep: GradientAccumulator can accumulate for tensors, not for a {type(p).__name__}")
         pairs.append((name, p))
     return pairs
+
+
+#: all accumulators, of which zero_grad() of an optimizer asks for those of its parameters
+_alive = weakref.WeakSet()
+
+
+def drop(params):
+    """Forgets the sums of these parameters in every accumulator."""
+    holding = [accumulator for accumulator in _alive if any(buffer is not None for buffer in accumulator._buffers)]
+    if holding:
+        params = set(params)
+        for accumulator in holding:
+            for i, ref in enumerate(accumulator._params):
+                if ref() in params:
+                    accumulator._buffers[i] = None
 
 
 def _live(hook):
@@ -118,6 +134,7 @@ class GradientAccumulator:
         self._params = [weakref.ref(p) for _, p in members]
         self._buffers = [None] * len(members)
         self._hooks = [None] * len(members)
+        _alive.add(self)
         self._threads = torch.get_num_threads()
         self._devices = [_devices.of(local(p)) for _, p in members]
         self._handles, self._groups = {}, {}
@@ -129,9 +146,10 @@ class GradientAccumulator:
         self._indices = [add_tensor(self._handles[device], self._groups[device], name, 0, tuple(local(p).shape), "f32",
                                     _sharding.part_of(p, name)) for (name, p), device in zip(members, self._devices)]
 
-    def __del__(self):
+    def __del__(self, exiting=sys.is_finalizing):
+        # At exit modules may be gone already.
         handles, self._handles = getattr(self, "_handles", {}), {}
-        for handle in handles.values() if lib is not None else ():
+        for handle in () if exiting() else handles.values():
             lib.halfstep_destroy(handle)
 
     def __repr__(self):
@@ -190,15 +208,13 @@ class GradientAccumulator:
         if _devices.of(grad) != device:
             raise ValueError(f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the accumulator was made")
         buffer = self._buffers[i]
-        grad = grad.detach()
+        grad = grad.detach() if _devices.is_plain(grad) else _devices.contiguous(grad)
         if buffer is None and grad.dtype == self._buffer_dtype:
             # The first of a sum, exact as it is. A view stays where it is: a bucket that others write must not be a buffer.
             alone = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
             self._buffers[i] = grad if alone else _devices.clone(grad)
             p.grad = None
             return
-        if not grad.is_contiguous():
-            grad = _devices.contiguous(grad)
         if buffer is None:
             buffer = _devices.zeros(self._shapes[i], self._buffer_dtype, device)
         if grad.numel():
@@ -263,7 +279,7 @@ class GradientAccumulator:
             p.grad = _sharding.like(p, buffer.to(dtype))
 
     def clear(self):
-        """Forgets the sums."""
+        """Forgets the sums, as zero_grad() of halfstep's optimizers does; for those of other packages, and zero_grad() of a model, call it."""
         self._buffers = [None] * len(self._buffers)
 
     def memory(self):
@@ -297,17 +313,21 @@ class GradientAccumulator:
     def state_dict(self):
         """What has to be saved for a resumed run to draw the same random bits, with the sums if there are any."""
         return {"format": self.format, "seed": self.seed, "generator": self._generator, "writes": dict(zip(self._names, self._writes())),
-                "buffers": {name: b for name, b in zip(self._names, self._buffers) if b is not None}}
+                "buffers": {name: b.clone() for name, b in zip(self._names, self._buffers) if b is not None}}
 
     def load_state_dict(self, state_dict):
         """Takes seed, generator, counters and sums from `state_dict`; parameters that it does not know keep theirs."""
         if state_dict["format"] != self.format:
             raise ValueError(f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was made for "
                              f"{self.format!r}")
-        buffers = list(self._buffers)
+        buffers, named = list(self._buffers), _names.partly(list(state_dict["writes"]), self._names)
+        lost = [name for name in state_dict["buffers"] if name not in named.values()]
+        if lost:
+            raise ValueError(f"halfstep: the saved sums of {_names.some(lost)} belong to no parameter here; here are {_names.some(self._names)}: make the "
+                             "accumulator with the parameters that were saved")
         for i, name in enumerate(self._names):
-            if name in state_dict["buffers"]:
-                saved = state_dict["buffers"][name]
+            if named.get(name) in state_dict["buffers"]:
+                saved = state_dict["buffers"][named[name]]
                 if saved.shape != self._shapes[i] or saved.dtype != self._buffer_dtype:
                     raise ValueError(f"halfstep: the saved sum of {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; "
                                      f"{self._buffer_dtype} of shape {tuple(self._shapes[i])} is needed")
@@ -319,7 +339,7 @@ class GradientAccumulator:
         for handle in self._handles.values():
             check(lib.halfstep_set_seed(handle, seed & (2**64 - 1)), handle)
         self.seed = seed
-        self._set_writes([state_dict["writes"].get(name, old) for name, old in zip(self._names, self._writes())])
+        self._set_writes([state_dict["writes"].get(named.get(name), old) for name, old in zip(self._names, self._writes())])
         self._buffers = buffers
 
     def __getstate__(self):

@@ -16,6 +16,7 @@ from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
 from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, caller, check_parameter, create_handle,
                       increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
 from ._watch import Watch
+from .optimizer import unwrapped
 
 __all__ = ["EMA"]
 
@@ -48,7 +49,7 @@ def _address(tensor):
 
 def _dense(tensor, device):
     """The tensor itself where it lies on the device row by row, else a copy that does."""
-    return _devices.place(tensor if tensor.is_contiguous() else _devices.contiguous(tensor), device)
+    return _devices.place(tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor), device)
 
 
 class _Handle:
@@ -69,9 +70,9 @@ class _Handle:
             lib.halfstep_destroy(self.handle)
             self.handle = None
 
-    def __del__(self):
-        # At exit the library's functions may be gone already.
-        if not sys.is_finalizing():
+    def __del__(self, exiting=sys.is_finalizing):
+        # At exit modules, `sys` too, may be gone already.
+        if not exiting():
             self.destroy()
 
     def build(self, members, live, random, generator, threads, device):
@@ -123,7 +124,7 @@ class _Handle:
 def _codec(fmt, weight, extra, values=None):
     """Decodes one stored tensor to fp32, or with `values` stores those in it, to nearest."""
     if weight.numel() == 0:
-        return torch.empty(weight.shape, dtype=torch.float32)
+        return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     handle = create_handle(1, 0)
     try:
         index = add_tensor(handle, add_group(handle, "ema/" + fmt, {}, {}), "average", 1, tuple(weight.shape), "f32")
@@ -144,9 +145,9 @@ def _decode(fmt, weight, extra):
 def _encode(fmt, values):
     """(weight, residual or error code or None) of fp32 values."""
     values = values.contiguous()
-    weight = torch.empty(values.shape, dtype=DTYPES[_abi.formats[fmt].code_dtype])
+    weight = torch.empty(values.shape, dtype=DTYPES[_abi.formats[fmt].code_dtype], device="cpu")
     dtype = _extra_dtype(fmt)
-    extra = None if dtype is None else torch.zeros(values.shape, dtype=dtype)
+    extra = None if dtype is None else torch.zeros(values.shape, dtype=dtype, device="cpu")
     _codec(fmt, weight, extra, values)
     return weight, extra
 
@@ -168,6 +169,14 @@ def _find(root, name):
         if root is None:
             return None
     return root._buffers.get(leaf)
+
+
+def _can_be_averaged(tensor):
+    try:
+        check_parameter(tensor, "")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class _Extras(torch.nn.Module):
@@ -205,11 +214,14 @@ class EMA(torch.nn.Module):
                 gradients; may be changed between updates, and is not part of the state
     seed, generator, threads    of the random bits and of the work, as in Optimizer
 
+    Frozen parameters that no average can be stored of (whole numbers, fp8, float64, tensors of quantized classes) are copied at each update.
+
     `n_averaged` counts updates; setting it to zero starts anew. An update from a model with a weight that is NaN or infinite
     is refused (see `scan`): nothing changes, `skipped_updates` counts it and the first is warned of. The state_dict() holds
     tensors only and goes on bit for bit; that of an AveragedModel loads too.
     """
 
+    _copied: frozenset = frozenset()  # in pickles that lack it
     _dropped = False  # whether a residual was, and that was said
 
     def __init__(self, model, decay=0.999, weights="bf16-sr", device=None, use_buffers=False, *, debias=False,
@@ -234,7 +246,9 @@ class EMA(torch.nn.Module):
             self.module = self.module.to(device)
         if weights == "f32":
             self.module._apply(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
-        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device="cpu" if device is None else device))
+        #: names of frozen parameters of which there is no average, such as those of a quantized base: each update copies them
+        self._copied = {name for name, p in self.module.named_parameters() if not p.requires_grad and not _can_be_averaged(p)}
         names, formats = [], []
         self.extra = _Extras()
         for name, tensor in self._averages():
@@ -246,11 +260,11 @@ class EMA(torch.nn.Module):
                 _plant(self.extra, name, torch.zeros(tensor.shape, dtype=_extra_dtype(fmt), device=tensor.device))
         # Not the optimizer's ids: an average must not round as the weight that it follows, or another average of it, does.
         ids = [_signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
-        self.register_buffer("formats", torch.tensor(formats, dtype=torch.long))
-        self.register_buffer("ids", torch.tensor(ids, dtype=torch.long))
+        self.register_buffer("formats", torch.tensor(formats, dtype=torch.long, device="cpu"))
+        self.register_buffer("ids", torch.tensor(ids, dtype=torch.long, device="cpu"))
         random = [_signed(seed_of(seed)), _signed(_abi.name_id(generator))]
-        self.register_buffer("random", torch.tensor(random, dtype=torch.long))
-        self.register_buffer("counters", torch.zeros(2, dtype=torch.long))
+        self.register_buffer("random", torch.tensor(random, dtype=torch.long, device="cpu"))
+        self.register_buffer("counters", torch.zeros(2, dtype=torch.long, device="cpu"))
 
     def forward(self, *args, **kwargs):
         """The averaged model's."""
@@ -269,7 +283,7 @@ class EMA(torch.nn.Module):
     # ---- What is averaged ----
 
     @staticmethod
-    def _averaged_in(module, use_buffers):
+    def _tensors_of(module, use_buffers):
         """(name, tensor) of all parameters and, if wanted, the buffers of real numbers."""
         yield from module.named_parameters()
         if use_buffers:
@@ -278,7 +292,7 @@ class EMA(torch.nn.Module):
                     yield name, buffer
 
     def _averages(self):
-        return self._averaged_in(self.module, self.use_buffers)
+        return ((name, tensor) for name, tensor in self._tensors_of(self.module, self.use_buffers) if name not in self._copied)
 
     def _generator(self):
         wanted = int(self.random[1])
@@ -312,6 +326,7 @@ class EMA(torch.nn.Module):
         """(tensor in memory order, format, residual or error code or None) of what an average follows."""
         if type(tensor) not in _ORDINARY or tensor.layout != torch.strided or tensor.dtype not in PLAIN:
             check_parameter(tensor, name)
+        _devices.check_memory(tensor, f"the weight {name!r}")
         if tensor.shape != average.shape:
             raise ValueError(f"halfstep: {name!r} has shape {tuple(tensor.shape)} in the model and {tuple(average.shape)} "
                              "in the average")
@@ -345,10 +360,16 @@ class EMA(torch.nn.Module):
         if not first:
             self._notice()
         members = self._members()
-        followed = list(self._averaged_in(model, self.use_buffers))
-        if len(followed) != len(members):
-            raise ValueError(f"halfstep: the model has {len(followed)} tensors to average, the EMA has {len(members)}")
+        ours, followed = list(self._tensors_of(self.module, self.use_buffers)), list(self._tensors_of(model, self.use_buffers))
+        if len(followed) != len(ours):
+            raise ValueError(f"halfstep: the model has {len(followed)} tensors to average, the EMA has {len(ours)}")
+        frozen = [(a, b) for (name, a), (_, b) in zip(ours, followed) if name in self._copied]
+        for (name, a), (_, b) in zip(ours, followed):
+            if name in self._copied and a.shape != b.shape:
+                raise ValueError(f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and {tuple(a.shape)} in the average")
+        followed = [one for (name, _), one in zip(ours, followed) if name not in self._copied]
         optimizers = () if optimizer is None else (optimizer,) if hasattr(optimizer, "state") else tuple(optimizer)
+        optimizers = tuple(map(unwrapped, optimizers))
         for one in optimizers:
             if not hasattr(one, "read_weight"):
                 raise TypeError(f"halfstep: optimizer={type(one).__name__} is not one of halfstep's; its weights are what "
@@ -374,7 +395,7 @@ class EMA(torch.nn.Module):
                 return
         back = []
         for index, ((name, _, fmt, average), (live, _, extra)) in enumerate(zip(members, lives)):
-            if not average.is_contiguous():
+            if not _devices.is_plain(average):
                 back.append((average, _devices.contiguous(average)))
                 average = back[-1][1]
             handle.weights[index], handle.gradients[index] = _address(average), _address(live)
@@ -396,6 +417,8 @@ class EMA(torch.nn.Module):
         handle.watch.keep(extras)
         handle.watch.wrote(list(extras), extras.get)
         self._follow_buffers(others, first)
+        for mine, theirs in frozen:
+            mine.detach().copy_(theirs)
         self.n_averaged += 1
         self.counters[0] += 1
         handle.steps = (handle.steps[0] + 1, handle.steps[1] + 1)
@@ -573,7 +596,7 @@ class EMA(torch.nn.Module):
                     state_dict.pop(extra_key, None)
         if foreign:
             steps = state_dict[prefix + "n_averaged"]
-            state_dict[prefix + "counters"] = torch.tensor([int(steps), 0], dtype=torch.long)
+            state_dict[prefix + "counters"] = torch.tensor([int(steps), 0], dtype=torch.long, device="cpu")
             state_dict[prefix + "ids"], state_dict[prefix + "random"] = self.ids, self.random
         if foreign or saved is not None:
             state_dict[prefix + "formats"] = self.formats

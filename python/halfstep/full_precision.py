@@ -4,7 +4,7 @@ from typing import Any, Dict, Iterable, Union
 
 import torch
 
-from .optimizer import Optimizer
+from .optimizer import Optimizer, unwrapped
 
 __all__ = ["full_precision_state_dict"]
 
@@ -44,6 +44,7 @@ def full_precision_state_dict(model: torch.nn.Module, optimizer: Union[Optimizer
     `model.save_pretrained(folder, state_dict=halfstep.full_precision_state_dict(model, opt))` writes it with transformers.
     """
     optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    optimizers = [unwrapped(one) for one in optimizers]
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"halfstep: a {type(one).__name__} is none of halfstep's optimizers; its weights are what they are in the model")

@@ -74,7 +74,7 @@ class Carrier:
         """Begins to copy a tensor of the GPU; the event after which it is here."""
         side = self.side(_devices.of(tensor), False)
         side.follow()
-        side.copy(into, tensor if tensor.is_contiguous() else _devices.contiguous(tensor))
+        side.copy(into, tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor))
         return side.event()
 
     def _room(self, tensor):
@@ -155,7 +155,7 @@ class Carrier:
         """Begins to copy the weight back, which is the same here and there then."""
         copy, here = self.of(p), local(p).detach()
         side = self.side(_devices.of(here), True)
-        if here.is_contiguous():
+        if _devices.is_plain(here):
             side.copy(here, copy.weight)
         else:
             here.copy_(copy.weight)
@@ -381,6 +381,8 @@ class CPUOffload(Hosted):
         if self._is_offloaded(p):
             grad = self._placed(p)
             check_gradient(p, grad, self._names.get(p, "?"))
+            self._check_mode()
+            self._opt_called = True  # which schedulers look for
             self._carrier.send(self, p, grad)
             p.grad = None
 

@@ -3,7 +3,6 @@
 This file is longer than 500 lines because it is one class: torch asks an optimizer to be one object, with its steps, release,
 inspection and saving; the C handle is in _engine.py, the reading of saved states in _state.py.
 """
-import difflib
 import os
 import warnings
 import weakref
@@ -13,7 +12,7 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _devices, _files, _layout, _sharding, _state
+from . import _abi, _devices, _files, _layout, _release, _sharding, _state, accumulate
 from ._abi import check, lib
 from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, Member, caller, check_gradient, check_parameter,
                       create_handle, declare, formats_of, increment_versions, no_dynamo, read_rows, seed_of, weight_format,
@@ -27,16 +26,20 @@ _Tensor = torch.Tensor
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
 # Called through map(), which costs half of what a loop does.
 _get_grad, _get_dtype, _get_shape = (getattr(torch._C.TensorBase, name).__get__ for name in ("grad", "dtype", "shape"))
-_numel, _is_contiguous, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.data_ptr
+_numel, _is_contiguous, _is_neg, _data_ptr = _Tensor.numel, _Tensor.is_contiguous, _Tensor.is_neg, _Tensor.data_ptr
 _PLAIN_TYPES = {_Tensor}
 #: of groups, beside options: of torch, of its schedulers, and this package's own
 _GROUP_KEYS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "schedule", "ids", "recipes", "first_lr",
                *_layout.TOLD}
+#: options that are sequences of numbers
+_SEQUENCES = ("betas", "eps", "ns_coefficients")
 # How often one handle may be wrong about what gradients will look like.
 _MOST_GUARDS = 4
 # Without a reference_lr, fully decoupled decay refers to the first lr: one that is at least so much of the rule's default, and of which a
 # later one is at most so many times as much (halfstep.h).
 _LEAST_FIRST_LR, _MOST_ABOVE_FIRST_LR = 1e-4, 10.0
+_OTHER_RULE = ("halfstep: a group has {}, and {} steps all of its groups by its own rule: give parameters that another rule is "
+               "to step to an optimizer of that rule, and leave the key out")
 # From this version on torch itself takes (name, tensor) pairs.
 _NAMED = VERSION >= (2, 6)
 #: rebuilt, or bound to this process; "step" is there where a scheduler has wrapped that of the instance, "_number" in pickles
@@ -55,41 +58,56 @@ def name_parameters(module: torch.nn.Module, prefix: str = "") -> None:
         p._halfstep_name = name
 
 
-class _Rounds:
-    """Who owns the gradients that gradient release is about to take: what its hooks have seen since step() was called."""
+def sequence(value: Any) -> Any:
+    """A list or tuple as it is, and any other sequence of numbers (a list of OmegaConf, an array) as a tuple; None for anything else."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+        return None
+    try:
+        return tuple(value.tolist() if hasattr(value, "tolist") else value)
+    except TypeError:  # of no dimensions
+        return None
 
-    __slots__ = ("seen", "again", "stepped", "looked")
 
-    def __init__(self):
-        self.seen, self.again, self.stepped, self.looked = set(), 0, False, False
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers that keep it as `.optimizer`, as those of Accelerate and Lightning do."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
-    def gradient(self, optimizer, p):
-        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs it."""
-        if not self.looked:
-            self.looked = True
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                _sharding.check_no_reducer(optimizer)
-        if optimizer.optimizer_accumulation:
-            return
-        if id(p) in self.seen:
-            self.again += 1
-            if self.stepped:
-                raise RuntimeError(self._what(optimizer, "another backward() came before step()"))
-            self.seen.clear()
-        self.seen.add(id(p))
 
-    def step(self):
-        """step() was called: rounds end here from now on."""
-        again, self.again, self.stepped = self.again, 0, True
-        self.seen.clear()
-        if again:
-            raise RuntimeError(self._what(None, f"{again + 1} backward passes came before the first step()"))
+def _edits(a, b):
+    """How many letters are to be changed, left out, added or swapped with their neighbour to make one word the other."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a):
+        row = [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(rows[-1][j] + (x != y), rows[-1][j + 1] + 1, row[j] + 1))
+            if i and j and x == b[j - 1] and y == a[i - 1]:
+                row[-1] = min(row[-1], rows[-2][j - 1] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
-    @staticmethod
-    def _what(optimizer, found):
-        return (f"halfstep: {found}, and in gradient release each of them is an update: whoever accumulates gradients (a trainer's "
-                "gradient_accumulation_steps, accumulate_grad_batches) would get as many updates. Let them be 1, or leave "
-                "gradient_release off, or set optimizer.optimizer_accumulation = True during all micro-batches but the last")
+
+def _is_misspelt(key, option):
+    """Whether a key is an option's name but for a slip. An added word or another number makes another name."""
+    key, option = ("".join(letter for letter in word.lower() if letter.isalnum()) for word in (str(key), option))
+    if len(option) < 4 or sorted(filter(str.isdigit, key)) != sorted(filter(str.isdigit, option)):
+        return False
+    return abs(len(key) - len(option)) <= 2 and _edits(key, option) <= (1 if len(option) < 9 else 2)
+
+
+def _keep_plain(options):
+    """Puts tuples in place of sequences of other classes, and numbers in place of NumPy's: torch.load(weights_only=True) would refuse them."""
+    for key, value in options.items():
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+            options[key] = value.item()
+    for key in _SEQUENCES:
+        found = sequence(options.get(key))
+        if found is not None and any(type(item).__module__ == "numpy" for item in found):
+            found = tuple(item.item() if hasattr(item, "item") else item for item in found)
+        if found is not None and found is not options[key]:
+            options[key] = found
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -141,6 +159,8 @@ class Optimizer(torch.optim.Optimizer):
     _scaled = False
     # In a compiled step: by weight, and of the witness under None, whether the operator got a copy (see _watch.py).
     _compiled_copies = None
+    # What pickles that lack it go on with.
+    _pending = None
 
     def __init__(self, params: Params, defaults: Dict[str, Any], *, weights: Optional[str] = None, states: Optional[str] = None,
                  decay: Optional[str] = None, reference_lr: float = 0.0, clip_norm: float = 0.0, clip: Optional[str] = None,
@@ -157,6 +177,8 @@ class Optimizer(torch.optim.Optimizer):
         self._warned = set()
         self._watch = Watch()
         self._release_handles, self._released = [], set()
+        #: parameters whose states have taken micro-batches that no update of the weight has followed yet, as keys
+        self._pending = {}
         # Names that were given with parameters, also by place, and ids of older files for parameters without states.
         self._names, self._roster, self._ids = {}, [], {}
         self.clip_norm, self.clip, self.scan = clip_norm, clip, scan
@@ -174,6 +196,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**defaults, "weights": weights, "states": states, "decay": decay, "reference_lr": reference_lr,
                     "seed": seed_of(seed), "generator": _abi.choices("generator")[0] if generator is None else generator,
                     "foreach": foreach, "capturable": capturable, "differentiable": False, "fused": fused}
+        _keep_plain(defaults)
         self._check_options(defaults)
         super().__init__(params, defaults)
         if fused:
@@ -187,8 +210,10 @@ class Optimizer(torch.optim.Optimizer):
         """The hyper-parameters of a group as the library names them."""
         out = {}
         betas = group.get("betas")
-        if betas is not None and not isinstance(betas, (tuple, list)):
-            raise TypeError(f"halfstep: betas={betas!r} is not a sequence of numbers")
+        if betas is not None:
+            betas, given = sequence(betas), betas
+            if betas is None:
+                raise TypeError(f"halfstep: betas={given!r} is not a sequence of numbers")
         wanted = sum(name in _abi.rules[self.rule].hypers for name in _abi.BETAS)
         if betas is not None and len(betas) != wanted:
             raise ValueError(f"Invalid betas {tuple(betas)}: {self.rule} has {wanted}")
@@ -210,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
             place = _abi.BETAS.index(name)
             group["betas"] = (*betas[:place], value, *betas[place + 1:]) if place < len(betas) else betas
         elif isinstance(group.get(name), torch.Tensor):
-            group[name] = torch.tensor(value, dtype=group[name].dtype)
+            group[name] = torch.tensor(value, dtype=group[name].dtype, device=group[name].device)
         elif name in group:
             group[name] = bool(value) if isinstance(group[name], bool) else value
 
@@ -247,6 +272,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid {'epsilon' if name.endswith('eps') else name} value: {value}")
         if "dampening" in rule.hypers and group.get("nesterov") and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        self._check_algorithm(group)
         states = group.get("states")
         # Formats are checked by the library, which says what is wrong with them.
         _abi.recipe_full("/".join((self.rule, "f32", states)) if states else self.rule)
@@ -263,6 +289,23 @@ class Optimizer(torch.optim.Optimizer):
             if value is not None and value not in _abi.choices(choice):
                 raise ValueError(f"halfstep: {choice}={value!r} is none of {', '.join(_abi.choices(choice))}")
 
+    def _check_algorithm(self, group):
+        """Raises ValueError for a group that other packages would step by another rule than this optimizer's."""
+        muon, ours = self.rule == "muon", type(self).__name__
+        for key in ("use_muon", "is_muon"):
+            if key in group and bool(group[key]) != muon:
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
+        for key in ("use_fallback", "use_adamw", "use_adam"):
+            if muon and group.get(key):
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {group[key]!r}", ours))
+        for key in ("algorithm", "optimizer"):
+            named = group.get(key)
+            if isinstance(named, str) and named.lower().replace("-", "").replace("_", "") not in self._known_as():
+                raise ValueError(_OTHER_RULE.format(f"{key!r}: {named!r}", ours))
+
+    def _known_as(self):
+        return {name.lower().replace("-", "") for name in (self.rule, _abi.rules[self.rule].label, type(self).__name__)}
+
     @no_dynamo
     def add_param_group(self, param_group):
         """As torch's; parameters that no step could take are refused here."""
@@ -274,26 +317,22 @@ class Optimizer(torch.optim.Optimizer):
             if params and not isinstance(params, set) and all(isinstance(p, tuple) for p in params):
                 param_group["param_names"], params = [name for name, _ in params], [p for _, p in params]
             param_group["params"] = params
-        self._refresh_names()
-        for group, names in zip(self.param_groups, self._roster):
-            if _NAMED and names and None not in names:  # all groups have names or none does; torch looks
-                group["param_names"] = names
-        try:
-            super().add_param_group(param_group)
-        finally:
-            for group in self.param_groups:
-                names = group.pop("param_names", None)
+        self._refresh_names()  # all groups have names or none does; torch looks
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             self._check_keys(group)
-            if names:
-                self._check_names(group["params"], names)
-                self._names.update(zip(group["params"], names))
+            _keep_plain(group)
+            if "param_names" in group:
+                _state.check_names(group, len(self.param_groups) - 1)
+                self._check_names(group["params"], group["param_names"])
+                self._names.update(zip(group["params"], group["param_names"]))
             self._check_options(group)
             for i, p in enumerate(group["params"]):
-                name = self._name_of(len(self.param_groups) - 1, i)
-                check_parameter(p, name)
-                weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
+                if self._takes_part(p):
+                    name = self._name_of(len(self.param_groups) - 1, i)
+                    check_parameter(p, name)
+                    weight_format(self._recipe_parts(group, p)[0], p.dtype, name)
             if self.compile:
                 _sharding.refuse(group["params"], "compile=True", "torch.compile the model and call step() as it is")
             self._check_cuts(len(self.param_groups) - 1)
@@ -368,9 +407,9 @@ class Optimizer(torch.optim.Optimizer):
         known = {*self.defaults, *self._beside_defaults, *_abi.rules[self.rule].hypers}
         for key in group:
             if key not in known and key not in _GROUP_KEYS:
-                near = difflib.get_close_matches(str(key), known - {"lr"}, 1, 0.8)
+                near = next((option for option in sorted(known) if _is_misspelt(key, option)), None)
                 if near:
-                    raise ValueError(f"halfstep: a group has the key {key!r}, which is no option of {type(self).__name__}; {near[0]!r} is one")
+                    raise ValueError(f"halfstep: a group has the key {key!r}, which is no option of {type(self).__name__}; {near!r} is one")
 
     def _check_names(self, params, names):
         """Raises ValueError where two parameters have one name, and would round alike."""
@@ -383,7 +422,7 @@ class Optimizer(torch.optim.Optimizer):
         """Raises for a shard that the formats of its parameter cannot follow."""
         group = self.param_groups[group_index]
         wanted = [(p, group_index, i, PLAIN[p.dtype]) for i, p in enumerate(group["params"])
-                  if _sharding.is_dtensor(p) and p.numel()]
+                  if _sharding.is_dtensor(p) and p.numel() and self._takes_part(p)]
         if wanted:
             handle = create_handle(1, 0)
             try:
@@ -440,6 +479,16 @@ class Optimizer(torch.optim.Optimizer):
                     names[p] = name
         self._names = names
         self._roster = [[names.get(p) for p in group["params"]] for group in self.param_groups]
+        for group, own in zip(self.param_groups, self._roster):
+            if not own or None in own:
+                group.pop("param_names", None)
+            elif group.get("param_names") != own:
+                group["param_names"] = list(own)
+
+    def _all_names(self):
+        """The names of the parameters of each group that were given with them, or by name_parameters(); None for others."""
+        self._refresh_names()
+        return [[self._names.get(p) or self._given_name(p) for p in group["params"]] for group in self.param_groups]
 
     def _identities(self, params):
         """The ids of parameters: those of their states, else hashes of their names, else of their places among all."""
@@ -568,6 +617,8 @@ class Optimizer(torch.optim.Optimizer):
         """Whether a state of a parameter is no longer where the handle thinks it is."""
         if state is None or state.get("step") is not m.step or version(m.step) != m.versions["step"]:
             return True
+        if any(version(tensor) != m.versions[key] for key, tensor in m.numbers.items()):
+            return True
         for key, tensor, address in m.bound:
             if state.get(key) is not tensor or local(tensor).data_ptr() != address:
                 return True
@@ -581,7 +632,7 @@ class Optimizer(torch.optim.Optimizer):
             if check_gradient(p, grad, m.name) != m.gradient:
                 return None
             engine.gather(m, self.state[p])
-            grad, weight = grad.full_tensor().contiguous(), p.detach().full_tensor().contiguous()
+            grad, weight = _devices.contiguous(grad.full_tensor()), _devices.contiguous(p.full_tensor())
             keep.append(grad)
             back.append((m, weight))
             return weight.data_ptr(), grad.data_ptr()
@@ -596,7 +647,7 @@ class Optimizer(torch.optim.Optimizer):
             keep.append(grad)
         if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
             return None
-        if not grad.is_contiguous():
+        if not _devices.is_plain(grad):
             grad = _devices.contiguous(grad)
             keep.append(grad)
         weight = p
@@ -608,7 +659,8 @@ class Optimizer(torch.optim.Optimizer):
     @staticmethod
     def _is_where_it_was(engine, m, p):
         """Whether a weight lies where the handle thinks it does, or could be told to."""
-        if p.data_ptr() == m.address and p.shape == m.shape and p.dtype == m.dtype and p.stride() == m.strides:
+        if p.data_ptr() == m.address and p.shape == m.shape and p.dtype == m.dtype and p.stride() == m.strides \
+                and _devices.is_plain(p) == m.dense:
             return True
         return engine.recheck_weight(m)
 
@@ -630,8 +682,8 @@ class Optimizer(torch.optim.Optimizer):
             m = engine.members[i]
             if check_gradient(p, grad, m.name) != m.gradient:
                 return False
-            keep.append(grad.contiguous())
-            held = weight.detach().contiguous()
+            keep.append(_devices.contiguous(grad))
+            held = _devices.contiguous(weight)
             if held.data_ptr() != weight.data_ptr():
                 back.append((weight, held))
             engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
@@ -674,13 +726,15 @@ class Optimizer(torch.optim.Optimizer):
             addresses = list(map(_data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return False
+        if 0 in addresses:  # nor do tensors without memory
+            return False
         state = self.state
         if len(state) != len(plain.keys) or not all(map(is_, state, plain.keys)) \
                 or not all(map(is_, state.values(), plain.values)):
             if not all(map(is_, map(state.get, plain.params), plain.states)):
                 return False
             plain.keys, plain.values = list(state), list(state.values())
-        if versions(plain.steps) != plain.step_versions:
+        if versions(plain.steps) != plain.step_versions or versions(plain.counts) != plain.count_versions:
             return False
         for key, states, tensors in plain.streams:
             try:
@@ -705,7 +759,7 @@ class Optimizer(torch.optim.Optimizer):
                 or not all(map(_is_contiguous, plain.params)):
             return False
         return (list(map(_get_dtype, grads)) == plain.dtypes and list(map(_numel, grads)) == plain.numels
-                and all(map(_is_contiguous, grads)))
+                and all(map(_is_contiguous, grads)) and not any(map(_is_neg, grads)) and not any(map(_is_neg, plain.params)))
 
     @staticmethod
     def _guard(plain, grads):
@@ -795,6 +849,46 @@ class Optimizer(torch.optim.Optimizer):
             return
         if not self.state and given is None and self._is_primed():
             return
+        self._check_mode()
+        waiting = self._give_zeros(given)
+        try:
+            self._step_all(given, scale, found_inf, scaler_is_late)
+        finally:
+            for p in waiting:
+                p.grad = None
+
+    def _check_mode(self):
+        """Raises RuntimeError where no step may be made now."""
+
+    def _give_zeros(self, given=None):
+        """Gives gradients of zeros to parameters whose states have gathered micro-batches and which the last one has no gradient for; those
+        parameters. Gradient release does that at the end of a round. given: as for _step()."""
+        if not self._pending or self.optimizer_accumulation or self._release_handles:
+            return []
+        members = {p for group in self.param_groups for p in group["params"]}
+        waiting = [p for p in self._pending if p in members and (self._gradient_of(p) is None if given is None else p not in given)]
+        for p in waiting:
+            if given is None:
+                p.grad = self._zeros_for(p)
+            else:
+                given[p] = p, self._zeros_for(p)
+        return waiting if given is None else []
+
+    def _zeros_for(self, p):
+        """A gradient of zeros in the format of those before."""
+        m = self._engine.members[self._engine.index_of[p]] if self._engine is not None and p in self._engine.index_of else None
+        dtype = next((dtype for dtype, name in PLAIN.items() if m is not None and name == m.gradient), p.dtype)
+        return torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def _gathered(self, params, micro):
+        """Notes which states hold micro-batches that no update of the weight has followed yet."""
+        for p in params:
+            if micro:
+                self._pending[p] = True
+            else:
+                self._pending.pop(p, None)
+
+    def _step_all(self, given, scale, found_inf, scaler_is_late):
         for _ in range(3):
             keep, back, stepped = [], [], []
             engine = self._current()
@@ -829,6 +923,8 @@ class Optimizer(torch.optim.Optimizer):
             if self._empty and code == _abi.OK:  # whose steps are counted here
                 code, handle = engine.hear()
                 engine.tell(self.param_groups)
+        if code == _abi.OK or self.scan == "per-tensor":
+            self._gathered(stepped if given is None else list(given), self.optimizer_accumulation)
         if self.optimizer_accumulation:
             self._finish(engine, code, [(m, None) for m in moved if m.gathered], (), handle)
             return
@@ -961,15 +1057,17 @@ class Optimizer(torch.optim.Optimizer):
         pass; call step() (or nothing) when the round is over."""
         grad = self._gradient_of(p)
         if grad is not None:
+            self._check_mode()
             self._step_one(p, grad, self.optimizer_accumulation)
 
     def _step_one(self, p, grad, micro):
         """step_param() by a gradient; micro: it goes into the states."""
+        self._opt_called = True  # which schedulers look for
         if p.numel() == 0 and (self._engine is None or p not in self._engine.index_of):
             if not micro:
                 self._count_empty(p)
             return
-        if self._engine is not None and p in self._released and not micro:
+        if self._engine is not None and (self._released if micro else p in self._released):
             self._end_round()
         engine, m = self._one(p, grad)
         if engine.guarded:
@@ -1002,8 +1100,10 @@ class Optimizer(torch.optim.Optimizer):
         if code == _abi.NONFINITE and not micro:
             engine.tell(self.param_groups)
             self._report_nonfinite(engine, m.handle)
-        elif code or back or not micro:
-            self._finish(engine, code, back, () if micro else (p,), m.handle)
+        else:
+            self._gathered((p,), micro)
+            if code or back or not micro:
+                self._finish(engine, code, back, () if micro else (p,), m.handle)
 
     def step_parameter(self, p, group=None, index=None):
         """`step_param` under the other name that trainers call it by."""
@@ -1014,12 +1114,39 @@ class Optimizer(torch.optim.Optimizer):
         """True: step_param() and step_parameter() may be called inside the backward pass."""
         return True
 
-    def _end_round(self):
+    def _end_round(self, dropped=False, partial=False):
+        """Ends a round of gradient release. dropped: it is not followed by a step; partial: not all of its gradients came. Of either the norm
+        is none to clip by next."""
+        waiting = [p for p in self._pending if p not in self._released] if not dropped else ()
+        for p in waiting:
+            grad = self._gradient_of(p)
+            self._step_one(p, self._zeros_for(p) if grad is None else grad, False)
         self._released.clear()
         if self._engine is not None:
+            before = self.grad_norm if (dropped or partial) and self.clip_norm else None
             check(self._engine.end_round(bool(self.clip_norm)), self._engine.handle)
-            if not self._engine.late:
+            if not self._engine.late or before is not None:
                 self._engine.tell(self.param_groups)
+            if before is not None:
+                for group in self.param_groups:
+                    group["last_norm"] = before
+
+    @no_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. It ends a round: what a GradientAccumulator has gathered of these parameters is dropped, too, and in gradient release the
+        next backward() begins anew, also after one that failed."""
+        super().zero_grad(set_to_none)
+        accumulate.drop(p for group in self.param_groups for p in group["params"])
+        if not self.gradient_release:
+            return
+        self._settle()
+        dropped = partial = False
+        if self._rounds is not None:
+            partial = len(self._rounds.seen) < len(self._release_handles) and not self.grad_norm
+            dropped = self._rounds.zero_grad()
+        if self._released and not self.optimizer_accumulation:
+            with torch.no_grad():
+                self._end_round(dropped, partial)
 
     # ---- Gradient release ----
 
@@ -1041,7 +1168,8 @@ class Optimizer(torch.optim.Optimizer):
                              "tensors first")
         self._remove_hooks()
         self.gradient_release = True
-        self._rounds = _Rounds()
+        self._rounds = _release.Rounds()
+        _release.watch_scalers()
         this = weakref.ref(self)
 
         def hook(p):
@@ -1074,7 +1202,7 @@ class Optimizer(torch.optim.Optimizer):
             self._rounds.step()
         for p in stepped:
             self.step_param(p)
-        if self._released and not self.optimizer_accumulation:
+        if not self.optimizer_accumulation and (self._released or self._pending):
             self._end_round()
 
     # ---- What happened ----
@@ -1149,10 +1277,9 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self):
         recipes = []
         for g, group in enumerate(self.param_groups):
-            for i in range(len(group["params"])):
-                recipe = self._full_recipe(g, i)
-                if recipe not in recipes:
-                    recipes.append(recipe)
+            for i, p in enumerate(group["params"]):
+                if self._takes_part(p) and self._full_recipe(g, i) not in recipes:
+                    recipes.append(self._full_recipe(g, i))
         memory, fallen, precise = self._survey()
         count = sum(local(p).numel() for group in self.param_groups for p in group["params"] if self._takes_part(p))
         lines = [f"{type(self).__name__} (", f"recipe: {', '.join(recipes)}",
@@ -1165,7 +1292,7 @@ class Optimizer(torch.optim.Optimizer):
         lines += precise
         for i, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {i}")
-            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key != "params"]
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in ("params", "param_names")]
         return "\n".join(lines + [")"])
 
     # ---- Reading and writing what is stored ----
@@ -1192,7 +1319,7 @@ class Optimizer(torch.optim.Optimizer):
         if m.gathered:
             self._engine.gather(m, self.state[m.p])
             if arguments[-1] is not None:  # of a weight
-                whole = m.p.detach().full_tensor().contiguous()
+                whole = _devices.contiguous(m.p.full_tensor())
                 arguments = (*arguments[:-1], whole.data_ptr())
         with m.states(written=False):
             found = read_rows(function, m.handle, m.index, m.whole, *arguments, rows=m.rows)
@@ -1207,20 +1334,20 @@ class Optimizer(torch.optim.Optimizer):
     def read_weight(self, p: torch.Tensor) -> torch.Tensor:
         """The weight in fp32, with its residual or error code."""
         if p not in self.state or p.numel() == 0:
-            return p.detach().float().clone()
+            return p.detach().float().clone() if p.is_floating_point() else p.detach().clone()
         self._notice(p)
         m = self._member(p)
-        weight = _devices.place(local(p).detach().contiguous(), m.device)
+        weight = _devices.place(_devices.contiguous(local(p)), m.device)
         return self._read(m, lib.halfstep_read_slot, WEIGHT, weight.data_ptr())
 
     @torch.no_grad()
     def read_average(self, p: torch.Tensor) -> torch.Tensor:
         """The weight to evaluate with, in fp32: schedule-free's average; for other rules the weight itself."""
         if p not in self.state or p.numel() == 0:
-            return p.detach().float().clone()
+            return self.read_weight(p)
         self._notice(p)
         m = self._member(p)
-        weight = _devices.place(local(p).detach().contiguous(), m.device)
+        weight = _devices.place(_devices.contiguous(local(p)), m.device)
         return self._read(m, lib.halfstep_read_average, weight.data_ptr())
 
     @torch.no_grad()
@@ -1228,7 +1355,7 @@ class Optimizer(torch.optim.Optimizer):
         """A state ("exp_avg") decoded to fp32, in the parameter's shape; a vector over its rows or columns as such, whole on every rank."""
         slot = self._slot(name)
         if p.numel() == 0:
-            return torch.empty(p.shape)
+            return torch.empty(p.shape, dtype=torch.float32, device="cpu")
         return self._read(self._member(p), lib.halfstep_read_slot, slot, None)
 
     def _write(self, m, slot, data, values):
@@ -1243,7 +1370,7 @@ class Optimizer(torch.optim.Optimizer):
             with m.states():
                 write_rows(m.handle, m.index, slot, data, values, m.whole, m.rows)
             return
-        weight = m.p.detach().full_tensor().contiguous() if slot == WEIGHT else None
+        weight = _devices.contiguous(m.p.full_tensor()) if slot == WEIGHT else None
         self._engine.gather(m, self.state[m.p])
         write_rows(m.handle, m.index, slot, None if weight is None else weight.data_ptr(), values, m.whole)
         self._engine.scatter(m, self.state[m.p], weight)
@@ -1257,7 +1384,7 @@ class Optimizer(torch.optim.Optimizer):
             self._build({p: p.grad})
         m = self._member(p)
         here = local(p)
-        weight = _devices.place(here.detach().contiguous(), m.device)
+        weight = _devices.place(_devices.contiguous(here), m.device)
         self._write(m, WEIGHT, weight.data_ptr(), values)
         if not m.gathered and weight.data_ptr() != here.data_ptr():
             here.copy_(weight)
@@ -1289,11 +1416,16 @@ class Optimizer(torch.optim.Optimizer):
     @no_dynamo
     def state_dict(self):
         """As torch's. `state` holds tensors only, exactly as they are stored (_layout.py says which); `param_groups` the options,
-        the seed and the counts of steps. Names that were given with the parameters are under "param_names", a list for each
-        group. Loads with torch.load(weights_only=True)."""
+        the seed, the counts of steps and the names that were given with the parameters. All names, those of name_parameters() too, are under
+        "param_names", a list for each group. Loads with torch.load(weights_only=True).
+
+        As torch's, it is a view: what `state` holds goes on with the optimizer, all of it; options are those of the call. A copy that
+        stays as it is takes copy.deepcopy()."""
         self._notice()
         self._sync()
         self._refresh_names()
+        for group in self.param_groups:
+            _keep_plain(group)
         # torch cannot pack the states of parameters whose group was removed.
         members, kept = {id(p) for group in self.param_groups for p in group["params"]}, self.state
         if any(isinstance(key, _Tensor) and id(key) not in members for key in kept):
@@ -1302,8 +1434,12 @@ class Optimizer(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state = kept
-        if self._names:
-            found["param_names"] = [list(names) for names in self._roster]
+        names = self._all_names()
+        if any(map(any, names)):
+            found["param_names"] = names
+        if self._pending:
+            places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            found["pending"] = [places[id(p)] for p in self._pending if id(p) in places]
         return found
 
     @no_dynamo
@@ -1349,7 +1485,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = Watch(self.__dict__.get("_witness"))
         self.__dict__.setdefault("_release_handles", [])
         self.__dict__.setdefault("_warned", set())
-        for key, value in (("_names", {}), ("_roster", []), ("_ids", {})):
+        for key, value in (("_names", {}), ("_roster", []), ("_ids", {}), ("_pending", {})):
             self.__dict__.setdefault(key, value)
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
         if "state" in state:
@@ -1358,9 +1494,7 @@ class Optimizer(torch.optim.Optimizer):
             state["defaults"] = {"generator": state.pop("generator", None) or _layout.OLD_GENERATOR, **state["defaults"]}
         super().__setstate__(state)
         for group in self.param_groups:
-            names = group.pop("param_names", None)
-            if names:
-                self._names.update(zip(group["params"], names))
+            self._names.update(zip(group["params"], group.get("param_names") or ()))
             for key, value in (*self.defaults.items(), ("group_steps", 0), ("skipped_steps", 0), ("last_norm", 0.0)):
                 group.setdefault(key, value)
         self._refresh_names()

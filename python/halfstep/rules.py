@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from . import _abi
-from .optimizer import Optimizer, Params
+from . import _abi, _layout
+from ._engine import no_dynamo
+from ._sharding import local
+from ._watch import version
+from .optimizer import Optimizer, Params, sequence
 
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
 _SCHEDULE = ("warmup_steps", "total_steps", "final_fraction", "decay_start", "power")
@@ -89,8 +92,9 @@ class _Adafactor(Optimizer):
     def _hypers(self, group):
         out = super()._hypers({k: v for k, v in group.items() if k != "eps"})
         eps = group["eps"]
-        if not isinstance(eps, (tuple, list)) or len(eps) != 2:
-            raise TypeError(f"halfstep: eps={eps!r} is not a pair of numbers, of which the first may be None")
+        eps, given = sequence(eps), eps
+        if eps is None or len(eps) != 2:
+            raise TypeError(f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be None")
         out["eps"] = _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else float(eps[0])
         out["scale_eps"] = float(eps[1])
         return out
@@ -123,8 +127,119 @@ class _Adafactor(Optimizer):
         return {**order, **options}
 
 
-#: rules whose options torch calls otherwise than the table does
-_SPECIAL = {"muon": _Muon, "adafactor": _Adafactor}
+class _ScheduleFree(Optimizer):
+    """The two weights of schedule-free training, one of which is in the model: y, which gradients are taken at, or their average x."""
+
+    _beside_defaults = ("train_mode",)
+    _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
+    #: in eval(), by parameter: its version counter as eval() left it
+    _left = None
+
+    @staticmethod
+    def _options(options):
+        return options
+
+    def add_param_group(self, param_group):
+        if isinstance(param_group, dict):
+            param_group.setdefault("train_mode", not self._is_in_eval())
+        super().add_param_group(param_group)
+
+    def _is_in_eval(self):
+        return any(not group.get("train_mode", True) for group in self.param_groups)
+
+    def _check_mode(self):
+        if self._is_in_eval():
+            raise RuntimeError(f"halfstep: {type(self).__name__} cannot step: {self._IN_EVAL} the next step")
+
+    def _groups_of(self):
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.numel() and self.state.get(p)]
+
+    @no_dynamo
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Puts the averages x into the model, to evaluate or to save. The weights that train, y, stay in the state, bit for bit, and train() puts
+        them back. Nothing where the averages are there already."""
+        if self._is_in_eval():
+            return
+        self._notice()
+        self._put_averages()
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def _put_averages(self):
+        self._left = {}
+        for _, p in self._groups_of():
+            state, average = self.state[p], super().read_average(p)
+            for key, held in ((_layout.TRAINED, p.detach()), (_layout.TRAINED + ".extra", state.get("weight.extra"))):
+                if held is not None:
+                    state[key] = held.clone()
+            self.write_weight(p, average)
+            self._left[p] = version(p)
+
+    @no_dynamo
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Puts the weights that train, y, into the model again, bit for bit. Weights that something else has written since eval(), such as those
+        of another checkpoint, count as averages that go on from there. Nothing where y is there already. mode: False is eval()."""
+        if not mode:
+            self.eval()
+        elif self._is_in_eval():
+            self._put_trained()
+            for group in self.param_groups:
+                group["train_mode"] = True
+
+    def _put_trained(self):
+        left, self._left = self._left or {}, None
+        for group, p in self._groups_of():
+            state = self.state[p]
+            held, extra = (state.pop(key, None) for key in (_layout.TRAINED, _layout.TRAINED + ".extra"))
+            touched = p in left and version(p) != left[p]
+            if held is None or touched:  # from the averages there are
+                z, beta = self.read_state(p, "z"), float(group["betas"][0])
+                self.write_weight(p, torch.lerp(z, self.read_weight(p), beta))
+                continue
+            p.copy_(held)
+            if extra is not None and "weight.extra" in state:
+                state["weight.extra"].copy_(extra)
+                self._watch.wrote([p], self._extra_of)
+
+    def read_average(self, p: torch.Tensor) -> torch.Tensor:
+        return self.read_weight(p) if self._is_in_eval() else super().read_average(p)
+
+    @no_dynamo
+    def load_state_dict(self, state_dict):
+        before, left = self._is_in_eval(), self._left
+        state_before, groups_before = self.state, self.param_groups
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            if self._is_in_eval():
+                self._left = None
+                held = {p: self.state[p].get(_layout.TRAINED) for _, p in self._groups_of()}
+                if not before and held and all(kept is not None and torch.equal(local(kept), local(p)) for p, kept in held.items()):
+                    for p in held:  # y is in the model still
+                        if _layout.TRAINED + ".extra" in self.state[p] and "weight.extra" in self.state[p]:
+                            self.state[p]["weight.extra"].copy_(self.state[p][_layout.TRAINED + ".extra"])
+                    self._put_averages()
+            elif before:
+                for group in groups_before:
+                    for p in group["params"]:
+                        kept = (state_before.get(p) or {}).get(_layout.TRAINED)
+                        if kept is not None and left is not None and left.get(p) == version(p):
+                            p.copy_(kept)
+                self._left = None
+
+    def __getstate__(self):
+        return {key: value for key, value in super().__getstate__().items() if key != "_left"}
+
+    def save_safetensors(self, path) -> None:
+        if self._is_in_eval():
+            raise RuntimeError(f"halfstep: {type(self).__name__} cannot be written to a safetensors file: {self._IN_EVAL} save_safetensors(), or save "
+                               "state_dict()")
+        super().save_safetensors(path)
+
+
+#: rules with more to say than the table has, or whose options torch calls otherwise
+_SPECIAL = {"muon": _Muon, "adafactor": _Adafactor, "schedulefree": _ScheduleFree}
 
 
 def _torch_order(rule):

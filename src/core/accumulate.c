@@ -68,6 +68,7 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if (!stochastic) return HALFSTEP_OK;
     t->writes++;
     hstep_changed(o, tensor, 1);
+    hstep_show(o, tensor, 1);
     return HALFSTEP_OK;
 }
 

@@ -23,7 +23,8 @@ static double clipping_norm(const struct hstep_call *call)
 {
     if (!hstep_is_clipped(call)) return 0.0;
     if (hstep_is_clipped_by_own_norm(call)) return norm_of(call, call->statistics);
-    return call->plan.ledger ? call->plan.ledger->round_norm : call->round_norm;
+    double before = call->plan.ledger ? call->plan.ledger->round_norm : call->round_norm;
+    return before > 0.0 ? before : norm_of(call, call->statistics); /* no round has had a norm yet */
 }
 
 static void look(const struct hstep_call *call, struct hstep_verdict *v)

@@ -12,7 +12,9 @@ struct hstep_label {
     char *name;
     float *step;               /* the host's copy of state_steps, or NULL */
     double *grid[HSTEP_SLOTS]; /* and of grids */
-    int norms_made;            /* by halfstep_step_tensor_norms(), for the next finish */
+    int64_t *count[3];         /* of state_steps, full_steps and writes */
+    double *scalar[HSTEP_MAX_NAMED_SCALARS];
+    int norms_made; /* by halfstep_step_tensor_norms(), for the next finish */
 };
 
 #define HSTEP_DETAIL_BYTES 256
@@ -146,7 +148,7 @@ int hstep_settle(halfstep_optimizer *o);
 void hstep_release_plan(halfstep_optimizer *o);
 /* Errors with ORDER if some slot that stores something has no memory. */
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
-/* The host's copies of counters and grids of n tensors. */
+/* Writes the host's copies of counters, scalars and grids of n tensors. */
 void hstep_show(const halfstep_optimizer *o, int first, int n);
 
 #endif

@@ -250,9 +250,9 @@ int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_
     struct hstep_tensor *t = &o->tensors[tensor];
     if (c->id) t->id = c->id;
     t->state_steps = c->state_steps;
-    show(o, tensor);
     t->full_steps = c->full_steps;
     t->writes = c->writes;
+    show(o, tensor);
     return HALFSTEP_OK;
 }
 
@@ -262,6 +262,21 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     int error = hstep_check_tensor(o, tensor);
     if (error || (error = hstep_fetch(o))) return error;
     o->labels[tensor].step = step;
+    o->shows = 1;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_counters(halfstep_optimizer *o, int32_t tensor, int64_t *state_steps, int64_t *full_steps,
+                           int64_t *writes)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error || (error = hstep_fetch(o))) return error;
+    int64_t **count = o->labels[tensor].count;
+    count[0] = state_steps;
+    count[1] = full_steps;
+    count[2] = writes;
     o->shows = 1;
     show(o, tensor);
     return HALFSTEP_OK;
@@ -365,6 +380,21 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     hstep_changed(o, tensor, 1);
     t->scalar[row] = value;
     o->unshared |= hstep_rules[number].totals;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_scalar(halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    int rule = o->tensors[tensor].rule, row = find_scalar(&hstep_rules[rule], hstep_rule_scalars(rule), name);
+    if (row < 0) return fail_scalar(o, tensor, name);
+    if ((error = hstep_fetch(o))) return error;
+    o->labels[tensor].scalar[row] = value;
+    o->shows = 1;
+    show(o, tensor);
     return HALFSTEP_OK;
 }
 

@@ -39,8 +39,9 @@ class Wrapper(torch.Tensor):
         return function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
 
 
-def frozen(t):
-    return torch.nn.Parameter(t, requires_grad=False)
+def untrainable(t):
+    """Of a kind that autograd does not know, with a gradient all the same: without one it is frozen, and nobody's business."""
+    return with_gradient(torch.nn.Parameter(t, requires_grad=False), t.clone())
 
 
 def fake():
@@ -100,23 +101,23 @@ BAD = {
                                                  torch.ones(4, 4)),
     "overlapping columns": lambda: with_gradient(torch.nn.Parameter(torch.ones(10).as_strided((3, 4), (1, 2))),
                                                  torch.ones(3, 4)),
-    "sparse parameter": lambda: frozen(torch.ones(3, 3).to_sparse()),
-    "sparse rows": lambda: frozen(torch.ones(3, 3).to_sparse_csr()),
+    "sparse parameter": lambda: untrainable(torch.ones(3, 3).to_sparse()),
+    "sparse rows": lambda: untrainable(torch.ones(3, 3).to_sparse_csr()),
     "sparse gradient": sparse_gradient,
     "complex": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
                                      torch.ones(3, dtype=torch.complex64)),
-    "int32": lambda: frozen(torch.ones(3, dtype=torch.int32)),
-    "int8": lambda: frozen(torch.ones(3, dtype=torch.int8)),
-    "uint8": lambda: frozen(torch.ones(3, dtype=torch.uint8)),
-    "bool": lambda: frozen(torch.ones(3, dtype=torch.bool)),
+    "int32": lambda: untrainable(torch.ones(3, dtype=torch.int32)),
+    "int8": lambda: untrainable(torch.ones(3, dtype=torch.int8)),
+    "uint8": lambda: untrainable(torch.ones(3, dtype=torch.uint8)),
+    "bool": lambda: untrainable(torch.ones(3, dtype=torch.bool)),
     "float64": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
                                      torch.ones(3, dtype=torch.float64)),
-    "float8": lambda: frozen(torch.ones(3).to(torch.float8_e4m3fn)),
+    "float8": lambda: untrainable(torch.ones(3).to(torch.float8_e4m3fn)),
     "subclass": lambda: with_gradient(torch.nn.Parameter(torch.ones(3, 3).as_subclass(Unknown)),
                                       torch.ones(3, 3)),
     "subclass without Parameter": lambda: with_gradient(torch.ones(3, 3).as_subclass(Unknown).requires_grad_(),
                                                         torch.ones(3, 3)),
-    "wrapper": lambda: Wrapper(torch.ones(3, 3)),
+    "wrapper": lambda: with_gradient(Wrapper(torch.ones(3, 3)), Wrapper(torch.ones(3, 3))),
     "fake": fake,
     "not made yet": lambda: torch.nn.LazyLinear(3).weight,
     "gradient of another shape": reshaped,

@@ -67,8 +67,8 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
             assert value.is_floating_point() or key.endswith((".codes", ".extra")), key
     assert ids(opt) == [_abi.name_id(n) for n in params]
     for group in opt.param_groups:
-        assert not {"ids", "recipes", "param_names"} & set(group)
-        assert all(not isinstance(value, list) for key, value in group.items() if key != "params")
+        assert not {"ids", "recipes"} & set(group)
+        assert all(not isinstance(value, list) for key, value in group.items() if key not in ("params", "param_names"))
 
 
 @rules
@@ -284,10 +284,10 @@ def weight_of_a_flat_checkpoint(cls, named, **options):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_flattened_checkpoint_grows_with_its_parameters(named):
-    """Not with their square: at 1000 parameters it was 54 MB beside the tensors, of lists in param_groups."""
+    """Not with their square, but for the names in groups of parameters that were given with names, as torch's own optimizers have them."""
     ours = weight_of_a_flat_checkpoint(halfstep.AdamW, named)
-    theirs = weight_of_a_flat_checkpoint(torch.optim.AdamW, False)
-    assert ours < 3 * theirs and ours < 2_000_000
+    theirs = weight_of_a_flat_checkpoint(torch.optim.AdamW, named)
+    assert ours < 3 * theirs and (named or ours < 2_000_000)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -561,7 +561,7 @@ def test_old_state_dicts_resume_bit_for_bit(name):
 def test_old_pickles_resume_bit_for_bit(name):
     params, opt = pickle.loads(OLD[name]["pickle"].numpy().tobytes())
     assert goes_on(name, params, opt)
-    assert not {"ids", "recipes", "param_names"} & set(opt.param_groups[0])
+    assert not {"ids", "recipes"} & set(opt.param_groups[0])
 
 
 @pytest.mark.parametrize("name", [name for name in OLD if "safetensors" in OLD[name]])

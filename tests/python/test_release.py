@@ -121,7 +121,7 @@ def test_release_with_per_tensor_clipping(limit):
 
 
 def test_release_with_delayed_clipping():
-    """The norm of the round before, none in the first."""
+    """The norm of the round before; in the first each tensor's own."""
     model, other = network(), network()
     opt = halfstep.SGD(model.named_parameters(), lr=0.5, gradient_release=True, clip_norm=0.05, clip="delayed")
     reference = torch.optim.SGD(other.parameters(), lr=0.5)
@@ -131,9 +131,8 @@ def test_release_with_delayed_clipping():
         opt.step()
         loss_of(other, step).backward()
         now = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in other.parameters()))
-        if norm is not None:
-            for p in other.parameters():
-                p.grad.mul_(min(1.0, 0.05 / (norm + 1e-6)))
+        for p in other.parameters():
+            p.grad.mul_(min(1.0, 0.05 / ((float(p.grad.norm()) if norm is None else norm) + 1e-6)))
         norm = now
         reference.step()
         reference.zero_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _abi, _engine
+from .. import _abi, _devices, _engine
 from .._abi import check, lib
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
@@ -146,13 +146,13 @@ class _Item:
                 if kahan:
                     extra = _slow_residuals.get(value)
                     if extra is None:
-                        extra = _slow_residuals[value] = torch.zeros(self.shape, dtype=param.dtype)
+                        extra = _slow_residuals[value] = torch.zeros(self.shape, dtype=param.dtype, device="cpu")
                 self.states.append(self._dense(value, True))
             elif s.name in factors or (s.role == _abi.ROLE_NONNEG and value.dtype == torch.float16):
                 # No half format of the library holds second moments: those of small gradients would be zero.
                 formats.append("f32")
                 self.scaled.append((k, value.detach(), *factors.get(s.name, (1.0, 1.0))))
-                self.states.append(torch.empty(self.shape, dtype=torch.float32))
+                self.states.append(torch.empty(self.shape, dtype=torch.float32, device="cpu"))
             else:
                 half = "f16" if s.role == _abi.ROLE_GRADIENT else "f16-sr"
                 formats.append({torch.float32: "f32", torch.bfloat16: "bf16-sr", torch.float16: half}[value.dtype])
@@ -162,9 +162,9 @@ class _Item:
 
     def _dense(self, t, written):
         t = t.detach()
-        if t.is_contiguous():
+        if _devices.is_plain(t):
             return t
-        copy = t.contiguous()
+        copy = _devices.contiguous(t)
         if written:
             self.back.append((t, copy))
         return copy

@@ -29,8 +29,8 @@ from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _convert, _layout
-from ..optimizer import Optimizer
+from .. import _abi, _convert, _devices, _layout, _release
+from ..optimizer import Optimizer, unwrapped
 from .optimi import constructors, start_from_zeros
 
 __all__ = ["FlashAdam", "FlashAdamW", "FlashLion", "FlashOptimizer", "FlashSGD", "FlashSGDW", "GradientReleaseHandle",
@@ -206,7 +206,8 @@ class FlashOptimizer(Optimizer):
                 recipe = _layout.recipe_of(old, str(index))
                 if recipe is None:
                     continue
-                new = {key: value for key, value in old.items() if key.partition(".")[0] not in names}
+                # Copies, so that what is decoded and what is not are of one time.
+                new = {key: value.clone() for key, value in old.items() if key.partition(".")[0] not in names}
                 for name in names:
                     if name in old or name + ".codes" in old:
                         new[name] = self.read_state(p, name)
@@ -233,7 +234,7 @@ class FlashOptimizer(Optimizer):
         found = {}
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
-                if _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits:
+                if p.dtype in _EXPONENTS and _abi.formats[self._full_recipe(g, i).split("/")[1]].extra_bits:
                     found[id(p)] = p
         return found
 
@@ -421,6 +422,7 @@ def enable_gradient_release(model: nn.Module, optimizer: FlashOptimizer, *, grad
         pre_step: called with the parameter and its group; False leaves the parameter alone. Its gradient is dropped all the
             same.
     """
+    optimizer = unwrapped(optimizer)
     if grad_scaler is not None:
         raise NotImplementedError("gradients that are released cannot be unscaled together, so grad_scaler must be None")
     wrapper = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("torch.")
@@ -430,11 +432,13 @@ def enable_gradient_release(model: nn.Module, optimizer: FlashOptimizer, *, grad
     # Loading replaces the groups, not their order.
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     this = weakref.ref(optimizer)
+    _release.watch_scalers()
 
     def hook(p):
         held = this()
         if held is None or p.grad is None:
             return
+        _release.check_not_scaled()
         group = held.param_groups[group_of[id(p)]]
         if pre_step is None or pre_step(p, group):
             held.step_param(p, group)
@@ -527,7 +531,7 @@ def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
         raise ValueError(f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}")
     codec = _convert.Codec("sgd/" + _codec(param.dtype, error_bits.dtype), {}, tuple(param.shape), "param")
     try:
-        weight, codes = param.detach().contiguous(), error_bits.contiguous()
+        weight, codes = _devices.contiguous(param), _devices.contiguous(error_bits)
         codec.bind({"weight.extra": codes})
         return codec.read(0, weight.data_ptr())
     finally:
@@ -547,15 +551,15 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
     code = torch.int8 if master_bytewidth == 3 else torch.int16
     codec = _convert.Codec("sgd/" + _codec(narrow_param.dtype, code), {}, tuple(fp32_param.shape), "param")
     try:
-        codes = torch.zeros(narrow_param.shape, dtype=code)
-        weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype)
+        codes = torch.zeros(narrow_param.shape, dtype=code, device="cpu")
+        weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype, device="cpu")
         codec.bind({"weight.extra": codes})
-        codec.write(0, fp32_param.detach(), weight.data_ptr())
+        codec.write(0, _devices.contiguous(fp32_param), weight.data_ptr())
     finally:
         codec.close()
     # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code goes as far as it can.
     mine = weight.view(torch.int16).to(torch.int32) & 0x7fff
-    given = narrow_param.detach().contiguous().view(torch.int16).to(torch.int32) & 0x7fff
+    given = _devices.contiguous(narrow_param).view(torch.int16).to(torch.int32) & 0x7fff
     limits = torch.iinfo(code)
     codes[given < mine] = limits.max
     codes[given > mine] = limits.min

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, unwrapped
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
@@ -79,6 +79,7 @@ def log_lamb_rs(optimizer, event_writer, token_count):
     Tags are lamb/weight_norm, lamb/adam_norm and lamb/trust_ratio, with one number for each tensor that was stepped.
     Other optimizers log nothing.
     """
+    optimizer = unwrapped(optimizer)
     found = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -88,4 +89,4 @@ def log_lamb_rs(optimizer, event_writer, token_count):
             for tag, scalar in _LOGGED.items():
                 found.setdefault(tag, []).append(optimizer.scalar(p, scalar))
     for tag, values in found.items():
-        event_writer.add_histogram(f"lamb/{tag}", torch.tensor(values), token_count)
+        event_writer.add_histogram(f"lamb/{tag}", torch.tensor(values, dtype=torch.float32, device="cpu"), token_count)

@@ -19,8 +19,8 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _engine
-from ..optimizer import Optimizer
+from .. import _abi, _engine, _names, _release
+from ..optimizer import Optimizer, unwrapped
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
 __all__ = ["Adam", "AdamW", "Adan", "Lion", "OptimiOptimizer", "RAdam", "Ranger", "SGD", "StableAdamW", "adam", "adamw",
@@ -103,7 +103,9 @@ class OptimiOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict):
         """Loads halfstep's state dicts, torch's, and those that torch-optimi's own class has saved."""
-        super().load_state_dict(_from_optimi(self, state_dict) if _is_optimi(state_dict) else state_dict)
+        if _is_optimi(state_dict):
+            state_dict = _from_optimi(self, {**state_dict, "param_groups": _names.align(self, state_dict["param_groups"])[0]})
+        super().load_state_dict(state_dict)
 
 
 def constructors(optimizer, base):
@@ -118,7 +120,7 @@ def start_from_zeros(optimizer, parameters, also):
     for p in parameters:
         wanted = p.grad is not None or (also and p in also) or (optimizer.gradient_release and p.requires_grad)
         if wanted and p not in optimizer.state:
-            optimizer.state[p]["step"] = torch.ones((), dtype=torch.float32)
+            optimizer.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def _is_optimi(state_dict):
@@ -312,6 +314,7 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: OptimiOptimizer, i
         optimizer: made with `gradient_release=True`.
         ignore_existing_hooks: other hooks of the same kind on the parameters are no error.
     """
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, OptimiOptimizer):
         raise TypeError("`optimizer` must be an instance of `OptimiOptimizer`")
     if not optimizer.defaults["gradient_release"]:
@@ -321,7 +324,10 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: OptimiOptimizer, i
         raise ValueError("a parameter of the model already has a post_accumulate_grad_hook; if that is meant, pass "
                          "`ignore_existing_hooks=True`")
 
+    _release.watch_scalers()
+
     def hook(p):
+        _release.check_not_scaled()
         optimizer.step(param=p)
         optimizer.zero_grad(param=p)
 
@@ -435,7 +441,7 @@ def _from_optimi(optimizer, state_dict):
                 continue
             step = old.get("step", shared)
             step = 1.0 if step is None else float(step)  # Lion and SGD count nothing, and need no count
-            new = {"step": torch.tensor(step, dtype=torch.float32)}
+            new = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
             for s in rule.states:
                 there = {"slow": "la_param", "previous": "prev_grad", "momentum_buffer": "exp_avg"}.get(s.name, s.name)
                 value = old.get(there)
@@ -455,7 +461,7 @@ def _from_optimi(optimizer, state_dict):
                 weights += "-kahan"
                 new["weight.extra"] = residual.to(p.dtype) * (2048 if p.dtype == torch.float16 else 1)
                 if "slow" in new:
-                    new["slow.extra"] = torch.zeros(p.shape, dtype=p.dtype)  # optimi has one residual for both
+                    new["slow.extra"] = torch.zeros(p.shape, dtype=p.dtype, device="cpu")  # optimi has one residual for both
             group["recipes"][i] = _abi.recipe_full(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

@@ -64,7 +64,7 @@ class _LowBit(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if not isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
 
     def _recipe_parts(self, group, p):
         weights, states = group["weights"], group["states"]
@@ -131,6 +131,10 @@ class AdamWFp8(_LowBit):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *, block_size=256,
                  bf16_stochastic_round=False) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, "fp8", block_size, bf16_stochastic_round)
+
+
+#: for trainers that take any name which ends in "8bit" for a class of bitsandbytes (docs/frameworks.md)
+AdamInt8, AdamWInt8 = Adam8bit, AdamW8bit
 
 
 class _AdamW(_LowBit):

@@ -1,0 +1,137 @@
+"""What gradient release has to know of the backward pass that it steps in: who else needs the gradients, whether a GradScaler has
+scaled them, and whether they are only parts, as reentrant checkpointing makes them.
+"""
+import sys
+
+import torch
+
+from . import _sharding
+
+_ACCUMULATES = ("whoever accumulates gradients (a trainer's gradient_accumulation_steps, accumulate_grad_batches) would get as many updates. "
+                "Let them be 1, or leave gradient_release off, or set optimizer.optimizer_accumulation = True during all micro-batches but the "
+                "last; after a batch whose backward() failed call optimizer.zero_grad()")
+
+#: the backward pass that began at a loss which a GradScaler had scaled: its number
+_scaled_pass = None
+
+
+def _current_pass():
+    """The number of the backward pass that is running, -1 if there is none, or None in a torch that does not tell."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return None if ask is None else ask()
+
+
+def _is_nested():
+    """Whether the caller runs in a backward pass that another one has begun, as reentrant checkpointing does."""
+    applied = getattr(torch.autograd.function.BackwardCFunction.apply, "__code__", None)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is applied:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _note_scaled(grad):
+    global _scaled_pass
+    _scaled_pass = _current_pass()
+    torch.autograd.Variable._execution_engine.queue_callback(_forget_scaled)
+
+
+def _forget_scaled():
+    """The pass has ended, or is given up."""
+    global _scaled_pass
+    _scaled_pass = None
+
+
+def _noting(scale):
+    """GradScaler.scale(), whose results tell when a backward pass begins at them."""
+    def noting(self, outputs):
+        found = scale(self, outputs)
+        if self.is_enabled():
+            found = found if isinstance(found, torch.Tensor) else type(outputs)(found)
+            for tensor in (found,) if isinstance(found, torch.Tensor) else found:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_note_scaled)
+        return found
+
+    noting._halfstep = True
+    noting.__wrapped__, noting.__doc__, noting.__name__ = scale, scale.__doc__, "scale"
+    return noting
+
+
+def watch_scalers():
+    """From now on losses that a GradScaler scales are known. Nothing in a gradient, a parameter or a graph tells it afterwards."""
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+    amp = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    for scaler in (amp, getattr(sharded, "ShardedGradScaler", None)):
+        if scaler is not None and "scale" in vars(scaler) and not hasattr(scaler.scale, "_halfstep"):
+            scaler.scale = _noting(scaler.scale)
+
+
+def check_not_scaled():
+    """Raises RuntimeError inside a backward pass that a GradScaler has scaled."""
+    if _scaled_pass is not None and (_scaled_pass == _current_pass() or _is_nested()):
+        _forget_scaled()
+        raise RuntimeError("halfstep: the loss was scaled by a GradScaler, and in gradient release the backward pass steps each gradient before the "
+                           "scaler can unscale it: leave gradient_release off, or call backward() on the loss itself, without a GradScaler "
+                           "(BF16 needs none)")
+
+
+class Rounds:
+    """Who owns the gradients that gradient release is about to take: what its hooks have seen since step() or zero_grad() was called."""
+
+    __slots__ = ("seen", "again", "parts", "stepped", "looked")
+
+    def __init__(self):
+        #: by parameter: whether its gradient came in a nested backward pass
+        self.seen = {}
+        #: gradients that came a second time, and those of them that a nested backward pass brought
+        self.again = self.parts = 0
+        self.stepped = self.looked = False
+
+    def gradient(self, optimizer, p):
+        """A gradient is there, and about to be taken; RuntimeError where somebody else still needs it."""
+        if not self.looked:
+            self.looked = True
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                _sharding.check_no_reducer(optimizer)
+        check_not_scaled()
+        if optimizer.optimizer_accumulation:
+            return
+        nested = _is_nested()
+        if id(p) in self.seen:
+            self.again += 1
+            self.parts += nested or self.seen[id(p)]
+            if self.stepped:
+                raise RuntimeError(self._what("another backward() came before step()"))
+            self.seen.clear()
+        self.seen[id(p)] = nested
+
+    def step(self):
+        """step() was called: rounds end here from now on."""
+        again, what = self.again, self._what(f"{self.again + 1} backward passes came before the first step()")
+        self.drop()
+        self.stepped = True
+        if again:
+            raise RuntimeError(what)
+
+    def drop(self):
+        """The round is over."""
+        _forget_scaled()
+        self.again = self.parts = 0
+        self.seen.clear()
+
+    def zero_grad(self):
+        """The round is over, by zero_grad(): whether all of it was dropped, which is so where step() ends rounds."""
+        what = self._what("") if self.parts else None
+        self.drop()
+        if what:
+            raise RuntimeError(what)
+        return self.stepped
+
+    def _what(self, found):
+        if self.parts:
+            return ("halfstep: the gradient of a parameter came in parts, each of which gradient release takes for an update: reentrant checkpointing "
+                    "(use_reentrant=True) of a parameter that is shared does so. Let use_reentrant be False, or leave gradient_release off")
+        return f"halfstep: {found}, and in gradient release each of them is an update: {_ACCUMULATES}"

@@ -1,0 +1,336 @@
+"""Where rounds of gradients begin and end: in gradient release, with micro-batches, and in sums, after batches that failed and under a GradScaler."""
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from conftest import RECIPES, bits, class_of, loss_of, network, recipes, saved, states
+from halfstep.compat import flashoptim, optimi
+
+
+class Fails(torch.autograd.Function):
+    """Identity whose backward pass raises once, if told to."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fails.now:
+            Fails.now = False
+            raise RuntimeError("out of memory")
+        return grad
+
+
+class Net(torch.nn.Module):
+    """Two layers, of which only the second has its gradient when the backward pass fails."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = torch.nn.Linear(48, 64).to(dtype), torch.nn.Linear(64, 32).to(dtype)
+
+    def forward(self, x):
+        return self.second(Fails.apply(torch.tanh(self.first(x))))
+
+
+def fail(model, step):
+    Fails.now = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss_of(model, step).backward()
+
+
+# ---- A batch that failed ------------------------------------------------------------------------------------------------
+
+
+@recipes
+def test_zero_grad_ends_a_round_that_failed(recipe):
+    """What the hooks stepped stays stepped; everything after it is as if that batch had only had these gradients."""
+    dtype, formats = RECIPES[recipe]
+    model, other = Net(dtype), Net(dtype)
+    opt = halfstep.AdamW(model.named_parameters(), lr=0.01, gradient_release=True, seed=0, **formats)
+    reference = halfstep.AdamW(other.named_parameters(), lr=0.01, seed=0, **formats)
+    for step in range(6):
+        if step in (0, 3):
+            fail(model, step)
+            loss_of(other, step).backward()
+            other.first.zero_grad()
+        else:
+            loss_of(model, step).backward()
+            opt.step()
+            loss_of(other, step).backward()
+        opt.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in other.parameters()]
+    assert states(opt) == states(reference)
+
+
+def test_without_zero_grad_the_next_backward_is_refused():
+    """It cannot be told from accumulation; the text says what helps."""
+    model = Net()
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
+    loss_of(model, 0).backward()
+    opt.step()
+    fail(model, 1)
+    with pytest.raises(RuntimeError, match="after a batch whose backward.. failed call optimizer.zero_grad"):
+        loss_of(model, 2).backward()
+    opt.zero_grad()
+    loss_of(model, 3).backward()
+    opt.step()
+
+
+def test_release_of_other_packages_after_a_batch_that_failed():
+    for make in (lambda m: flashoptim.enable_gradient_release(m, flashoptim.FlashAdamW(m.parameters(), lr=0.01))._optimizer,
+                 lambda m: (opt := optimi.AdamW(m.parameters(), lr=0.01, gradient_release=True),
+                            optimi.prepare_for_gradient_release(m, opt))[0]):
+        model = Net(torch.bfloat16)
+        opt = make(model)
+        for step in range(4):
+            if step == 1:
+                fail(model, step)
+            else:
+                loss_of(model, step).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                opt.step()
+                opt.zero_grad()
+        assert opt.state[model.second.weight]["step"] == 4 and opt.state[model.first.weight]["step"] == 3
+
+
+def test_the_norm_of_a_dropped_round_is_not_clipped_by():
+    """Half of a round has half of its norm, by which the next would be clipped too little."""
+    model = Net()
+    opt = halfstep.SGD(model.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed")
+    loss_of(model, 0).backward()
+    opt.step()
+    norm = opt.grad_norm
+    fail(model, 1)
+    opt.zero_grad()
+    assert opt.grad_norm == norm > 0
+    fresh = Net()
+    opt = halfstep.SGD(fresh.named_parameters(), lr=0.1, gradient_release=True, clip_norm=0.01, clip="delayed")
+    fail(fresh, 1)
+    opt.zero_grad()
+    assert opt.grad_norm == 0.0
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16-sr"])
+def test_sums_are_dropped_by_zero_grad(format):
+    model = Net(torch.bfloat16)
+    accumulator = halfstep.GradientAccumulator(model, format, seed=0).attach()
+    opt = halfstep.AdamW(model.named_parameters(), clip_norm=1.0, scan="known-finite")
+    (loss_of(model, 0) * math.nan).backward()
+    assert accumulator.memory() > 0
+    opt.zero_grad()
+    assert accumulator.memory() == 0
+    loss_of(model, 1).backward()
+    accumulator.reassign()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    # Other optimizers' zero_grad() is of their parameters.
+    loss_of(model, 1).backward()
+    halfstep.AdamW([torch.nn.Parameter(torch.ones(3))]).zero_grad()
+    assert accumulator.memory() > 0
+    accumulator.clear()
+    assert accumulator.memory() == 0
+
+
+# ---- Who scales ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["release", "fused", "flashoptim", "optimi", "several losses"])
+def test_a_gradscaler_is_refused_before_the_step(kind, caught):
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if kind == "flashoptim":
+        opt = flashoptim.FlashAdamW(model.parameters(), master_weight_bits=None)
+        flashoptim.enable_gradient_release(model, opt)
+    elif kind == "optimi":
+        opt = optimi.AdamW(model.parameters(), lr=0.1, gradient_release=True)
+        optimi.prepare_for_gradient_release(model, opt)
+    else:
+        opt = halfstep.SGD(model.named_parameters(), lr=1e-3, gradient_release=True, fused=kind == "fused")
+    before = [bits(p) for p in model.parameters()]
+    loss = loss_of(model, 0)
+    scaled = scaler.scale([loss, loss * 2])[1] if kind == "several losses" else scaler.scale(loss)
+    with pytest.raises(RuntimeError, match="halfstep: the loss was scaled by a GradScaler"):
+        scaled.backward()
+    assert [bits(p) for p in model.parameters()] == before
+    warnings.simplefilter("ignore")  # flashoptim's, that zero_grad() has nothing to do
+    opt.zero_grad()
+    # The scaler of another model, and one that is switched off, are nobody's business.
+    other = network()
+    scaler.scale(loss_of(other, 0)).backward()
+    loss_of(model, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    torch.amp.GradScaler("cpu", enabled=False).scale(loss_of(model, 1)).backward()
+    assert [bits(p) for p in model.parameters()] != before
+
+
+def test_scaled_gradients_are_the_scalers_without_release():
+    model, other = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt, reference = halfstep.AdamW(model.named_parameters(), seed=0), halfstep.AdamW(other.named_parameters(), seed=0)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(opt)
+    scaler.update()
+    loss_of(other, 0).backward()
+    reference.step()
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q)
+
+
+# ---- Clipping in the first round ------------------------------------------------------------------------------------------
+
+
+def test_the_first_round_of_delayed_clipping_is_clipped():
+    """By each tensor's own norm, as no round has had one; from then on by the norm of the round before."""
+    p, q = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+    opt = halfstep.SGD([("p", p), ("q", q)], lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed")
+    (1000 * p.sum() + 1e-3 * q.sum()).backward()
+    assert abs(float(p.detach().norm()) - 1.0) < 1e-5 and abs(float(q.detach().norm()) - 8e-3) < 1e-6
+    opt.step()
+    assert abs(opt.grad_norm - 8000.0) < 1e-2
+    resumed = [torch.nn.Parameter(t.detach().clone()) for t in (p, q)]
+    other = halfstep.SGD(zip("pq", resumed), lr=1.0, gradient_release=True, clip_norm=1.0, clip="delayed")
+    other.load_state_dict(saved(opt.state_dict()))
+    for a, b, o in ((p, q, opt), (*resumed, other)):
+        a.detach().zero_()
+        (8 * a.sum() + 1e-3 * b.sum()).backward()
+        o.step()
+        assert abs(float(a.detach().norm()) - 64 / 8000) < 1e-6
+
+
+# ---- Reentrant checkpointing ----------------------------------------------------------------------------------------------
+
+
+def tied(reentrant):
+    torch.manual_seed(1)
+    shared, own = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    def forward(x):
+        for layer in (shared, own, shared):
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=reentrant)
+        return x.square().mean()
+    return torch.nn.ModuleList([shared, own]), forward
+
+
+@pytest.mark.parametrize("ends", ["backward", "step", "zero_grad"])
+def test_reentrant_checkpointing_of_a_shared_parameter_is_refused(ends):
+    """In the backward pass, where step() has been called before; else as soon as the round is over."""
+    model, forward = tied(True)
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    if ends == "backward":
+        model[0](x).sum().backward()
+        opt.step()
+        with pytest.raises(RuntimeError, match="in parts.*use_reentrant"):
+            forward(x).backward()
+    else:
+        forward(x).backward()
+        with pytest.raises(RuntimeError, match="in parts.*use_reentrant"):
+            getattr(opt, ends)()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_what_is_not_shared(reentrant):
+    models, opts = [], []
+    for release in (True, False):
+        model, _ = tied(reentrant)
+        models.append(model)
+        opts.append(halfstep.AdamW(model.named_parameters(), gradient_release=release, seed=0))
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        for model, opt in zip(models, opts):
+            y = x
+            for layer in model:
+                y = checkpoint(lambda z, layer=layer: torch.tanh(layer(z)), y, use_reentrant=reentrant)
+            y.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert [bits(p) for p in models[0].parameters()] == [bits(p) for p in models[1].parameters()] and states(opts[0]) == states(opts[1])
+
+
+# ---- Micro-batches ----------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(rule, recipe, release, idle, zeros=False, steps=2, save=False, **options):
+    """Two parameters alike, of which b has no gradient in the micro-batches that `idle` names, or one of zeros there."""
+    dtype, formats = RECIPES[recipe]
+    params = {name: torch.nn.Parameter(torch.ones(16, 64).to(dtype)) for name in "ab"}
+    make = lambda ps: class_of(rule)(ps.items(), lr=0.01, seed=0, weight_decay=0.0, gradient_release=release, **formats, **options)
+    opt = make(params)
+    for step in range(steps):
+        for micro in range(4):
+            opt.optimizer_accumulation = micro < 3
+            loss = params["a"].float().sum()
+            if micro not in idle or zeros:
+                loss = loss + params["b"].float().sum() * (micro not in idle)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if save and micro == 1:
+                file = saved(opt.state_dict())
+                params = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
+                opt = make(params)
+                opt.load_state_dict(file)
+    return params, opt
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("rule, recipe", [("adamw", "f32"), ("lion", "kahan"), ("adan", "bf16-sr"), ("stableadamw", "ecc8-int8"), ("ademamix", "sr-int4"),
+                                          ("muon", "f32")])
+def test_a_parameter_without_a_gradient_in_the_last_micro_batch_is_stepped(rule, recipe, release):
+    """As by a gradient of zeros in it; and one without any is left alone."""
+    want, opt = micro_batches(rule, recipe, False, (3,), zeros=True)
+    got, other = micro_batches(rule, recipe, release, (3,))
+    assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(other) == states(opt)
+    assert all(s["full_steps"] == 2 and s["step"] == 8 for s in other.state_dict()["state"].values())
+    assert all(p.grad is None for p in got.values())
+    assert not bits(got["b"]) == bits(torch.ones_like(got["b"]))
+    alone, opt = micro_batches(rule, recipe, release, (0, 1, 2, 3))
+    assert torch.equal(alone["b"], torch.ones_like(alone["b"])) and (not opt.state.get(alone["b"]) or opt.state[alone["b"]]["step"] == 0)
+
+
+def test_micro_batches_are_remembered_by_what_is_saved():
+    for release in (False, True):
+        want, opt = micro_batches("adamw", "ecc8-int8", release, (2, 3))
+        got, other = micro_batches("adamw", "ecc8-int8", release, (2, 3), save=True)
+        assert [bits(p) for p in got.values()] == [bits(p) for p in want.values()] and states(other) == states(opt)
+    assert "pending" not in other.state_dict()
+
+
+def test_a_refused_last_micro_batch_leaves_what_was_gathered(caught):
+    params, opt = micro_batches("adamw", "f32", False, (3,), steps=1)
+    opt.optimizer_accumulation = True
+    params["b"].grad = torch.ones_like(params["b"])
+    opt.step()
+    before = [bits(p) for p in params.values()]
+    opt.optimizer_accumulation, params["b"].grad, params["a"].grad = False, None, torch.full_like(params["a"], math.nan)
+    opt.step()
+    assert [bits(p) for p in params.values()] == before and params["b"].grad is None and opt.skipped_steps == 1
+    params["a"].grad = torch.ones_like(params["a"])
+    opt.step()
+    assert bits(params["b"]) != before[1]
+
+
+# ---- Schedulers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["step_param", "step_parameter", "release"])
+def test_schedulers_see_single_steps(form, caught):
+    model = network()
+    opt = halfstep.AdamW(model.named_parameters(), gradient_release=form == "release")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5 ** n)
+    loss_of(model, 0).backward()
+    if form != "release":
+        for p in model.parameters():
+            getattr(opt, form)(p, opt.param_groups[0])
+    scheduler.step()
+    assert not caught and opt.param_groups[0]["lr"] == 5e-4
