@@ -327,6 +327,7 @@ void hstep_share_scalars(halfstep_optimizer *o)
             if (!memcmp(ours, theirs, sizeof o->tensors[i].scalar) || (!pass && !(ours[0] > theirs[0]))) continue;
             memcpy(theirs, ours, sizeof o->tensors[i].scalar);
             hstep_changed(o, to, 1);
+            hstep_show(o, to, 1);
         }
     o->unshared = 0;
 }
