@@ -557,7 +557,9 @@ static void test_constants(void)
                                             .elements = i ? 970 : 280,
                                             .matrix = i,
                                             .scalar = scalar};
-                    struct hstep_prepare p = {.lr = 0.1,
+                    const struct hstep_shared shared = {group.own, 5};
+                    struct hstep_prepare p = {.shared = &shared,
+                                              .lr = 0.1,
                                               .decay = 0.01,
                                               .t = 5,
                                               .full = 5,

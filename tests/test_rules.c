@@ -238,6 +238,7 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     c.state_steps = step - 1;
     c.full_steps = full - 1;
     MUST(halfstep_set_counters(t.o, 0, &c));
+    MUST(halfstep_set_group_steps(t.o, 0, step - 1));
     for (int j = 0; j < info.scalars; j++) {
         d.r.scalar[j] = full == 1 ? 0 : next_unit(s) * pow(0.1, (double)(next64(s) % 4));
         MUST(halfstep_set_scalar(t.o, 0, info.scalar_name[j], d.r.scalar[j]));

@@ -103,7 +103,11 @@ int model_files_find(const char *path, int quick, struct model_files *files, cha
     halfstep_open_options options = {.struct_size = sizeof options, .skip_contents = (uint32_t)quick};
     memset(files, 0, sizeof *files);
     int code = halfstep_open_checkpoint(&files->checkpoint, path, &options, why, sizeof why);
-    if (code == HALFSTEP_OK) return find_in_checkpoint(files, path, error, error_bytes);
+    if (code == HALFSTEP_OK) {
+        int status = find_in_checkpoint(files, path, error, error_bytes);
+        if (status) model_files_close(files);
+        return status;
+    }
     if (code == HALFSTEP_ERROR_NAME) return find_others(files, path, why, error, error_bytes);
     snprintf(error, error_bytes, "%s", why);
     return -1;
