@@ -520,7 +520,7 @@ class Tree:
         build, venv = self.build, self.build / "venv/bin"
         environment = {"HALFSTEP_SOURCE": str(self.source), "HALFSTEP_BUILD": str(build), "HALFSTEP_LIBRARY": f"{build}/libhalfstep.so",
                        "PYTHONPATH": str(self.source / "python"), "OMP_NUM_THREADS": "1", "PATH": f"{venv}:{os.environ['PATH']}",
-                       "TORCHINDUCTOR_CACHE_DIR": f"{build}/inductor", "TORCH_EXTENSIONS_DIR": f"{build}/torch_extensions"}
+                       "TORCHINDUCTOR_CACHE_DIR": f"{build}/inductor", "TORCH_EXTENSIONS_DIR": f"{self.setting.build}/torch_extensions"}
         needs = ["libhalfstep.so"] + self.needed(files, self.linked(build))
         if any("HALFSTEP_BUILD" in self.texts[f][0] for f in files):
             needs += ["halfstep"]
