@@ -788,10 +788,12 @@ class Side:
 
     def check(self, names):
         """Runs tests without a mutant, those that have not run yet."""
-        todo = iter(sorted(n for n in names if n not in self.baseline and n in self.tests[0]))
+        todo = sorted(n for n in names if n not in self.baseline and n in self.tests[0])
+        say(f"{self.name}: {len(todo)} tests run without a mutant first")
+        left = iter(todo)
 
         def work(i):
-            for name in shared(todo):
+            for name in shared(left):
                 test = self.tests[i][name]
                 for _ in range(2):
                     result, seconds, output = self.trees[i].run(test, 3600)
