@@ -670,9 +670,7 @@ class Map:
         replace(self.path, json.dumps(self.data))
 
     def counted(self, tree, test):
-        """Runs a test, briefly if it can: ({file: lines}, what Tree.run() returned)."""
-        if test.name == os.path.basename(test.command[0]) and test.files and '"--short"' in tree.texts[test.files[0]][0]:
-            test = test._replace(command=[*test.command, "--short"])
+        """Runs a test as it will run later, because a short run executes fewer lines: ({file: lines}, what Tree.run() returned)."""
         folder = tree.folder / "counts" / re.sub(r"\W", "_", test.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -883,8 +881,11 @@ class Run:
     def keep(self, mutant, status, test="", tests="", seconds=0.0):
         """Keeps the outcome of a mutant, and writes the CSV anew."""
         with LOCK:
-            before = float(self.rows.get(mutant.id, {}).get("seconds", 0))
-            values = [*self.row(mutant), status, test, tests, f"{before + seconds:.1f}"]
+            before = self.rows.get(mutant.id, {"tests": "", "seconds": 0})
+            if re.match(r"\d", before["tests"]) and re.match(r"\d", tests):  # those of the tiers before, too
+                ran, of = (sum(int(n) for n in pair) for pair in zip(before["tests"].split(" of "), tests.split(" of ")))
+                tests = f"{ran} of {of}"
+            values = [*self.row(mutant), status, test, tests or before["tests"], f"{float(before['seconds']) + seconds:.1f}"]
             self.rows[mutant.id] = dict(zip(COLUMNS, values))
             self.busy.discard(mutant.id)
             text = io.StringIO()
