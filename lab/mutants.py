@@ -768,7 +768,7 @@ class Side:
         self.setting, self.name, self.files, self.jobs, self.patience = setting, name, files, jobs, patience
         self.trees, self.tests = [], []
         self.path = setting.folder / f"baseline-{name}.json"
-        self.key = digest(d for n, (_, d) in sorted(files.items()) if not n.startswith(("docs/", "bench/")))
+        self.key = digest(d for n, (_, d) in sorted(files.items()) if not n.startswith(("docs/", "bench/", "lab/")))
 
     def open(self, map_):
         """Makes the workers' trees and builds all of them."""
