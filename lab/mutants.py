@@ -5,23 +5,24 @@
     lab/mutants.py --seed d2f63ea1 --count 150 --csv mutants.csv --table
     lab/mutants.py --seed d2f63ea1 --count 20 --list                    prints the mutants only
 
-A mutant replaces an operator, changes a constant, negates a condition, leaves out a call or swaps two arguments, at most one per line. The
-seed alone chooses the files (in proportion to their lines of code), the lines and the changes. A mutant that does not compile, or whose object
-code or bytecode is that of the original, is replaced by the next one.
+A mutant replaces an operator, changes a constant, negates a condition, leaves out a call or swaps two arguments. A line has at most one.
+The seed alone chooses the files (in proportion to their lines of code), the lines and the changes. A mutant is replaced by the next one if it does
+not compile, or if its object code or bytecode is that of the original.
 
-Tests run in three tiers, each only for what survived the one before: the tests of `make test`; those that carry the label or marker "all";
-and those of the older revision --today, on its sources, where the changed file is the same there. A map made by coverage tells which tests execute
-the line; no others run, and quick ones that execute few lines come first. Lines without code of their own (tables, constants) are
-executed by whoever executes the rest of their function or, outside functions, of their file.
+Tests run in three tiers: those of `make test`; those with the label or marker "all"; those of the older revision --today with its own
+sources, if the changed file is the same there. Each tier runs for the survivors of the one before. A map tells which tests execute the changed
+line. No other test runs, and quick tests that execute few lines run first. Tables and constants outside functions count as executed by each
+test that executes something of their file.
 
-Everything lies in BUILD/mutants: for each worker a copy of the tree and a build for the scalar and the widest instruction set at -O1;
-map-*.json, what each test executes; baseline-*.json, how long it takes without a mutant. A test that fails without a mutant is left
-out, and named. Needs BUILD/venv of `make test`, which has Ninja, and gcov; uses ccache and process namespaces. Builds inside ctest
-(tests/other_build.sh) take part program by program if --flavours names them; mutants of kernels, which take a compiler minutes there,
-skip them. Scripts that compile a tree of their own take no part, because nobody counts what they execute.
+All files lie in BUILD/mutants: for each worker a copy of the tree and a build at -O1 for the scalar and the widest instruction set;
+map-*.json, the lines that each test executes; baseline-*.json, its seconds without a mutant. A test that fails without a mutant is
+named and left out. A test that takes ten times as long as without a mutant, and 20 seconds more, has failed. The program needs gcov and the
+BUILD/venv of `make test`, which has Ninja. It uses ccache and process namespaces if they are there. Builds inside ctest
+(tests/other_build.sh) take part program by program if --flavours names them. Mutants of kernels skip these builds, because they take a
+compiler minutes there. Scripts that compile a tree of their own take no part, because no coverage is counted in it.
 
-The file is longer than 500 lines because it has four parts that nothing else uses: making mutants of C and of Python, copies of the tree with
-their builds and tests, the map, and the run.
+The file is longer than 500 lines because it has four parts that nothing else uses: mutants of C and of Python, copies of the tree with their
+builds and tests, the map, and the run.
 """
 import argparse
 import ast
@@ -71,7 +72,7 @@ C_FIXED = {"__attribute__", "__asm__", "asm", "_Alignas", "_Static_assert", "__d
 
 
 def number_changes(text):
-    """Other values for a number of C or Python."""
+    """Returns other values for a number of C or Python."""
     core = text.rstrip("uUlLfF") if not text.lower().startswith("0x") or "p" in text.lower() else text.rstrip("uUlL")
     suffix = text[len(core):]
     try:
@@ -89,14 +90,15 @@ def number_changes(text):
 
 
 def swaps(text, arguments):
-    """Each pair of neighbouring arguments, swapped: (start, end, new) for arguments given as (start, end)."""
+    """Yields (start, end, new) for each pair of neighbouring arguments, swapped. Arguments are given as (start, end)."""
     for (a, b), (c, d) in zip(arguments, arguments[1:]):
         if text[a:b] != text[c:d]:
             yield a, d, text[c:d] + text[b:c] + text[a:b]
 
 
 def c_places(text, table):
-    """(lines of code, [(kind, start, end, new, statement)], functions as (first line, last line)) of a C source; of a table (.def) numbers only."""
+    """Returns a C source's lines of code, its places as (kind, start, end, new, statement), and its functions as (first line, last line).
+    In a table (.def) only numbers are places."""
     tokens = [(m.lastgroup, m.group(), m.start(), m.end()) for m in C_TOKEN.finditer(text) if m.lastgroup not in ("skip", "hash")]
     line_of = LineOf(text)
     match, stack, bodies, fixed = {}, [], [], set()
@@ -154,7 +156,7 @@ def c_places(text, table):
 
 
 class LineOf:
-    """The line of a character, counted from 1; of a line's beginning, its offset."""
+    """Converts between offsets of characters and lines, which count from 1."""
     def __init__(self, text):
         self.starts = [0] + [m.end() for m in re.finditer("\n", text)]
 
@@ -173,7 +175,7 @@ PY_OPERATORS = {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Lt: ("<", "<=
 
 
 def python_places(text):
-    """The same of a Python source."""
+    """Returns the same for a Python source, without functions."""
     line_of, found, lines = LineOf(text), [], set()
 
     def span(node):
@@ -246,12 +248,12 @@ class Source:
         return self.text[:mutant.start] + (mutant.new if new is None else new) + self.text[mutant.end:]
 
     def around(self, line):
-        """The function that holds a line, or None."""
+        """Returns the first and last line of the function that holds a line, or None."""
         return next(((first, last) for first, last in self.functions if first <= line <= last), None)
 
 
 def mutants_of(sources, seed):
-    """All mutants in the order in which they are tried: a file by its lines of code, a line, a kind, a change."""
+    """Yields the mutants in the order in which they are tried. Chooses a file by its lines of code, then a line, a kind, a change."""
     choose = random.Random(seed)
     names = sorted(name for name, source in sources.items() if source.places)
     left = {name: sorted(sources[name].places) for name in names}
@@ -269,7 +271,7 @@ def mutants_of(sources, seed):
 
 
 def texts(source, mutant):
-    """The changed line before and after, without indentation."""
+    """Returns the changed line before and after, without indentation."""
     old, new = source.text.split("\n"), source.changed(mutant).split("\n")
     return tuple(lines[mutant.line - 1].strip().encode("latin-1").decode("utf-8", "replace") for lines in (old, new))
 
@@ -281,13 +283,13 @@ class Processes:
 
     @staticmethod
     def limits():
-        """No mutant takes the machine's disk."""
+        """Limits the size of files, so that no mutant takes the machine's disk."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 30, 4 << 30))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     @classmethod
     def run(cls, command, folder, environment, limit, contained=False):
-        """(exit status or None for too long, seconds, the end of the output)"""
+        """Returns the exit status (None if the time was up), the seconds, the end of the output."""
         if contained and cls.namespace:
             command = [*cls.namespace, "bash", "-c", '"$@"; exit $?', "bash", *command]
         start = time.monotonic()
@@ -352,13 +354,13 @@ Test = collections.namedtuple("Test", "name tier command cwd environment skip fa
 
 
 def tracked_files():
-    """{name: (mode, bytes)} of the working tree."""
+    """Returns {name: (mode, bytes)} of the working tree's tracked files."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode().split("\0")
     return {n: (os.stat(ROOT / n).st_mode & 0o777, (ROOT / n).read_bytes()) for n in names if n and (ROOT / n).is_file()}
 
 
 def revision_files(revision):
-    """The same of a revision. Instruction sets can be chosen there too."""
+    """Returns the same for a revision. If that could not choose its instruction sets yet, it gets the file that can."""
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         files = {m.name: (m.mode & 0o777, tar.extractfile(m).read()) for m in tar if m.isfile()}
@@ -387,7 +389,7 @@ class Tree:
             (self.build / "venv").symlink_to(setting.venv)
 
     def sync(self):
-        """Makes the copy equal to `files`. What differed gets a new time, so that it is built again."""
+        """Makes the copy equal to `files`. A file that differed gets a new time, so that ninja builds it again."""
         self.source.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.source.rglob("*"), reverse=True):
             name = path.relative_to(self.source).as_posix()
@@ -420,14 +422,14 @@ class Tree:
         self.configured[build] = isas
 
     def make(self, targets, build=None):
-        """(whether all were built, the output)"""
+        """Builds targets. Returns True if all were built, and the output."""
         command = [self.setting.ninja, "-C", str(build or self.build), "-j1", "--quiet", *targets]
         status, _, output = Processes.run(command, self.source, self.environment, BUILD_LIMIT)
         return status == 0, output
 
     def prepare(self, isas):
-        """Builds all for some instruction sets, and finds the objects that each source goes into: those of the library and the program if
-        there are some, else those of tests."""
+        """Builds all for some instruction sets, and finds the objects that depend on each source: those of the library and the program
+        if there are some, else those of tests."""
         self.configure(isas)
         if isas not in self.prepared:
             made, output = self.make(["all"])
@@ -450,7 +452,7 @@ class Tree:
         return {o: hashlib.sha256((self.build / o).read_bytes()).digest() for o in objects}
 
     def near(self, path, seen):
-        """A test's file and the files of tests/ that it includes, imports or names."""
+        """Adds a test's file to `seen`, and the files of tests/ that it includes, imports or names."""
         if path in seen or path not in self.files:
             return seen
         seen.append(path)
@@ -469,7 +471,7 @@ class Tree:
         return seen
 
     def tests(self):
-        """{name: test} of the tree, and the names of tests of ctest that take no part."""
+        """Returns {name: test} of the tree, and the names of ctest's tests that take no part."""
         tests, outside, builds = {}, [], [(self.build, "", 0)]
         python = False
         while builds:
@@ -514,13 +516,13 @@ class Tree:
         return {name: test for name, test in tests.items() if self.setting.tests.search(name)}, outside
 
     def python_tests(self, path, tests):
-        """One test for a Python file, or two if some of its functions are of the second tier."""
+        """Adds one test for a Python file, or two if some of its functions are of the second tier."""
         files = self.near(path, [])
         text = self.texts[path][0]
         build, venv = self.build, self.build / "venv/bin"
         environment = {"HALFSTEP_SOURCE": str(self.source), "HALFSTEP_BUILD": str(build), "HALFSTEP_LIBRARY": f"{build}/libhalfstep.so",
                        "PYTHONPATH": str(self.source / "python"), "OMP_NUM_THREADS": "1", "PATH": f"{venv}:{os.environ['PATH']}",
-                       "TORCHINDUCTOR_CACHE_DIR": f"{build}/inductor", "TORCH_EXTENSIONS_DIR": f"{build}/torch_extensions"}
+                       "TORCHINDUCTOR_CACHE_DIR": f"{build}/inductor", "TORCH_EXTENSIONS_DIR": f"{self.setting.build}/torch_extensions"}
         needs = ["libhalfstep.so"] + self.needed(files, self.linked(build))
         if any("HALFSTEP_BUILD" in self.texts[f][0] for f in files):
             needs += ["halfstep"]
@@ -537,7 +539,7 @@ class Tree:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def linked(self, build):
-        """[(first part of a file's name, target)] of what the linker makes in a build."""
+        """Returns (first part of the file's name, target) for all that the linker makes in a build."""
         return [(os.path.basename(target).split(".")[0], target)
                 for target in re.findall(r"^(\S+): C_(?:EXECUTABLE|\w+_LIBRARY)_LINKER", self.ninja("targets all", build), re.M)]
 
@@ -546,7 +548,7 @@ class Tree:
         return sorted({target for stem, target in targets if stem in words and stem != "halfstep"})
 
     def run(self, test, limit):
-        """("ok", "failed", "skipped", "timeout", or "build"; seconds; output)"""
+        """Builds and runs a test. Returns "ok", "failed", "skipped", "timeout", or "build" if it did not build; the seconds; the output."""
         with self.lock:
             made, output = self.make(test.needs, test.build)
         if not made:
@@ -566,7 +568,7 @@ class Tree:
 
 # ---- What each test executes -------------------------------------------------------------------------------------------
 
-#: put on Python's path as sitecustomize.py: each statement of the package says once that it is reached, at once, so that kills lose nothing
+#: sitecustomize.py for Python tests: each statement of the package writes its line when it is first reached, so that a kill loses nothing
 HOOK = """
 import ast, builtins, importlib.machinery, os
 folder, out, seen = os.environ["MUTANTS_PACKAGE"], os.environ["MUTANTS_HITS"], set()
@@ -615,7 +617,7 @@ def gcov(files, tree):
 
 
 def lines_by_file(places):
-    """{file: lines in order} of places that begin with a file and a line."""
+    """Returns {file: lines in order} for places that begin with a file and a line."""
     found = collections.defaultdict(set)
     for name, line, *_ in places:
         found[name].add(line)
@@ -638,7 +640,7 @@ class Map:
             self.data = {"sources": sources, "lines": {}, "tests": {}}
 
     def measure(self, jobs):
-        """Runs what has not been measured yet, some at a time, in an instrumented tree."""
+        """Runs the tests that have not been measured yet, some at a time, in an instrumented tree."""
         tree = Tree(self.setting, f"{self.name}-map", self.files, instrumented=True)
         tree.configure(self.setting.widest)
         known, keys, todo = self.data["tests"], {}, []
@@ -670,9 +672,7 @@ class Map:
         replace(self.path, json.dumps(self.data))
 
     def counted(self, tree, test):
-        """Runs a test, briefly if it can: ({file: lines}, what Tree.run() returned)."""
-        if test.name == os.path.basename(test.command[0]) and test.files and '"--short"' in tree.texts[test.files[0]][0]:
-            test = test._replace(command=[*test.command, "--short"])
+        """Runs a test at its full length, because a short run executes fewer lines. Returns {file: lines} and the result of Tree.run()."""
         folder = tree.folder / "counts" / re.sub(r"\W", "_", test.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -695,7 +695,7 @@ class Map:
         self.total = {name: sum(map(len, files.values())) for name, files in self.hits.items()}
 
     def reaching(self, source, mutant):
-        """The names of the tests that execute a mutant's line."""
+        """Returns the names of the tests that execute a mutant's line."""
         name, lines = source.name, self.data["lines"].get(source.name, [])
         body, line = source.around(mutant.statement), mutant.statement if source.python else 0
         if body and lines:  # the line itself, or the last one with code before it in the same function
@@ -730,7 +730,7 @@ def replace(path, text):
 
 
 def shared(iterator):
-    """Goes on in an iterator that several threads take from."""
+    """Yields the next items of an iterator that several threads take from."""
     while True:
         with LOCK:
             item = next(iterator, None)
@@ -740,7 +740,7 @@ def shared(iterator):
 
 
 def in_threads(work, items):
-    """Calls work(item) in a thread each. Ctrl-C or an error in one of them kills what runs and ends all."""
+    """Calls work(item) in a thread for each item. Ctrl-C or an error in one of them kills what runs and ends all."""
     errors = []
 
     def guarded(item):
@@ -770,7 +770,7 @@ class Side:
         self.setting, self.name, self.files, self.jobs, self.patience = setting, name, files, jobs, patience
         self.trees, self.tests = [], []
         self.path = setting.folder / f"baseline-{name}.json"
-        self.key = digest(d for n, (_, d) in sorted(files.items()) if not n.startswith(("docs/", "bench/")))
+        self.key = digest(d for n, (_, d) in sorted(files.items()) if not n.startswith(("docs/", "bench/", "lab/")))
 
     def open(self, map_):
         """Makes the workers' trees and builds all of them."""
@@ -787,11 +787,13 @@ class Side:
         self.baseline = known["tests"] if known.get("key") == self.key else {}
 
     def check(self, names):
-        """Runs tests without a mutant, those that have not run yet."""
-        todo = iter(sorted(n for n in names if n not in self.baseline and n in self.tests[0]))
+        """Runs tests without a mutant, if they have not run so yet."""
+        todo = sorted(n for n in names if n not in self.baseline and n in self.tests[0])
+        say(f"{self.name}: {len(todo)} tests run without a mutant first")
+        left = iter(todo)
 
         def work(i):
-            for name in shared(todo):
+            for name in shared(left):
                 test = self.tests[i][name]
                 for _ in range(2):
                     result, seconds, output = self.trees[i].run(test, 3600)
@@ -805,11 +807,11 @@ class Side:
         in_threads(work, range(self.jobs))
 
     def outer(self, name):
-        """The name under which coverage knows a test: programs of other builds are those of the main one."""
+        """Returns the name under which the map knows a test: programs of other builds are those of the main one."""
         return name.split("/", 1)[1] if name.startswith("build_") else name
 
     def choice(self, source, mutant, tier, kernel):
-        """The names of the tests of a tier that execute the line, the most promising first."""
+        """Returns the names of the tests of a tier (0: of all) that execute the line, the most promising first."""
         reaching = self.map.reaching(source, mutant)
         chosen = [n for n, t in self.tests[0].items() if self.outer(n) in reaching and (not tier or t.tier == tier)
                   and not (kernel and n.startswith("build_"))]
@@ -820,7 +822,8 @@ class Side:
         return sorted(chosen, key=lambda n: (cost(n), n))
 
     def hunt(self, worker, source, mutant, tier):
-        """(the test that fails and how or "", how many of how many tests ran) with the mutant already in the worker's tree."""
+        """Runs tests of a tier until one fails, with the mutant already in the worker's tree. Returns that test with its result, or "", and
+        how many of how many tests ran."""
         tree, start = self.trees[worker], time.monotonic()
         kernel = not source.python and any(KERNELS.search(o) for o in tree.depending.get(source.name, ()))
         names = [n for n in self.choice(source, mutant, tier, kernel) if self.baseline.get(n, {}).get("result") == "ok"]
@@ -833,14 +836,14 @@ class Side:
         return "", f"{len(names)} of {len(names)}"
 
     def put(self, worker, source, mutant):
-        """Changes the worker's tree, and what it is built for, if the mutant is in another instruction set than the widest."""
+        """Puts a mutant into the worker's tree, which is built for the mutant's instruction set if that is not the widest."""
         isa = re.fullmatch(r"src/vec/(\w+)\.h", mutant.file)
         tree = self.trees[worker]
         tree.prepare((self.setting.isas[0], isa[1]) if isa and isa[1] in self.setting.isas[1:] else self.setting.widest)
         tree.write(mutant.file, source.changed(mutant))
 
     def judge(self, worker, source, mutant):
-        """A status of DROPPED, or "" for a mutant that differs from the original where it is compiled."""
+        """Returns a status of DROPPED, or "" for a mutant whose code differs from the original's."""
         if source.python:
             def code(of):  # all of it but where it stands
                 inner = tuple(code(c) if hasattr(c, "co_code") else (type(c), repr(c)) for c in of.co_consts)
@@ -864,7 +867,7 @@ class Side:
 
 
 class Run:
-    """All mutants of a seed, a row each."""
+    """The mutants of a seed and their rows in the CSV."""
     def __init__(self, sources, seed, count, path):
         self.sources, self.count, self.path, self.rows, self.busy = sources, count, path, {}, set()
         self.mutants = {m.id: m for m in itertools.islice(mutants_of(sources, seed), 4 * count + 100)}
@@ -881,8 +884,11 @@ class Run:
     def keep(self, mutant, status, test="", tests="", seconds=0.0):
         """Keeps the outcome of a mutant, and writes the CSV anew."""
         with LOCK:
-            before = float(self.rows.get(mutant.id, {}).get("seconds", 0))
-            values = [*self.row(mutant), status, test, tests, f"{before + seconds:.1f}"]
+            before = self.rows.get(mutant.id, {"tests": "", "seconds": 0})
+            if re.match(r"\d", before["tests"]) and re.match(r"\d", tests):  # those of the tiers before, too
+                ran, of = (sum(int(n) for n in pair) for pair in zip(before["tests"].split(" of "), tests.split(" of ")))
+                tests = f"{ran} of {of}"
+            values = [*self.row(mutant), status, test, tests or before["tests"], f"{float(before['seconds']) + seconds:.1f}"]
             self.rows[mutant.id] = dict(zip(COLUMNS, values))
             self.busy.discard(mutant.id)
             text = io.StringIO()
@@ -893,7 +899,7 @@ class Run:
             say(f"{mutant.id} {mutant.file}:{mutant.line} {mutant.kind}: {status} {test} ({tests}, {seconds:.0f} s)")
 
     def new_ones(self):
-        """Mutants without a row in their order, until enough have one that counts."""
+        """Yields mutants without a row in their order, until enough have one that counts."""
         while not Processes.stopped.is_set():
             with LOCK:
                 counted = sum(row["status"] not in DROPPED for row in self.rows.values())
@@ -931,7 +937,7 @@ class Run:
         in_threads(work, range(side.jobs))
 
     def table(self):
-        """The Markdown table by folder, and the survivors."""
+        """Returns the Markdown table by folder, and the survivors."""
         columns = ["mutants", "killed in tier 1", "in tier 2", "by the older tests only", "alive", "not compiled", "equivalent", "not executed here"]
         statuses = {"killed-1": 1, "killed-2": 2, "killed-today": 3, "no-compile": 5, "equivalent": 6, "not-executed": 7}
         count = collections.defaultdict(lambda: [0] * 8)
