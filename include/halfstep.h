@@ -578,9 +578,9 @@ HALFSTEP_API int halfstep_bind_step(halfstep_optimizer *optimizer, int32_t tenso
  * trust_ratio). Tensors that share totals (prodigy) have one set: that of the tensor whose first scalar is largest
  * counts for all. Of a slot whose slot_info says grid, "NAME.grid", such as "exp_avg_sq.grid": an fp32 number in
  * [1/4, 1] that the stored second moment is to be multiplied by. 1 at first; each write of the state multiplies it by
- * the state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It belongs
- * to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1. Errors: NAME;
- * RANGE for a value that no update leaves there. */
+ * the state's decay rate (a maximum has none), and by 4 where that is below 1/4. Equal on all parts of a tensor. It
+ * belongs to the bytes of the slot: set both, or neither; bytes of checkpoints that have no such number are of 1.
+ * Errors: NAME; RANGE for a value that no update leaves there. */
 HALFSTEP_API int halfstep_get_scalar(const halfstep_optimizer *optimizer, int32_t tensor, const char *name,
                                      double *value);
 HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double value);
@@ -588,8 +588,8 @@ HALFSTEP_API int halfstep_set_scalar(halfstep_optimizer *optimizer, int32_t tens
  * at any time: written now and whenever it changes, else as halfstep_bind_step(). ARGUMENT for other slots. */
 HALFSTEP_API int halfstep_bind_grid(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, double *grid);
 /* Keep *state_steps, *full_steps and *writes equal to the counters of those names, and *value to a scalar of the rule:
- * written now and whenever they change, else as halfstep_bind_step(). Each pointer may be NULL, which ends it. Errors of
- * halfstep_bind_scalar(): NAME for a scalar that the rule does not keep; grids have halfstep_bind_grid(). */
+ * written now and whenever they change, else as halfstep_bind_step(). Each pointer may be NULL, which ends it. Errors
+ * of halfstep_bind_scalar(): NAME for a scalar that the rule does not keep; grids have halfstep_bind_grid(). */
 HALFSTEP_API int halfstep_bind_counters(halfstep_optimizer *optimizer, int32_t tensor, int64_t *state_steps,
                                         int64_t *full_steps, int64_t *writes);
 HALFSTEP_API int halfstep_bind_scalar(halfstep_optimizer *optimizer, int32_t tensor, const char *name, double *value);

@@ -7,8 +7,8 @@
 #define HSTEP_INLINE static inline
 #endif
 
-/* The attribute of functions that must be inlined to be quick. A build with sanitizers defines it as "unused", because the
- * compiler would take minutes over the checks of everything that is inlined into kernels. */
+/* The attribute of functions that must be inlined to be quick. A build with sanitizers defines it as "unused", because
+ * the compiler would take minutes over the checks of everything that is inlined into kernels. */
 #ifndef HSTEP_ALWAYS_INLINE
 #define HSTEP_ALWAYS_INLINE always_inline
 #endif

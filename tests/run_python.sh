@@ -6,8 +6,8 @@
 [ -e "$build_dir/venv/halfstep.installed" ] || skip "the Python package is not installed (ctest -R python_package says why)"
 cd "$source_dir"
 case "${1:-}" in
-"") set -- -n "$(nproc)" -m "not all" tests/python ;;
-all) set -- -n "$(nproc)" -m all tests/python ;;
+"") set -- -n "$(nproc)" --max-worker-restart 0 -m "not all" tests/python ;;
+all) set -- -n "$(nproc)" --max-worker-restart 0 -m all tests/python ;;
 esac
 
 # The installed package is tested, with its own library. Each process has one thread, because tests run side by side. The caches of

@@ -547,6 +547,11 @@ static void test_choices(void)
             int error = halfstep_step(p.o, p.weights, p.gradients);
             CHECK(error == (step == 1 && !far ? HALFSTEP_NONFINITE : HALFSTEP_OK), "step %d: %s", step,
                   halfstep_strerror(error));
+            /* A round that has had a norm, by which nothing is clipped "per-tensor". */
+            if (step == 0) {
+                MUST(halfstep_step_tensor(p.o, 0, p.weights[0], p.gradients[0]));
+                MUST(halfstep_end_round(p.o));
+            }
             MUST(halfstep_set_choice(p.o, HALFSTEP_ALL_GROUPS, "clip", "per-tensor"));
             if (step != 1) MUST(halfstep_step_tensor(p.o, 2, p.weights[2], p.gradients[2]));
         }

@@ -23,6 +23,10 @@ static long resident(void)
 {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     return 0;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+    return 0;
+#endif
 #endif
     long size = 0, pages = 0;
     FILE *file = fopen("/proc/self/statm", "r");

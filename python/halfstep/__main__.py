@@ -16,7 +16,7 @@ from .rules import classes
 #: of the matrices that a number of parameters stands for: no larger than an embedding
 _ROWS, _COLUMNS = 32768, 4096
 #: of run(), on every machine
-EXPECTED = "aaf878dd556c8d44"
+EXPECTED = "04062bd627d69ff1"
 
 
 def info(given):

@@ -120,7 +120,7 @@ def read_coarse(name, slot_role, recipe, shape, label, state, part):
     try:
         other = "exp_avg_sq" if slot_role == _abi.ROLE_NONNEG else "exp_avg"
         tensors = {s.key: adopt(state[name + s.part], s, label) if s.name == other and name + s.part in state
-                   else torch.zeros(s.shape, dtype=s.dtype) for s in codec.streams}
+                   else torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in codec.streams}
         codec.bind(tensors)
         codec.take_scalars({other + _layout.GRID: state[name + _layout.GRID]} if name + _layout.GRID in state else {})
         return codec.read(next(s.slot for s in codec.streams if s.name == other))

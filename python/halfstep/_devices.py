@@ -156,6 +156,11 @@ class Side:
         return self.stream.record_event()
 
 
+def scaler():
+    """The class GradScaler, which was CUDA's alone before torch 2.3."""
+    return getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+
+
 def wait(event):
     """Until a Side has done what came before an event()."""
     event.synchronize()

@@ -647,7 +647,8 @@ class Engine:
         counters = _abi.Counters.new()
         value = c_double()
         for m in self.members:
-            state, moved, ours = optimizer.state.get(m.p), False, True
+            # Tensors that were replaced live until the library no longer writes to them.
+            state, replaced, ours = optimizer.state.get(m.p), [], True
             if not state:
                 continue
             check(lib.halfstep_get_counters(m.handle, m.index, byref(counters)), m.handle)
@@ -664,14 +665,15 @@ class Engine:
             for key, tensor in m.numbers.items():
                 held = state.get(key)
                 if held is not tensor and ours and _layout.is_number(held, key) and held.item() in (m.written[key], now.get(key)):
-                    m.numbers[key], m.versions[key], moved = held, version(held), True
+                    replaced.append(tensor)
+                    m.numbers[key], m.versions[key] = held, version(held)
                 elif held is not tensor or version(held) != m.versions[key]:
                     alone = False
                     continue
                 if key in now:
                     _layout.write(held, now[key])
                     m.written[key] = now[key]
-            if moved and alone:
+            if replaced:
                 self._bind_numbers(m)
         self.tell(optimizer.param_groups)
         return alone

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from . import _sharding
+from . import _devices, _sharding
 
 _ACCUMULATES = ("whoever accumulates gradients (a trainer's gradient_accumulation_steps, accumulate_grad_batches) would get as many updates. "
                 "Let them be 1, or leave gradient_release off, or set optimizer.optimizer_accumulation = True during all micro-batches but the "
@@ -63,8 +63,7 @@ def _noting(scale):
 def watch_scalers():
     """From now on losses that a GradScaler scales are known. Nothing in a gradient, a parameter or a graph tells it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    amp = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-    for scaler in (amp, getattr(sharded, "ShardedGradScaler", None)):
+    for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
         if scaler is not None and "scale" in vars(scaler) and not hasattr(scaler.scale, "_halfstep"):
             scaler.scale = _noting(scaler.scale)
 

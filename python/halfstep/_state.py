@@ -287,7 +287,7 @@ def _check_streams(codec, state, name, recipe, part=None):
         _judge(name_, name, _convert.read_coarse(name_, role, recipe, codec.shape, name, state, part), role)
     for s in codec.streams:
         if s.name in coarse:
-            tensors[s.key] = torch.zeros(s.shape, dtype=s.dtype)
+            tensors[s.key] = torch.zeros(s.shape, dtype=s.dtype, device="cpu")
             continue
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes")

@@ -320,7 +320,7 @@ class GradientAccumulator:
         if state_dict["format"] != self.format:
             raise ValueError(f"halfstep: these sums were saved as {state_dict['format']!r}; the accumulator was made for "
                              f"{self.format!r}")
-        buffers, named = list(self._buffers), _names.partly(list(state_dict["writes"]), self._names)
+        buffers, named = list(self._buffers), _names.partly(list({**state_dict["writes"], **state_dict["buffers"]}), self._names)
         lost = [name for name in state_dict["buffers"] if name not in named.values()]
         if lost:
             raise ValueError(f"halfstep: the saved sums of {_names.some(lost)} belong to no parameter here; here are {_names.some(self._names)}: make the "
