@@ -150,6 +150,18 @@ static int recipe_of(const halfstep_rule_info *rule, const char *weight, int row
     return halfstep_recipe_full(text, full, sizeof full) == HALFSTEP_OK;
 }
 
+/* Whether a variant switches an option on that keeps a state out of blocks, in a row whose states are in blocks. The
+ * kernel is there because rows and variants are compiled as a product; no recipe takes it. */
+static int is_precise(int rule, int row, int variant)
+{
+    if (!hstep_formats[fused_rows[row].second].block) return 0;
+    for (int j = 0, bit = 0; j < hstep_rule_states(rule); j++) {
+        const struct hstep_state *state = &hstep_rules[rule].state[j];
+        if (state->unless && variant >> bit++ & 1 && state->option) return 1;
+    }
+    return 0;
+}
+
 /* What happens to the gradient before the rule sees it. */
 enum { AS_IT_IS, L2, CENTRALIZED, L2_AND_CENTRALIZED, ADJUSTMENTS };
 
@@ -200,7 +212,7 @@ int main(int argc, char **argv)
                 for (int row = 0; row < ROWS; row++)
                     for (int variant = 0; variant < HSTEP_FUSED_VARIANTS; variant++) {
                         int found = 0;
-                        if (kernels->find_fused(rule, row, variant) < 0) continue;
+                        if (kernels->find_fused(rule, row, variant) < 0 || is_precise(rule, row, variant)) continue;
                         for (int w = 0; w < HSTEP_FORMATS; w++) {
                             char recipe[160];
                             const char *generator = halfstep_choice_value("generator", cases % 2);
