@@ -292,6 +292,8 @@ static void judge_step(const struct reference *ref, int32_t row, struct source *
     for (int j = 0; j < info.scalars; j++) {
         double value;
         MUST(halfstep_get_scalar(t.o, 0, info.scalar_name[j], &value));
+        /* Summands are fp32, whose range ends. */
+        if (fabs(scalar[j]) > 0x1p127) continue;
         CHECK(fabs(value - scalar[j]) <= 8 * 0x1p-24 * scalar_size[j], "%s: %s is %.9g, expected %.9g", ref->rule,
               info.scalar_name[j], value, scalar[j]);
     }
