@@ -15,8 +15,9 @@
 
 #define HSTEP_EXACT_LIMBS 68
 
-/* x must be finite; otherwise the sum has no meaning, but no memory outside acc is touched. */
-HSTEP_INLINE void hstep_exact_add(int64_t acc[HSTEP_EXACT_LIMBS], double x)
+/* Splits x into what it adds to three limbs, and returns the first of them: 0 to HSTEP_EXACT_LIMBS - 3. Requires a finite
+ * x; the parts of others have no meaning. */
+HSTEP_INLINE int hstep_exact_parts(double x, int64_t part[3])
 {
     uint64_t bits;
     memcpy(&bits, &x, 8);
@@ -26,10 +27,17 @@ HSTEP_INLINE void hstep_exact_add(int64_t acc[HSTEP_EXACT_LIMBS], double x)
     uint64_t position = exponent - normal;
     uint64_t shift = position & 31;
     int64_t sign = -(int64_t)(bits >> 63);
-    int64_t *limb = acc + (position >> 5);
-    limb[0] += ((int64_t)(mantissa << shift & 0xFFFFFFFFu) ^ sign) - sign;
-    limb[1] += ((int64_t)(mantissa >> (32 - shift) & 0xFFFFFFFFu) ^ sign) - sign;
-    limb[2] += ((int64_t)(mantissa >> 32 >> (32 - shift)) ^ sign) - sign;
+    part[0] = ((int64_t)(mantissa << shift & 0xFFFFFFFFu) ^ sign) - sign;
+    part[1] = ((int64_t)(mantissa >> (32 - shift) & 0xFFFFFFFFu) ^ sign) - sign;
+    part[2] = ((int64_t)(mantissa >> 32 >> (32 - shift)) ^ sign) - sign;
+    return (int)(position >> 5);
+}
+
+/* Adds x, which must be finite: otherwise the sum has no meaning, but no memory outside acc is touched. */
+HSTEP_INLINE void hstep_exact_add(int64_t acc[HSTEP_EXACT_LIMBS], double x)
+{
+    int64_t part[3], *limb = acc + hstep_exact_parts(x, part);
+    for (int k = 0; k < 3; k++) limb[k] += part[k];
 }
 
 HSTEP_INLINE void hstep_exact_merge(int64_t acc[HSTEP_EXACT_LIMBS], const int64_t other[HSTEP_EXACT_LIMBS])

@@ -231,7 +231,7 @@ static float of_pattern(uint32_t pattern)
 static int same(float x, float y) { return (x != x && y != y) || !memcmp(&x, &y, 4); }
 
 /* Mantissas of any kind, often near each other, where roundings are close; exponents of any kind in a part, else those
- * around which the ranges end. */
+ * around which the ranges end, seldom negative. */
 static float operand(struct source *s, int any, uint32_t like)
 {
     static const int ends[] = {0, 1, 2, 26, 27, 28, 76, 77, 78, 126, 127, 128, 151, 152, 226, 227, 228, 253, 254, 255};
@@ -240,7 +240,7 @@ static float operand(struct source *s, int any, uint32_t like)
                               : any == 1 ? 100 + (bits >> 23) % 54
                                          : (uint32_t)ends[(bits >> 23) % 20];
     const uint32_t mantissa = bits & 0x400000 ? like ^ (bits & 15) : bits * 0x9E3779B9u;
-    return of_pattern((any < 2 ? bits & 0x80000000 : 0) | exponent << 23 | (mantissa & 0x7fffff));
+    return of_pattern((any < 2 || !(bits >> 27 & 15) ? bits & 0x80000000 : 0) | exponent << 23 | (mantissa & 0x7fffff));
 }
 
 /* Four at a time, with the range's ends between them, against what the processor makes of each. */

@@ -27,8 +27,9 @@ static double clipping_norm(const struct hstep_call *call)
     return before > 0.0 ? before : norm_of(call, call->statistics); /* no round has had a norm yet */
 }
 
-static void look(const struct hstep_call *call, struct hstep_verdict *v)
+void hstep_judge(const struct hstep_call *call)
 {
+    struct hstep_verdict *v = call->verdict;
     const int64_t *flags = call->statistics + hstep_flags_offset();
     *v = (struct hstep_verdict){.offender = -1, .norm = clipping_norm(call)};
     for (int i = 0; i < call->n; i++)
@@ -44,14 +45,13 @@ static void look(const struct hstep_call *call, struct hstep_verdict *v)
 
 /* Tensors of one group that have made as many steps share their constants, of which only the first pays for the powers,
  * unless these have come from the tensor itself. */
-int hstep_decide(const struct hstep_call *call)
+void hstep_decide_tensors(const struct hstep_call *call, int first, int n)
 {
     const struct hstep_tensor *tensors = call->plan.tensors;
     struct hstep_update *updates = call->plan.updates;
     const int64_t *flags = call->statistics + hstep_flags_offset();
-    look(call, call->verdict);
     int last = -1;
-    for (int i = call->first; i < call->first + call->n; i++) {
+    for (int i = first; i < first + n; i++) {
         struct hstep_update *u = &updates[i];
         const struct hstep_tensor *t = &tensors[i], *before = last < 0 ? NULL : &tensors[last];
         if (call->verdict->refused || !call->gradients[i - call->first] || flags[i - call->first]) {
@@ -65,6 +65,12 @@ int hstep_decide(const struct hstep_call *call)
         else hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
         last = i;
     }
+}
+
+int hstep_decide(const struct hstep_call *call)
+{
+    hstep_judge(call);
+    hstep_decide_tensors(call, call->first, call->n);
     return HALFSTEP_OK;
 }
 
@@ -173,10 +179,9 @@ static void enter(const struct hstep_call *call)
     l->in_round = 0;
 }
 
-int hstep_count(const struct hstep_call *call)
+void hstep_count_tensors(const struct hstep_call *call, int first, int n)
 {
-    if (call->plan.ledger) enter(call);
-    for (int i = call->first; i < call->first + call->n; i++) {
+    for (int i = first; i < first + n; i++) {
         if (call->plan.updates[i].skip) {
             if (!call->verdict->refused) count_shared(call, i);
             continue;
@@ -184,7 +189,18 @@ int hstep_count(const struct hstep_call *call)
         count_update(&call->plan.tensors[i], &call->plan.updates[i]);
         if (call->single && hstep_is_clipped(call)) add_to_round(call, &call->plan.tensors[i]);
     }
+}
+
+void hstep_count_step(const struct hstep_call *call)
+{
+    if (call->plan.ledger) enter(call);
     if (!call->verdict->refused && !call->micro && !call->single) count_groups(call);
+}
+
+int hstep_count(const struct hstep_call *call)
+{
+    hstep_count_tensors(call, call->first, call->n);
+    hstep_count_step(call);
     return HALFSTEP_OK;
 }
 

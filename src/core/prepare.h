@@ -39,12 +39,17 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u);
 
-/* What devices whose memory these can read have as the entries of those names (device.h). */
+/* What devices whose memory these can read have as the entries of those names (device.h). decide() and count() are parts
+ * too: of the step, and of tensors first .. first + n - 1, which threads may share out. The verdict comes first. */
 int hstep_decide(const struct hstep_call *call);
+void hstep_judge(const struct hstep_call *call);
+void hstep_decide_tensors(const struct hstep_call *call, int first, int n);
 int hstep_decide_sums(const struct hstep_call *call, int first, int n);
 /* What ends a device's cross(): the update again, with the mean over the pair's new vector of rows. */
 int hstep_decide_mean(const struct hstep_call *call, int tensor, int pair, double mean);
 int hstep_count(const struct hstep_call *call);
+void hstep_count_tensors(const struct hstep_call *call, int first, int n);
+void hstep_count_step(const struct hstep_call *call);
 int hstep_end_round(const struct hstep_call *call);
 
 #endif

@@ -14,7 +14,6 @@
 /* Numbers of cuda.h, which is not needed to build. */
 enum {
     HSTEP_CU_SUCCESS = 0,
-    HSTEP_CU_INVALID_VALUE = 1,
     HSTEP_CU_OUT_OF_MEMORY = 2,
     HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS = 16,
     HSTEP_CU_ATTRIBUTE_COMPUTE_MAJOR = 75,

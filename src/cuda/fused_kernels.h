@@ -16,10 +16,11 @@ struct segment_key {
 
 /* What a block knows of the chunk that it works on; in shared memory, for registers are scarce. */
 struct fused_work {
-    int active; /* the chunk is this kernel's */
+    int active, option; /* the chunk is this kernel's, with what RULE_OPTION says */
     int64_t run, runs, offset, length, run_length, index_stride;
     uint64_t index0;
     int format[HSTEP_SLOTS];
+    int code_bits[HSTEP_SLOTS], extra_bits[HSTEP_SLOTS]; /* of 32 elements */
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     __attribute__((aligned(16))) float k[HSTEP_MAX_SCALARS];
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
@@ -261,6 +262,17 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &room, weight, change);
 }
 
+/* Has what the lane will read of a tile brought into the cache, while another tile is worked on. */
+V_OP void fused_prefetch(const struct fused_work *w, int64_t element)
+{
+    CUDA_UNROLL for (int s = 0; s < HALFSTEP_SLOT_STATE + HSTEP_CUDA_FUSED_STATES; s++)
+    {
+        if (w->format[s] < 0) continue;
+        CUDA_PREFETCH(w->code[s] + element * w->code_bits[s] / 256);
+        if (w->extra_bits[s]) CUDA_PREFETCH(w->extra[s] + element * w->extra_bits[s] / 256);
+    }
+}
+
 /* The whole tiles of a run, which the warps take in turn. */
 V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
                     int64_t run)
@@ -271,6 +283,7 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
     const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
     for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
         const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
+        if (tile + WARPS < tiles) fused_prefetch(w, element + place + WARPS * HSTEP_TILE);
         fused_tile(f, rule, w, element + place, index + (uint64_t)place);
     }
 }
@@ -278,14 +291,14 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
 /* ---- Chunks ---- */
 
 /* By all threads of the block; what there is to do is known after the barrier that follows. */
-V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, int option,
-                      struct fused_work *w)
+V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, struct fused_work *w)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const struct hstep_update *u = &call->plan.updates[c->tensor];
     const int i = CUDA_THREAD;
     if (i == 0) {
-        w->active = t->fused == kernel && !u->skip && !(u->mode & RULE_OPTION) == !option && is_fused(call, c->tensor);
+        w->active = t->fused == kernel && !u->skip && is_fused(call, c->tensor);
+        w->option = (u->mode & RULE_OPTION) != 0;
         w->run = c->run;
         w->runs = c->runs;
         w->offset = c->offset;
@@ -300,6 +313,13 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
         w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;
         w->code[i] = code_of(call, c->tensor, i);
         w->extra[i] = t->slot[i].extra;
+        w->code_bits[i] = w->extra_bits[i] = 0;
+        if (w->format[i] >= 0) {
+            const struct hstep_format *f = &hstep_formats[w->format[i]];
+            w->code_bits[i] = 32 * f->code_bits;
+            w->extra_bits[i] =
+                t->slot[i].extra_bytes ? f->block ? 32 * f->scale_bits / f->block : 32 * f->extra_bits : 0;
+        }
         w->grid[i] = t->slot[i].grid;
         w->onto[i] = u->onto[i];
         w->stream[i] = u->stream[i];
@@ -308,15 +328,21 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
 }
 
+/* Only states that may be left out make RULE_OPTION another way; without, the rule has nothing to ask. */
 V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const int kernel,
                        const struct hstep_call *call, struct fused_work *w, int64_t first, int64_t end)
 {
+    struct fused_what with = f;
+    with.option = 1;
     for (int64_t i = first; i < end; i += CUDA_BLOCKS) {
         CUDA_BARRIER();
-        start_fused(call, &call->plan.chunks[i], kernel, f.option, w);
+        start_fused(call, &call->plan.chunks[i], kernel, w);
         CUDA_BARRIER();
         if (!w->active) continue;
-        for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
+        if (!w->option)
+            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
+        else if (f.states & 0x01010101 * FUSED_CONDITIONAL)
+            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(with, rule, w, run);
     }
 }
 
@@ -352,20 +378,16 @@ V_OP int has_kernel(const int states, const int first)
 /* Values of more than two states do not fit half of the registers. */
 #define BLOCKS_OF(states) \
     (((states) & 0x000f0000 && !((states) & FUSED_CONDITIONAL << 16)) || (states) & 0x01010101 ? 1 : 2)
-#define FUSED_KERNEL(one, two, id, fn, bytes)                                                                        \
-    CUDA_KERNEL_SHARED(BLOCKS_OF(bytes))                                                                             \
-    void halfstep_cuda_fused_##id##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)               \
-    {                                                                                                                \
-        CUDA_SHARED struct fused_work work;                                                                          \
-        const struct span span = span_of(&call, what.first, what.n);                                                 \
-        struct fused_what f = {bytes, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0};                                    \
-        if (!has_kernel(bytes, HSTEP_FORMAT_##one)) return;                                                          \
-        fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK,     \
-                     span.end);                                                                                      \
-        f.option = 1;                                                                                                \
-        if ((bytes) & (0x01010101 * FUSED_CONDITIONAL))                                                              \
-            fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
-                         span.end);                                                                                  \
+#define FUSED_KERNEL(one, two, id, fn, bytes)                                                                    \
+    CUDA_KERNEL_SHARED(BLOCKS_OF(bytes))                                                                         \
+    void halfstep_cuda_fused_##id##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)           \
+    {                                                                                                            \
+        CUDA_SHARED struct fused_work work;                                                                      \
+        const struct span span = span_of(&call, what.first, what.n);                                             \
+        const struct fused_what f = {bytes, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0};                          \
+        if (!has_kernel(bytes, HSTEP_FORMAT_##one)) return;                                                      \
+        fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
+                     span.end);                                                                                  \
     }
 #define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
     HSTEP_CUDA_FUSED_RECIPES(FUSED_KERNEL, id, fn, states)

@@ -190,15 +190,25 @@ CUDA_DEVICE void update_rows(struct work *w, struct exchange *e, int64_t element
     }
 }
 
+/* Whether the fused kernel takes the whole chunk: it begins and ends with a whole tile in each of its runs. */
+CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
+{
+    const uint64_t first = t->index0 + (uint64_t)c->offset,
+                   stride = c->run + c->runs > 1 ? (uint64_t)t->index_stride : 0;
+    return first % HSTEP_GROUP == 0 && stride % HSTEP_GROUP == 0 && c->length % HSTEP_TILE == 0;
+}
+
 CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int pass, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const struct hstep_update *u = &call->plan.updates[c->tensor];
+    const int fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
     struct work w;
     int64_t turn = 0;
     if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->still && pass == HSTEP_PASS_CHANGE)) return;
+    if (fused && is_whole_chunk(t, c)) return;
     start_work(call, c->tensor, pass, &w);
-    w.fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
+    w.fused = fused;
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         int64_t element = run * t->run_length + c->offset;
         uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
@@ -246,28 +256,37 @@ CUDA_DEVICE int plain_format(int format)
 /* What a lane has found out of bounds. */
 enum { SCAN_NONFINITE = 1, SCAN_TOO_LARGE = 2 };
 
+/* largest: a pattern of a magnitude. */
+CUDA_DEVICE int out_of_bounds(uint32_t largest, double limit)
+{
+    const double x = (double)hstep_number(largest);
+    return x < limit ? 0 : is_finite(x) ? SCAN_TOO_LARGE : SCAN_NONFINITE;
+}
+
+/* How many of a stretch's tiles load_aligned() can take: whole ones, of codes that are aligned. */
+CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
+{
+    return (uintptr_t)code % 16 == 0 && is_fused_gradient(format) ? length / HSTEP_TILE : 0;
+}
+
 /* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns what of it is out of bounds. */
 CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
                           int64_t count, double limit, struct lane *l, vf *x)
 {
-    const char *code = gradient + element * hstep_formats[format].code_bits / 8;
+    struct room r;
     *l = lane_at(element, 0, 0, count, 0);
-    if (count < HSTEP_TILE || (uintptr_t)code % 16 ||
-        !load_aligned(format, gradient + l->element * hstep_formats[format].code_bits / 8, x)) {
-        struct room r;
-        fetch(t, format, gradient, NULL, l, &r);
-        decode(format, 0, &r, x);
-    }
-    const float largest = hstep_number(hstep_cuda_largest(x[0], x[1]));
-    return (double)largest < limit ? 0 : is_finite((double)largest) ? SCAN_TOO_LARGE : SCAN_NONFINITE;
+    fetch(t, format, gradient, NULL, l, &r);
+    decode(format, 0, &r, x);
+    return out_of_bounds(hstep_cuda_largest(x[0], x[1]), limit);
 }
 
 /* Of a run of a chunk, whose squares are added as well, in chunks of columns. */
 CUDA_DEVICE int scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
                              const char *gradient, int64_t run, int64_t offset, int64_t length, double limit,
-                             struct exchange *e, int64_t *turn)
+                             struct exchange *e, int64_t *turn, struct spread *sum)
 {
     const int64_t row = t->index_stride;
+    const int bits = hstep_formats[format].code_bits;
     const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
     const int singly = row < HSTEP_GROUP;
     int bad = 0;
@@ -280,18 +299,24 @@ CUDA_DEVICE int scan_and_sum(const struct hstep_call *call, const struct hstep_t
         }
         count = least(count, length);
         if ((*turn)++ % WARPS == warp_of_thread()) {
-            struct lane l;
+            const int64_t element = run * t->run_length + offset;
+            const char *code = gradient + element * bits / 8;
             vf x[2];
-            bad |= scan_tile(t, format, gradient, run * t->run_length + offset, count, limit, &l, x);
-            if (singly) {
-                for (int i = l.first; i < l.last; i++) {
+            if (!singly && aligned_tiles(format, code, count)) {
+                load_aligned(format, code + lane_of_thread() * PLACES * bits / 8, x);
+                bad |= out_of_bounds(hstep_cuda_largest(x[0], x[1]), limit);
+            } else {
+                struct lane l;
+                bad |= scan_tile(t, format, gradient, element, count, limit, &l, x);
+                for (int i = l.first; singly && i < l.last; i++) {
                     const double one = (double)PLACE(x, i);
                     if (is_finite(one)) add_shared(call->statistics, one * one);
                 }
-            } else {
-                /* Chunks that are not finite are left out, and no others, so that no cut matters. */
-                double total = warp_total(e, x, 1);
-                if (is_finite(total) && lane_of_thread() == 0) add_shared(call->statistics, total);
+            }
+            /* Chunks that are not finite are left out, and no others, so that no cut matters. */
+            if (!singly) {
+                const double total = warp_total(e, x, 1);
+                if (is_finite(total)) spread_add(sum, total);
             }
         }
         offset += count;
@@ -300,14 +325,52 @@ CUDA_DEVICE int scan_and_sum(const struct hstep_call *call, const struct hstep_t
     return bad;
 }
 
+/* The largest magnitude that the lane has of a warp's tiles: `tile`, and every WARPS-th up to `end`. Several are loaded
+ * before the first is looked at, so that memory has enough to do. */
+enum { SCAN_AHEAD = 4 };
+V_OP uint32_t largest_of(const int format, const char *code, int64_t tile, int64_t end)
+{
+    const int bits = columns_of(format).bits;
+    const char *mine = code + lane_of_thread() * PLACES * bits / 8;
+    uint32_t largest = 0;
+    for (; tile < end; tile += SCAN_AHEAD * WARPS) {
+        struct room r[SCAN_AHEAD] = {{{0}, {0}}};
+        CUDA_UNROLL for (int i = 0; i < SCAN_AHEAD; i++)
+        {
+            const int64_t at = tile + i * WARPS < end ? tile + i * WARPS : tile;
+            copy_codes(r[i].code, mine + at * HSTEP_TILE * bits / 8, PLACES * bits / 8);
+        }
+        CUDA_UNROLL for (int i = 0; i < SCAN_AHEAD; i++)
+        {
+            vf x[2];
+            load_any(format, 0, r[i].code, NULL, 0, &x[0], &x[1]);
+            const uint32_t one = hstep_cuda_largest(x[0], x[1]);
+            largest = one > largest ? one : largest;
+        }
+    }
+    return largest;
+}
+
 CUDA_DEVICE int scan_run(const struct hstep_tensor *t, int format, const char *gradient, int64_t run, int64_t offset,
                          int64_t length, double limit)
 {
-    const int64_t element = run * t->run_length + offset;
-    int bad = 0;
-    for (int64_t at = (warp_of_thread() + run) % WARPS * HSTEP_TILE; at < length; at += WARPS * HSTEP_TILE) {
+    const int64_t element = run * t->run_length + offset, first = (warp_of_thread() + run) % WARPS;
+    const char *code = gradient + element * hstep_formats[format].code_bits / 8;
+    const int64_t whole = aligned_tiles(format, code, length);
+    uint32_t largest = 0;
+    switch (whole ? format : HSTEP_FORMAT_NONE) {
+#define GRADIENT(fn) \
+    case HSTEP_FORMAT_##fn: largest = largest_of(HSTEP_FORMAT_##fn, code, first, whole); break;
+        HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
+#undef GRADIENT
+    default: break;
+    }
+    int bad = out_of_bounds(largest, limit);
+    for (int64_t tile = first; tile * HSTEP_TILE < length; tile += WARPS) {
         struct lane l;
         vf x[2];
+        if (tile < whole) continue;
+        const int64_t at = tile * HSTEP_TILE;
         bad |= scan_tile(t, format, gradient, element + at, least(HSTEP_TILE, length - at), limit, &l, x);
     }
     return bad;
@@ -321,7 +384,8 @@ CUDA_DEVICE void raise_flag(int64_t *flag, int bad)
     if (bad & SCAN_TOO_LARGE && seen < HSTEP_FLAG_TOO_LARGE) HSTEP_ADD_ATOMIC(flag, HSTEP_FLAG_TOO_LARGE);
 }
 
-CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
+CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e,
+                            struct spread *sum)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const char *gradient = (const char *)call->gradients[c->tensor - call->first];
@@ -331,20 +395,23 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
     double limit = hstep_gradient_limit(call, raw);
     int64_t turn = 0;
     for (int64_t run = c->run; run < c->run + c->runs; run++)
-        bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn)
+        bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn, sum)
                       : scan_run(t, format, gradient, run, c->offset, c->length, limit);
     if (bad && call->scan != HSTEP_SCAN_NONE)
         raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], bad);
 }
 
-CUDA_KERNEL void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)
+CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)
 {
     CUDA_SHARED struct exchange e[WARPS];
     struct span span = span_of(&call, call.first, call.n);
     (void)what;
+    struct spread sum;
     if (call.scan == HSTEP_SCAN_NONE && !hstep_is_clipped(&call)) return;
+    spread_clear(&sum);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        scan_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()]);
+        scan_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()], &sum);
+    spread_flush(&sum, call.statistics);
 }
 
 /* ---- sum ---- */
@@ -376,7 +443,7 @@ CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l,
 
 /* `count` elements from `element` on, all in one chunk of columns. */
 CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t count,
-                           int singly, int64_t *limbs)
+                           int singly, int64_t *limbs, struct spread *sums)
 {
     const struct hstep_rule *rule = &hstep_rules[w->t->rule];
     vf x[HSTEP_MAX_SUMS][2];
@@ -395,7 +462,7 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
         }
         if (singly) continue;
         double total = warp_total(e, x[j], squared);
-        if (is_finite(total) && lane_of_thread() == 0) add_shared(sum, total);
+        if (is_finite(total)) spread_add(&sums[j], total);
     }
 }
 
@@ -407,6 +474,8 @@ CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chu
     int64_t row = t->index_stride, mean_of = -1, turn = 0;
     int singly = row < HSTEP_GROUP;
     struct work w;
+    struct spread sums[HSTEP_MAX_SUMS];
+    for (int j = 0; j < t->sums; j++) spread_clear(&sums[j]);
     start_work(call, c->tensor, HSTEP_PASS_SUMS, &w);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
         uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
@@ -429,12 +498,13 @@ CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chu
             if (turn++ % WARPS == warp_of_thread()) {
                 if (row_start != mean_of) w.mean = row_mean(&w, e, row_start);
                 mean_of = row_start;
-                add_chunk(&w, e, element, index, count, singly, total);
+                add_chunk(&w, e, element, index, count, singly, total, sums);
             }
             offset += count;
             length -= count;
         }
     }
+    for (int j = 0; j < t->sums; j++) spread_flush(&sums[j], total + (int64_t)j * HSTEP_EXACT_LIMBS);
 }
 
 CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_what what)
@@ -578,21 +648,42 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
 
 /* ---- What one thread decides ---- */
 
-CUDA_KERNEL void halfstep_cuda_decide(struct hstep_call call, struct hstep_cuda_what what)
+/* The tensors of this thread: as many after each other as share their constants best. */
+struct some {
+    int first, n;
+};
+
+CUDA_DEVICE struct some some_of(int first, int n)
 {
-    (void)what;
-    if (CUDA_THREAD == 0) hstep_decide(&call);
+    const int each = (n + HSTEP_CUDA_THREADS - 1) / HSTEP_CUDA_THREADS, before = (int)least(each * CUDA_THREAD, n);
+    return (struct some){first + before, (int)least(each, n - before)};
 }
 
+CUDA_KERNEL void halfstep_cuda_decide(struct hstep_call call, struct hstep_cuda_what what)
+{
+    const struct some some = some_of(call.first, call.n);
+    (void)what;
+    if (CUDA_THREAD == 0) hstep_judge(&call);
+    CUDA_BARRIER();
+    hstep_decide_tensors(&call, some.first, some.n);
+}
+
+/* One thread makes sums over all tensors, of which there is one for all of them. */
 CUDA_KERNEL void halfstep_cuda_decide_sums(struct hstep_call call, struct hstep_cuda_what what)
 {
-    if (CUDA_THREAD == 0) hstep_decide_sums(&call, what.first, what.n);
+    struct some some = some_of(what.first, what.n);
+    for (int i = what.first; i < what.first + what.n; i++)
+        if (hstep_rules[call.plan.tensors[i].rule].totals)
+            some = (struct some){what.first, CUDA_THREAD == 0 ? what.n : 0};
+    hstep_decide_sums(&call, some.first, some.n);
 }
 
 CUDA_KERNEL void halfstep_cuda_count(struct hstep_call call, struct hstep_cuda_what what)
 {
+    const struct some some = some_of(call.first, call.n);
     (void)what;
-    if (CUDA_THREAD == 0) hstep_count(&call);
+    hstep_count_tensors(&call, some.first, some.n);
+    if (CUDA_THREAD == 0) hstep_count_step(&call);
 }
 
 CUDA_KERNEL void halfstep_cuda_end_round(struct hstep_call call, struct hstep_cuda_what what)

@@ -206,6 +206,14 @@ CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, vf *x)
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
+/* Whether load_aligned() knows a format. */
+CUDA_DEVICE int is_fused_gradient(int format)
+{
+#define GRADIENT(fn) || format == HSTEP_FORMAT_##fn
+    return 0 HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT);
+#undef GRADIENT
+}
+
 /* All places of a lane whose codes are aligned to 16 bytes, of the formats of gradients that fused kernels know; 0 of
  * others. */
 V_OP int load_aligned(int format, const char *code, vf *x)
@@ -379,17 +387,45 @@ CUDA_DEVICE double warp_total(struct exchange *e, const vf *x, int squared)
     return hstep_tree_sum(e->sum);
 }
 
-/* hstep_exact_add() of several threads. */
+/* Adds to limbs that other threads add to. */
 CUDA_DEVICE void add_shared(int64_t *limbs, double x)
 {
-    int64_t three[HSTEP_EXACT_LIMBS];
-    uint64_t exponent = hstep_bits64(x) >> 52 & 2047;
-    int first = (int)((exponent - (exponent != 0)) >> 5);
-    if (x == 0.0) return;
-    for (int k = 0; k < 3; k++) three[first + k] = 0;
-    hstep_exact_add(three, x);
-    for (int k = 0; k < 3; k++)
-        if (three[first + k]) CUDA_ADD(&limbs[first + k], three[first + k]);
+    int64_t part[3];
+    const int first = hstep_exact_parts(x, part);
+    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    {
+        if (part[k]) CUDA_ADD(&limbs[first + k], part[k]);
+    }
+}
+
+/* The limbs of a warp's sum, in registers: lane k % LANES has limb k. Atomic additions to one address wait for each
+ * other, so a warp makes them once a chunk and not once a tile. */
+enum { SPREAD = (HSTEP_EXACT_LIMBS + LANES - 1) / LANES };
+struct spread {
+    int64_t limb[SPREAD];
+};
+
+V_OP void spread_clear(struct spread *s) { CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] = 0; }
+
+/* Adds x, the same in all lanes of the warp. */
+V_OP void spread_add(struct spread *s, double x)
+{
+    int64_t part[3];
+    const int first = hstep_exact_parts(x, part);
+    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    {
+        const int limb = first + k, mine = limb % LANES == lane_of_thread();
+        CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] += mine && limb / LANES == j ? part[k] : 0;
+    }
+}
+
+/* Adds the sum to limbs that other warps add to. */
+V_OP void spread_flush(const struct spread *s, int64_t *limbs)
+{
+    CUDA_UNROLL for (int j = 0; j < SPREAD; j++)
+    {
+        if (s->limb[j]) CUDA_ADD(&limbs[j * LANES + lane_of_thread()], s->limb[j]);
+    }
 }
 
 #endif

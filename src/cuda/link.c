@@ -96,14 +96,15 @@ int hstep_link_owns(struct hstep_link *l, const void *memory)
             l->last_range = i;
             return HALFSTEP_OK;
         }
+    /* Ordinary memory of the process has type 0. cuPointerGetAttribute() calls it an error, which tools report. */
     unsigned type = 0;
-    int ordinal = -1, result = d->cuPointerGetAttribute(&type, HSTEP_CU_POINTER_MEMORY_TYPE, at);
-    if (result && result != HSTEP_CU_INVALID_VALUE) return hstep_gpu_result(l->gpu, result, "cuPointerGetAttribute");
-    if (result || type != HSTEP_CU_MEMORY_DEVICE)
+    int ordinal = -1, attributes[] = {HSTEP_CU_POINTER_MEMORY_TYPE, HSTEP_CU_POINTER_DEVICE_ORDINAL};
+    void *values[] = {&type, &ordinal};
+    int error = HSTEP_GPU(l->gpu, cuPointerGetAttributes, 2, attributes, values, at);
+    if (error) return error;
+    if (type != HSTEP_CU_MEMORY_DEVICE)
         return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of the process, and must be of GPU %d", memory,
                                l->gpu->ordinal);
-    int error = HSTEP_GPU(l->gpu, cuPointerGetAttribute, &ordinal, HSTEP_CU_POINTER_DEVICE_ORDINAL, at);
-    if (error) return error;
     if (ordinal != l->gpu->ordinal)
         return hstep_cuda_fail(HALFSTEP_ERROR_ARGUMENT, "%p is memory of GPU %d, and must be of GPU %d", memory,
                                ordinal, l->gpu->ordinal);

@@ -34,6 +34,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_SHUFFLE(x, mask) hstep_emulated_shuffle(x, mask)
 /* Threads of the emulation change places only where they meet. */
 #define CUDA_ADD(to, x) ((void)(*(to) += (x)))
+#define CUDA_PREFETCH(from) ((void)(from))
 #define CUDA_SHARED static
 #define CUDA_KERNEL static
 #define CUDA_KERNEL_SHARED(blocks) static
@@ -55,6 +56,7 @@ uint32_t hstep_emulated_shuffle(uint32_t x, int mask);
 #define CUDA_KERNEL extern "C" __attribute__((global, launch_bounds(256)))
 /* With so few registers that this many blocks share a multiprocessor. */
 #define CUDA_KERNEL_SHARED(blocks) extern "C" __attribute__((global, launch_bounds(256, blocks)))
+#define CUDA_PREFETCH(from) __asm__ volatile("prefetch.global.L2 [%0];" ::"l"(from))
 #define CUDA_DEVICE static CUDA_FUNCTION
 #define CUDA_UNROLL _Pragma("unroll")
 #define HSTEP_INLINE static inline CUDA_FUNCTION

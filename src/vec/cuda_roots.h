@@ -3,14 +3,15 @@
  * What ptxas makes of sqrt.rn and div.rn, but that all lanes are asked at once whether they are in the range for which
  * it is right; if some are not, the instructions themselves take over.
  *
- *   root:     y = 1/sqrt(a) (1 + d), s = a y, r = s + (a - s s) (y / 2)
+ *   root:     y = 1/sqrt(a) (1 + d), s = a |y|, r = s + (a - s s) (y / 2)
  *   quotient: y = 1/b (1 + d), y' = y + y (1 - b y), q = a y', r = q - (b q - a) y'
  *
  * each operation rounded once, sums within products. In between no number is subnormal, and the errors a - s s and
  * b q - a are exact, because their last place, at least 2^-47 of a, is above 2^-149: all is the same for each exponent.
  * A root is asked to be 2^-50 at least, a numerator and a quotient 2^-100. Whatever the estimate does not know (zero,
  * subnormal, negative, infinite, NaN) makes a NaN of the result, as does a quotient that leaves fp32 on its way, and a
- * NaN is not at least anything. lab/gpu_arithmetic.py compares all mantissas with the processor's. */
+ * NaN is not at least anything. The estimate of a negative subnormal number is -inf. Its |y| makes s - inf a NaN, where
+ * y alone would make the root +inf. lab/gpu_arithmetic.py compares all roots with the processor's. */
 #ifndef HSTEP_VEC_CUDA_ROOTS_H
 #define HSTEP_VEC_CUDA_ROOTS_H
 
@@ -77,7 +78,8 @@ V_OP int hstep_cuda_is_one(vf a)
 
 #define CUDA_ROOT(r, a)                \
     "rsqrt.approx.ftz.f32 y, " a ";\n" \
-    "mul.rn.f32 s, " a ", y;\n"        \
+    "abs.f32 s, y;\n"                  \
+    "mul.rn.f32 s, " a ", s;\n"        \
     "mul.rn.f32 y, y, 0f3F000000;\n"   \
     "neg.f32 e, s;\n"                  \
     "fma.rn.f32 e, e, s, " a ";\n"     \

@@ -88,8 +88,8 @@ float hstep_emulated_rsqrt(float x) { return (float)(astray(x, 0x1p-23) / sqrt((
  * estimates take subnormal numbers for zero. */
 float hstep_emulated_root(float a)
 {
-    const float y = 1.0f / sqrtf(a), s = a * y;
-    return fabsf(a) < 0x1p-126f ? (float)NAN : fmaf(fmaf(-s, s, a), 0.5f * y, s);
+    const float y = fabsf(a) < 0x1p-126f ? copysignf(INFINITY, a) : 1.0f / sqrtf(a), s = a * fabsf(y);
+    return fmaf(fmaf(-s, s, a), 0.5f * y, s);
 }
 float hstep_emulated_quotient(float a, float b)
 {

@@ -499,14 +499,14 @@ EXPORT int cuMemsetD8Async(uint64_t memory, unsigned char byte, size_t bytes, vo
     return OK;
 }
 
-EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t pointer)
+EXPORT int cuPointerGetAttributes(unsigned n, const int *attributes, void **values, uint64_t pointer)
 {
     BEGIN();
     const struct block *b = find(blocks, (void *)(uintptr_t)pointer);
     const int pinned = !b && find(pins, (void *)(uintptr_t)pointer) != NULL;
-    if (!b && !pinned) return INVALID_VALUE;
-    if (attribute == HSTEP_CU_POINTER_MEMORY_TYPE) *(unsigned *)value = pinned ? 1 : HSTEP_CU_MEMORY_DEVICE;
-    else *(int *)value = b ? b->device : 0;
+    for (unsigned i = 0; i < n; i++)
+        if (attributes[i] == HSTEP_CU_POINTER_MEMORY_TYPE) *(unsigned *)values[i] = b ? HSTEP_CU_MEMORY_DEVICE : pinned;
+        else *(int *)values[i] = b ? b->device : pinned ? 0 : -2;
     return OK;
 }
 
