@@ -2,7 +2,7 @@
 """Everything that a GPU has to show, in running order: its bits first, then its faults, then its speed.
 
     python bench/gpu_session.py                     every step, each with a limit and a log; status 1 if any fails
-    python bench/gpu_session.py --call 1            those that fit one call of ten minutes; 2 and 3 are the rest
+    python bench/gpu_session.py --call 1            bits and faults, beside each other; 2: what is timed, one after another
     python bench/gpu_session.py --only golden,one   steps by name
     python bench/gpu_session.py --list              the steps with their commands
     python bench/gpu_session.py --dry               without a GPU: whether every command is there and takes its options, and what is lacking
@@ -12,7 +12,9 @@ CUDA, numpy and pytest; of the peers what is installed (tests/python/requirement
 `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes. Logs, and tables for programs, are put into --logs.
 """
 import argparse
+import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -27,11 +29,11 @@ from dataclasses import dataclass
 import gpu
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-#: A GPU is lent for half an hour, its machine takes a while to start, and no call may be longer than ten minutes.
-CALLS, CALL_SECONDS, SECONDS = (1, 2, 3), 600, 1740
+#: A GPU is lent for 15 minutes, its machine takes half a minute to start, and no call may be longer than ten. Steps of call 1 are not timed.
+CALLS, CALL_SECONDS, SECONDS = (1, 2), 600, 840
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}. A script of Python is run by this Python."""
 
@@ -45,29 +47,32 @@ class Step:
 
 #: A sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a share of the golden cases.
 STEPS = (
-    Step("arithmetic", 1, 360, "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor takes them",
+    Step("arithmetic", 1, 250, "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor takes them",
          "lab/gpu_arithmetic.py{ptx}", "numpy"),
     Step("info", 1, 20, "the driver, the GPU, and the device code of this build", "{build}/halfstep info"),
-    Step("golden", 1, 180, "golden hashes of every rule and format: the processor's", "{build}/halfstep verify --device cuda"),
-    Step("model", 2, 240, "1000 steps of a transformer, bit for bit", "lab/gpu_model.py", "torch"),
-    Step("torch", 2, 120, "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
+    Step("golden", 1, 250, "golden hashes of every rule and format: the processor's", "{build}/halfstep verify --device cuda"),
+    Step("model", 1, 250, "300 steps of a transformer, bit for bit", "lab/gpu_model.py --steps 300", "torch"),
+    Step("torch", 1, 250, "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
          "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py tests/python/test_offload.py tests/python/test_streaming.py", "torch pytest"),
-    Step("memcheck", 2, 110, "no access out of bounds",
-         "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 41"),
-    Step("racecheck", 2, 120, "no race in shared memory",
-         "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 61"),
-    Step("small", 3, 60, "what 300 small tensors cost the process", "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json", "torch"),
-    Step("one", 3, 200, "fraction of a copy and peers, 2^30 parameters in one matrix",
-         "bench/gpu.py --shapes one --patience 40 --json {logs}/one.json", "torch"),
-    Step("shapes", 3, 220, "the same, the tensors of a model of 1.1 B parameters",
-         "bench/gpu.py --shapes model --patience 40 --json {logs}/shapes.json", "torch"),
-    Step("bench", 3, 110, "fraction of a copy from C, 2^30 parameters",
+    Step("memcheck", 1, 250, "no access out of bounds",
+         "compute-sanitizer --tool memcheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 61"),
+    Step("racecheck", 1, 250, "no race in shared memory",
+         "compute-sanitizer --tool racecheck --error-exitcode 9 {build}/halfstep verify --device cuda --every 211"),
+    Step("limit", 2, 60, "full fine-tuning of 6.7 billion parameters in 24 GB", "bench/gpu_train.py limit --json {logs}/limit.json", "torch"),
+    Step("small", 2, 60, "what 300 small tensors cost the process", "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json", "torch"),
+    Step("one", 2, 90, "fraction of a copy and peers, 2^30 parameters in one matrix",
+         "bench/gpu.py --shapes one --patience 40 --rounds 7 --json {logs}/one.json", "torch"),
+    Step("shapes", 2, 90, "the same, the tensors of a model of 1.1 B parameters",
+         "bench/gpu.py --shapes model --patience 40 --rounds 7 --json {logs}/shapes.json", "torch"),
+    Step("bench", 2, 30, "fraction of a copy from C, 2^30 parameters",
          "{build}/halfstep bench --device cuda --params 1073741824 --tensors 1 --rounds 7 --csv {logs}/bench.csv --recipes {recipes}"),
-    Step("offload", CALLS[-1] + 1, 300, "offload and streaming beside a plain step and torchao (not of the three calls: where time is left)",
+    Step("ladder", 2, 150, "losses of int8 and int4 states beside fp32's, 10 to 127 million parameters",
+         "bench/gpu_train.py ladder --steps 400 --json {logs}/ladder.json", "torch"),
+    Step("offload", CALLS[-1] + 1, 300, "offload and streaming beside a plain step and torchao (not of the calls: where time is left)",
          "bench/offload.py", "torch"),
 )
 #: whose output is shown whole
-TABLES = ("small", "one", "shapes", "bench")
+TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
 
 
 def words_of(step, options):
@@ -91,8 +96,8 @@ def environment(options):
 
 def help_of(words, options):
     """What the program at the beginning of a command prints of its options, or None."""
-    script = words[1:2] if words[0] == sys.executable else [word for word in words[1:2] if not word.startswith("-")]
-    done = subprocess.run([words[0], *script, "--help"], capture_output=True, text=True, cwd=ROOT, env=environment(options), timeout=60, check=False)
+    command = itertools.takewhile(lambda word: not word.startswith("-"), words)  # a program, a script, and what they call a command
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=ROOT, env=environment(options), timeout=60, check=False)
     return done.stdout if done.returncode == 0 else None
 
 
@@ -127,7 +132,8 @@ def check(step, options):
 
 def too_long(steps):
     """The limits that do not fit, as sentences."""
-    sums = {call: sum(step.limit for step in steps if step.call == call) for call in CALLS}
+    limits = {call: [step.limit for step in steps if step.call == call] for call in CALLS}
+    sums = {call: max(of, default=0) if call == CALLS[0] else sum(of) for call, of in limits.items()}
     return [f"call {call}: {seconds} s of {CALL_SECONDS}" for call, seconds in sums.items() if seconds > CALL_SECONDS] + [
         f"calls {CALLS[0]} to {CALLS[-1]}: {sum(sums.values())} s of {SECONDS}" for _ in [0] if sum(sums.values()) > SECONDS]
 
@@ -204,16 +210,18 @@ def run(step, options):
         failed = ended(words, step.limit, options, file)
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.rstrip() for line in file if line.strip()][1:]
-    print(f"{'FAIL' if failed else 'ok  '} {step.name}: {failed + '; ' if failed else ''}{time.monotonic() - begun:.0f} s; {log}")
-    for line in lines if step.name in TABLES else lines[-3:] if failed else lines[-1:]:
-        print("     " + line)
-    sys.stdout.flush()
+    head = f"{'FAIL' if failed else 'ok  '} {step.name}: {failed + '; ' if failed else ''}{time.monotonic() - begun:.0f} s; {log}"
+    print("\n     ".join([head, *(lines if step.name in TABLES else lines[-3:] if failed else lines[-1:])]), flush=True)
     return failed is not None
 
 
 def run_all(steps, options):
     os.makedirs(options.logs, exist_ok=True)
-    failed = [step.name for step in steps if run(step, options)]
+    beside = [step for step in steps if step.call == CALLS[0]]
+    with concurrent.futures.ThreadPoolExecutor(len(STEPS)) as pool:
+        fails = dict(zip(beside, pool.map(lambda step: run(step, options), beside)))
+    fails.update((step, run(step, options)) for step in steps if step not in fails)
+    failed = [step.name for step in steps if fails[step]]
     print(f"{len(steps) - len(failed)} of {len(steps)} steps passed" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
@@ -229,7 +237,7 @@ def listing(steps, options):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME,...", help="these steps")
-    parser.add_argument("--call", type=int, choices=sorted({step.call for step in STEPS}), help="the steps of one call (default: of the first three)")
+    parser.add_argument("--call", type=int, choices=sorted({step.call for step in STEPS}), help="the steps of one call (default: of the first two)")
     parser.add_argument("--list", action="store_true", help="print steps and commands")
     parser.add_argument("--dry", action="store_true", help="check every command without a GPU")
     parser.add_argument("--build", default="build", help="folder of the build (default: build)")

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 
+import pytest
 import torch
 
 from halfstep import _devices, offload
@@ -49,6 +50,10 @@ def load():
     driver = ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     driver.fake_cuda_control.restype = ctypes.POINTER(Control)
     return driver
+
+
+#: A process in which torch has loaded a real driver finds no other one of that name.
+needs_fake = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the fake driver cannot take its place")
 
 
 class Fake:

@@ -350,3 +350,11 @@ def test_offload_beside_the_plan_and_in_phases():
     text = run("offload.py", "--profile", "StateStreaming", "--rounds", "1", "--layers", "2", "--width", "96")
     assert "phase of StateStreaming" in text
     assert [line.split(" |")[0] for line in text.splitlines()[2:5]] == ["| forward", "| backward", "| step"]
+
+
+def test_models_are_trained_where_there_is_no_gpu():
+    rows = run("gpu_train.py", "limit", "--device", "cpu", "--width", "64", "--depth", "2", "--heads", "4", "--context", "32", "--vocab", "256", "--steps", "3")
+    assert len([line for line in rows.splitlines() if line.endswith(" of 3 |")]) == 3
+    rows = run("gpu_train.py", "ladder", "--device", "cpu", "--context", "16", "--batch", "1", "--steps", "2", "--only", "10", "--evaluation", "1")
+    losses = [float(line.split(" | ")[4]) for line in rows.splitlines() if "adamw" in line]
+    assert len(losses) == 3 and max(losses) - min(losses) < 0.01 and len(set(losses)) > 1

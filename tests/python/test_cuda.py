@@ -14,7 +14,7 @@ from conftest import RECIPES, RULES, class_of, plain, recipes, rules
 
 import halfstep
 from halfstep import _abi, _devices
-from fake_gpu import Fake, Real
+from fake_gpu import Fake, Real, needs_fake
 
 SHAPES = {"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": ()}
 _made = []
@@ -620,6 +620,7 @@ def unusable(driver):
     print(raised.value)
 
 
+@needs_fake
 @pytest.mark.parametrize("environment, sentence", [
     ({"FAKE_CUDA_DEVICES": "0"}, "cuInit: CUDA_ERROR_NO_DEVICE"),
     pytest.param({"FAKE_CUDA_DRIVER": "11080"}, "the NVIDIA driver speaks CUDA 11.8, and 12.0 is the oldest that will do: install a newer driver",
@@ -661,6 +662,7 @@ def failing():
     print(raised.value)
 
 
+@needs_fake
 def test_a_fault_is_lasting_and_the_process_lives_on():
     said = in_a_process_of_its_own("failing")
     assert "the context on this GPU is lost for the process: save what is not on it, and start anew" in said

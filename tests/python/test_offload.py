@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from conftest import FIRST_MOVEMENT, RECIPES, bits, class_of, rules
-from fake_gpu import Fake
+from fake_gpu import Fake, needs_fake
 from test_cuda import SHAPES, fake, gpu, gradients, held, start  # noqa: F401
 
 import halfstep
@@ -526,7 +526,7 @@ def test_wrong_arguments(gpu):
         halfstep.CPUOffload([p], compile=True)
     with pytest.raises((TypeError, RuntimeError), match="sparse"):
         opt = halfstep.CPUOffload([("w", p)], minimal_size=0)
-        p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (64, 64), check_invariants=True)
+        p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], (64, 64), check_invariants=True, device=p.device)
         opt.step()
 
 
@@ -587,6 +587,7 @@ def hosted_shards(rank, size, cls, rule, shapes, options):
                                                                   if isinstance(v, DTensor)}
 
 
+@needs_fake
 @pytest.mark.parametrize("cls, rule, options", [
     ("CPUOffload", "adamw", {"offload_gradients": True}), ("StateStreaming", "adamw", {"buffer": 900, "minimal_size": 500}),
     ("StateStreaming", "lamb", {"buffer": 900, "minimal_size": 500})])  # of which each is larger than a buffer
