@@ -15,8 +15,8 @@
 
 #define HSTEP_EXACT_LIMBS 68
 
-/* Splits x into what it adds to three limbs, and returns the first of them: 0 to HSTEP_EXACT_LIMBS - 3. Requires a finite
- * x; the parts of others have no meaning. */
+/* Splits x into what it adds to three limbs, and returns the first of them: 0 to HSTEP_EXACT_LIMBS - 3. Requires a
+ * finite x; the parts of others have no meaning. */
 HSTEP_INLINE int hstep_exact_parts(double x, int64_t part[3])
 {
     uint64_t bits;

@@ -96,7 +96,7 @@ def load(optimizer, state_dict, torch_load):
             if not any(isinstance(key, str) for key in group["params"]):
                 check_names(group, place)
         given["param_groups"], renamed, positions = _names.align(optimizer, given["param_groups"])
-        told.update(renamed=renamed, positions=positions, pending=given.get("pending", ()),
+        told.update(renamed=renamed, positions=positions, pending=given.get("pending", ()), hashes=given.get("weight_hashes", {}),
                     places={key: i for i, key in enumerate(key for group in given["param_groups"] for key in group["params"])})
         groups = []
         for place, (group, own) in enumerate(zip(given["param_groups"], before)):
@@ -161,6 +161,10 @@ def _take_told(optimizer, told):
             optimizer._ids[flat[number]] = _abi.name_id(_sharding.name_here(optimizer, flat[number], name))
     places, pending = told.get("places", {}), told.get("pending", ())
     optimizer._pending = {flat[places[key]]: True for key in pending if key in places}
+    hashes = told.get("hashes", {})
+    if not isinstance(hashes, dict):
+        raise ValueError("halfstep: 'weight_hashes' of this state is no dictionary of one tensor for each parameter's number")
+    optimizer._take_hashes({flat[places[key]]: value for key, value in hashes.items() if key in places})
 
 
 def _warn_of_conversions(optimizer):
@@ -346,7 +350,7 @@ def plain(optimizer):
     """optimizer.torch_state_dict()"""
     rule = _abi.rules[optimizer.rule]
     packed, states, flat, place = [], {}, 0, {}
-    optimizer._notice()
+    optimizer._notice(decides=False)
     optimizer._sync()
     for group in optimizer.param_groups:
         for p in group["params"]:

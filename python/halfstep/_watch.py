@@ -3,7 +3,13 @@
 A residual means something only beside the very bits that it was left over from. After every write of this package the version
 counter of the weight is noted; when it has gone on by itself, as load_state_dict(), copy_() and masks make it, somebody else
 wrote. In-place writes to `p.data` move no counter and cannot be seen; another tensor put there can.
+
+A write may put the same bits back: averages that are swapped in and out, rows that are restored. Hashes tell, one for each row
+of a matrix. They take a pass over the weights, so that they are made only from the first write of somebody else on, and for
+what is saved. The residuals that this first write costs are less than a unit in the last place of each weight, once.
 """
+import weakref
+
 import torch
 
 from . import _devices, _sharding
@@ -40,18 +46,83 @@ def _place(tensor):
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
+#: elements of a vector that have a hash together
+PIECE = 256
+#: elements that are hashed at a time: as many as a processor's cache holds; a GPU takes more, for it waits for each call
+_AT_ONCE = {"cpu": 1 << 18, None: 1 << 24}
+#: in the place of a hash that is not known
+UNKNOWN = 0
+_multipliers = {}
+
+
+def _odd_numbers(n, device):
+    """n odd 32-bit numbers, always the same; one for each column."""
+    if (n, device) not in _multipliers:
+        if len(_multipliers) > 64:
+            _multipliers.clear()
+        x = torch.arange(n, dtype=torch.int64, device=device) * 0x9E3779B1
+        x = (x ^ x >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
+        _multipliers[n, device] = ((x ^ x >> 12) | 1).to(torch.int32)
+    return _multipliers[n, device]
+
+
+@torch.no_grad()
+def row_hashes(tensor):
+    """The hashes of a 16-bit weight, int64 where it lies: of each row of a matrix, or of each 256 elements of a vector. None of
+    what is no 16-bit weight.
+
+    A hash is the sum over the row of bits times a number of the column, modulo 2^32, and never UNKNOWN. One changed element
+    always changes it.
+    """
+    t = _devices.contiguous(local(tensor).detach())
+    if t.element_size() != 2:
+        return None
+    bits = t.reshape(t.shape[0], t.shape[1:].numel()) if t.dim() > 1 else torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % PIECE)).view(-1, PIECE)
+    bits, columns = bits.view(torch.int16), max(bits.shape[1], 1)
+    factors, found = _odd_numbers(columns, t.device), torch.empty(len(bits), dtype=torch.int64, device=t.device)
+    rows = min(max(_AT_ONCE.get(t.device.type, _AT_ONCE[None]) // columns, 1), len(bits))
+    products = torch.empty(rows, columns, dtype=torch.int32, device=t.device)
+    for some, out in zip(bits.split(max(rows, 1)), found.split(max(rows, 1))):
+        torch.mul(some, factors, out=products[:len(some)])
+        torch.sum(products[:len(some)], 1, dtype=torch.int64, out=out)
+    return found.bitwise_and_(0xFFFFFFFF).bitwise_or_(1 << 32)
+
+
+def _changed(tensor, hashes):
+    """Which rows have other bits than hashes of theirs say, or None where these are unknown or of another shape."""
+    if hashes is None or not hashes.numel() or not bool((hashes != UNKNOWN).all()):
+        return None
+    now = row_hashes(tensor)
+    return now != hashes.to(now.device) if now is not None and now.shape == hashes.shape else None
+
+
+def clear_rows(extra, rows):
+    """Drops the residuals of these rows (as row_hashes() has them), or of all for None."""
+    here = local(extra)
+    if rows is None:
+        here.zero_()
+    elif here.dim() > 1:
+        here[rows.to(here.device)] = 0
+    else:
+        here[rows.to(here.device).repeat_interleave(PIECE)[:here.numel()].view(here.shape)] = 0
+
+
 def _same_bits(a, b):
     """Whether two 16-bit tensors hold the same, index by index. `a` may have lost its memory."""
     a, b = local(a), local(b)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not a.untyped_storage().nbytes():
         return False
-    return torch.equal(*(_devices.contiguous(t).view(-1).view(torch.int16) for t in (a, b)))
+    return torch.equal(*(_devices.contiguous(t).view(-1).view(torch.uint8) for t in (a, b)))
 
 
 class _Note:
     """What is kept of one weight beside its version and place."""
 
-    __slots__ = ("held", "extra", "extra_version", "compiled", "witness", "copied")
+    __slots__ = ("held", "extra", "extra_version", "compiled", "witness", "copied", "hashes", "brought")
+
+    def __init__(self):
+        self.held = self.hashes = None
+        self.brought = False
 
 
 class Watch:
@@ -71,17 +142,21 @@ class Watch:
         self.token = None
         #: compiled steps so far, and whether the last one got a copy of the witness
         self.witness, self.compiled, self.witness_copied = witness, 0, False
+        #: whether hashes are made after each write of ours; those that went into a state dictionary, which our next write outdates
+        self.hashing, self.given_out = False, []
 
     def __len__(self):
         return len(self.tensors)
 
     # ---- Looking ----
 
-    def strangers(self, extra_of, only=None, given=None, token=None):
-        """The weights that somebody else has written. extra_of(weight): the residual beside it, or None.
+    def strangers(self, extra_of, only=None, given=None, token=None, decides=True):
+        """The weights that somebody else has written, and which of their rows, None for all. extra_of(weight): the residual
+        beside it, or None.
 
         only: look at this one. given: inside a compiled step, for each weight whether the operator got a copy of it, and under
-        None the same of the witness. What was merely moved, or came with another residual, is noted as it is now.
+        None the same of the witness. What was merely moved, or came with another residual, is noted as it is now. decides: also
+        about pairs that were brought; until then their weights may still come.
         """
         if only is not None:
             looked = self._sharing(self.index[only]) if only in self.index else ()
@@ -94,12 +169,29 @@ class Watch:
             p = self.tensors[i]
             if given is not None and p not in given:
                 continue
-            verdict = self._judge(i, extra_of(p), given)
-            if verdict:
-                found.append(p)
-            elif verdict is None:
-                self._note(i, extra_of(p))
+            note, extra = self.notes[i], extra_of(p)
+            if note.brought and not decides:
+                continue
+            verdict = True if note.brought else self._judge(i, extra, given)
+            if verdict is False:
+                continue
+            # The hashes are of the weight that this residual was left over from.
+            rows = _changed(p, note.hashes) if note.brought or verdict or self._is_copy(note, extra) else None
+            if rows is not None and bool(rows.any()) or rows is None and verdict and not note.brought:
+                found.append((p, rows))
+                self.hashing = True
+            else:
+                if rows is None:
+                    note.hashes = None
+                note.brought = False
+                self._note(i, extra)
         return found
+
+    @staticmethod
+    def _is_copy(note, extra):
+        """Whether a residual that somebody brought holds what we left."""
+        return extra is not None and note.extra is not None and extra is not note.extra and version(note.extra) == note.extra_version \
+            and _same_bits(extra, note.extra)
 
     def _unchanged(self, token):
         if self.witness is not None and self.tensors:
@@ -148,6 +240,40 @@ class Watch:
         note.compiled, note.copied = self.compiled, copied
         note.witness = None if self.witness is None else version(self.witness)
 
+    def _hash(self, places):
+        """After our own writes: hashes of these are made, or forgotten, and those that were given out are of the past."""
+        for reference in self.given_out:
+            hashes = reference()
+            if hashes is not None:
+                hashes.fill_(UNKNOWN)
+        self.given_out = []
+        for i in places:
+            self.notes[i].hashes = row_hashes(self.tensors[i]) if self.hashing else None
+            self.notes[i].brought = False
+
+    def bring(self, p, extra, hashes):
+        """Takes a residual that was loaded with the hashes of its weight, which may come later."""
+        if p not in self.index:
+            self._add(p)
+        i = self.index[p]
+        self.versions[i] = self.places[i] = None
+        self.notes[i].hashes, self.notes[i].brought = hashes, True
+        self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
+
+    def hashes_of(self, p):
+        """Hashes of the weight that the residual of p belongs to, for a state dictionary; None where nobody knows. strangers() has
+        looked. They become UNKNOWN with our next write, as the residual in that dictionary goes on."""
+        if p not in self.index:
+            return None
+        note = self.notes[self.index[p]]
+        if note.hashes is None:
+            note.hashes = row_hashes(p)
+        if note.hashes is None:
+            return None
+        given = note.hashes.clone()
+        self.given_out.append(weakref.ref(given))
+        return given
+
     def _add(self, p):
         self.index[p] = len(self.tensors)
         for values, value in ((self.tensors, p), (self.versions, None), (self.places, None), (self.notes, _Note())):
@@ -160,6 +286,7 @@ class Watch:
             if p not in self.index:
                 self._add(p)
             self._note(self.index[p], extra_of(p), copied and copied[p])
+        self._hash([self.index[p] for p in tensors])
         if len(tensors) == 1:
             for i in self._sharing(self.index[tensors[0]]):
                 self.versions[i] = version(self.tensors[i])
@@ -167,6 +294,7 @@ class Watch:
     def wrote_all(self, tensors, extra_of, token):
         """As wrote(), of all that are known and some that may not be; strangers() had looked at all, with the same token."""
         self.versions = versions(self.tensors)
+        self._hash(range(len(self.tensors)))
         if len(tensors) != len(self.tensors):
             self.wrote([p for p in tensors if p not in self.index], extra_of)
         self.token = token

@@ -15,7 +15,7 @@ from . import _abi, _devices, _sharding
 from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, lib
 from ._engine import (_ORDINARY, DTYPES, PLAIN, add_group, add_tensor, caller, check_parameter, create_handle,
                       increment_versions, no_dynamo, read_rows, seed_of, weight_format, write_rows)
-from ._watch import Watch
+from ._watch import Watch, clear_rows
 from .optimizer import unwrapped
 
 __all__ = ["EMA"]
@@ -513,12 +513,12 @@ class EMA(torch.nn.Module):
         strangers = watch.strangers(extras.get)
         # Of a tensor in another's place: what is known is the residual that it found there.
         known = {id(note.extra): note for note in watch.notes}
-        strangers += [average for average, extra in extras.items() if average not in watch.index and id(extra) in known
+        strangers += [(average, None) for average, extra in extras.items() if average not in watch.index and id(extra) in known
                       and known[id(extra)].extra_version == extra._version]
-        for average in strangers:
+        for average, rows in strangers:
             if average not in extras:
                 continue
-            extras[average].zero_()
+            clear_rows(extras[average], rows)
             watch.wrote([average], extras.get)
             if not self._dropped:
                 self._dropped = True

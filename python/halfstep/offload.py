@@ -359,8 +359,8 @@ class CPUOffload(Hosted):
         for m in members:
             self._carrier.put(m.p)
 
-    def _build(self, also=None):
-        engine = super()._build(also)
+    def _build(self, also=None, decides=True):
+        engine = super()._build(also, decides)
         self._carrier.keep(set(self._flat))
         return engine
 

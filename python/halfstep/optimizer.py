@@ -19,7 +19,7 @@ from ._engine import (PLAIN, STATE, VERSION, WEIGHT, Engine, Member, caller, che
                       write_rows)
 from ._guards import guard
 from ._sharding import local
-from ._watch import Watch, version, versions
+from ._watch import PIECE, Watch, clear_rows, version, versions
 
 _Tensor = torch.Tensor
 #: what optimizers take
@@ -567,11 +567,11 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 engine.destroy()
 
-    def _build(self, also=None):
+    def _build(self, also=None, decides=True):
         """Builds the handle anew for every parameter that has states or a gradient, and for those of `also`, a dictionary of
-        gradients by parameter."""
+        gradients by parameter. decides: as _notice()'s."""
         also = also or {}
-        self._notice()
+        self._notice(decides=decides)
         self._drop_engine()
         flat, wanted, seen = [], [], set()
         for g, group in enumerate(self.param_groups):
@@ -599,7 +599,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine = engine
         return engine
 
-    def _current(self):
+    def _current(self, decides=True):
         """The handle, with hyper-parameters as they are now."""
         self._settle()
         engine = self._engine
@@ -611,7 +611,7 @@ class Optimizer(torch.optim.Optimizer):
                 engine = None
             elif engine.late:
                 engine.use_streams()
-        return self._build() if engine is None else engine
+        return self._build(decides=decides) if engine is None else engine
 
     def _stale(self, m, state):
         """Whether a state of a parameter is no longer where the handle thinks it is."""
@@ -775,26 +775,29 @@ class Optimizer(torch.optim.Optimizer):
         state = self.state.get(p)
         return state.get("weight.extra") if state else None
 
-    def _notice(self, only=None, token=None):
-        """Drops the residuals of weights, or of `only`, that somebody else has written since this optimizer did."""
+    def _notice(self, only=None, token=None, decides=True):
+        """Drops the residuals of the rows of weights, or of `only`, that somebody else has written since this optimizer did.
+        decides: also of a state that was loaded, whose weights are there by now."""
         if not self._watch:
             return
-        for p in self._watch.strangers(self._extra_of, only, self._compiled_copies, token):
+        for p, rows in self._watch.strangers(self._extra_of, only, self._compiled_copies, token, decides):
             extra = self._extra_of(p)
             if extra is None:
                 continue
-            extra.zero_()
+            clear_rows(extra, rows)
             self._watch.wrote([p], self._extra_of)
             if "written" not in self._warned:
                 self._warned.add("written")
                 name = next((self._name_of(g, i) for g, group in enumerate(self.param_groups)
                              for i, other in enumerate(group["params"]) if other is p), "?")
+                which = "residuals kept beside it were" if rows is None else \
+                    f"residuals kept beside {int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of {PIECE}) were"
                 warnings.warn(
-                    f"halfstep: the weight of parameter {name!r} was written by something else than this optimizer, so the "
-                    "residual kept beside it was dropped: it belonged to the weight before. After load_state_dict() that is as "
-                    "it should be. Code that changes weights after every step, such as a mask, would lose each time what small "
-                    "updates have gathered there; write optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. "
-                    "This is said once", UserWarning, stacklevel=caller())
+                    f"halfstep: something else than this optimizer wrote the weight of parameter {name!r}, so the {which} dropped: they "
+                    "belonged to the weight before. After load_state_dict() that is as it should be. A mask after every step would "
+                    "lose each time what small updates have gathered in the rows that it changes: call "
+                    "optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. This is said once", UserWarning,
+                    stacklevel=caller())
 
     # ---- Steps ----
 
@@ -1301,11 +1304,11 @@ class Optimizer(torch.optim.Optimizer):
         """The member of a parameter that has states, once all that was submitted is done. Parameters without elements are not in the
         handle."""
         self._hear()
-        engine = self._current()
+        engine = self._current(decides=False)
         if p not in engine.index_of or self._stale(engine.members[engine.index_of[p]], self.state.get(p)):
             if p not in self.state:
                 raise ValueError("halfstep: this parameter has no states yet")
-            engine = self._build()
+            engine = self._build(decides=False)
         return engine.members[engine.index_of[p]]
 
     def _slot(self, name):
@@ -1421,7 +1424,7 @@ class Optimizer(torch.optim.Optimizer):
 
         As torch's, it is a view: what `state` holds goes on with the optimizer, all of it; options are those of the call. A copy that
         stays as it is takes copy.deepcopy()."""
-        self._notice()
+        self._notice(decides=False)
         self._sync()
         self._refresh_names()
         for group in self.param_groups:
@@ -1440,7 +1443,22 @@ class Optimizer(torch.optim.Optimizer):
         if self._pending:
             places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
             found["pending"] = [places[id(p)] for p in self._pending if id(p) in places]
+        hashes = self._hashes()
+        if hashes:
+            found["weight_hashes"] = {i: hashes[p] for i, p in enumerate(p for group in self.param_groups for p in group["params"]) if p in hashes}
         return found
+
+    def _hashes(self):
+        """By parameter, the hashes of the weight that its residual belongs to; what is not known is left out."""
+        found = {p: self._watch.hashes_of(p) for p in self.state if isinstance(p, _Tensor) and self._extra_of(p) is not None}
+        return {p: hashes for p, hashes in found.items() if hashes is not None}
+
+    def _take_hashes(self, hashes):
+        """By parameter, of what was loaded."""
+        for p, known in hashes.items():
+            extra = self._extra_of(p)
+            if extra is not None and isinstance(known, _Tensor) and known.dtype == torch.int64:
+                self._watch.bring(p, extra, known.clone())
 
     @no_dynamo
     def load_state_dict(self, state_dict):
@@ -1469,10 +1487,10 @@ class Optimizer(torch.optim.Optimizer):
         _files.load(self, path)
 
     def __getstate__(self):
-        self._notice()
+        self._notice(decides=False)
         self._sync()
-        return {key: value for key, value in self.__dict__.items()
-                if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}
+        return {"_weight_hashes": self._hashes(), **{key: value for key, value in self.__dict__.items()
+                if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}}
 
     def __setstate__(self, state):
         # Called for copies with everything, and by load_state_dict() and for old pickles with states and groups alone.
@@ -1488,6 +1506,7 @@ class Optimizer(torch.optim.Optimizer):
         for key, value in (("_names", {}), ("_roster", []), ("_ids", {}), ("_pending", {})):
             self.__dict__.setdefault(key, value)
         state = {key: value for key, value in state.items() if key not in _TRANSIENT}
+        hashes = state.pop("_weight_hashes", {})
         if "state" in state:
             state["state"] = _state.unwrap(state["state"])
         if "defaults" in state:  # older pickles kept it beside the groups, None for what was the default then
@@ -1502,6 +1521,7 @@ class Optimizer(torch.optim.Optimizer):
         if "defaults" not in state:
             _state.check(self)
         self._show_estimates()
+        self._take_hashes(hashes)
         if state.get("compile"):
             from . import _compile
             _compile.register(self)

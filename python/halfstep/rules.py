@@ -219,6 +219,7 @@ class _ScheduleFree(Optimizer):
                     for p in held:  # y is in the model still
                         if _layout.TRAINED + ".extra" in self.state[p] and "weight.extra" in self.state[p]:
                             self.state[p]["weight.extra"].copy_(self.state[p][_layout.TRAINED + ".extra"])
+                            self._watch.wrote([p], self._extra_of)
                     self._put_averages()
             elif before:
                 for group in groups_before:

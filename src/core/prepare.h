@@ -39,8 +39,8 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u);
 
-/* What devices whose memory these can read have as the entries of those names (device.h). decide() and count() are parts
- * too: of the step, and of tensors first .. first + n - 1, which threads may share out. The verdict comes first. */
+/* What devices whose memory these can read have as the entries of those names (device.h). decide() and count() are in
+ * parts too: of the step, and of tensors first .. first + n - 1, which threads may share out; hstep_judge() first. */
 int hstep_decide(const struct hstep_call *call);
 void hstep_judge(const struct hstep_call *call);
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n);

@@ -499,3 +499,174 @@ def test_an_average_that_starts_anew_says_nothing(silent):
     ema.n_averaged.zero_()
     ema.update_parameters(model)
     assert all(torch.equal(p, q) for p, q in zip(ema.module.parameters(), model.parameters()))
+
+
+# ---- The same bits put back ----------------------------------------------------------------------------------------------------
+
+
+def knows_hashes(model, opt):
+    """From the first write of somebody else on, weights have hashes."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0)
+    for p in model.parameters():
+        opt.read_weight(p)
+
+
+@formats
+@pytest.mark.parametrize("way", ["step", "step_param", "release", "accumulation", "strided"])
+def test_bits_that_come_back_cost_no_residual(weights, way):
+    """Averages swapped in and out, SAM's climb and return: after every step, bit for bit as if nobody had."""
+    ends = []
+    for swapped in (False, True):
+        model, opt = made(weights)
+        params = model.named()
+        if way == "strided":
+            params["tree.matrix"].data = params["tree.matrix"].data.t().contiguous().t()
+        run(opt, params, 0, 2)
+        with pytest.warns(UserWarning, match="residuals kept beside it were dropped"):
+            knows_hashes(model, opt)
+        if way == "release":
+            opt.prepare_gradient_release()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2, 6):
+                set_gradients(params, step)
+                if way in ("step_param", "release"):
+                    for p in params.values():
+                        opt.step_param(p)
+                elif way == "accumulation":
+                    opt.optimizer_accumulation = True
+                    opt.step()
+                    opt.optimizer_accumulation = False
+                opt.step()
+                if swapped:
+                    kept = [p.detach().clone() for p in params.values()]
+                    with torch.no_grad():
+                        for p, q in zip(params.values(), kept):
+                            p.fill_(7.0)
+                        for p, q in zip(params.values(), kept):
+                            p.copy_(q)
+        ends.append(([bits(p) for p in params.values()], states(opt)))
+    assert ends[0] == ends[1]
+
+
+@formats
+def test_only_rows_that_changed_lose_theirs(weights):
+    """Rows of a matrix, pieces of 256 of a vector."""
+    matrix, vector = (nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(FORMATS[weights])) for shape in ((24, 96), (600,)))
+    params = {"matrix": matrix, "vector": vector}
+    opt = halfstep.AdamW(params.items(), lr=2.0 ** -9, weights=weights.replace("f16", "bf16") if weights.startswith("f16") else weights, seed=0)
+    run(opt, params, 0, 3)
+    knows_hashes(nn.ParameterDict(params), opt)
+    run(opt, params, 3, 6)
+    before = {name: opt.state[p]["weight.extra"].clone() for name, p in params.items()}
+    assert all(extra.any() for extra in before.values())
+    with torch.no_grad():
+        matrix[5, 7] += 1.0
+        vector[300] += 1.0
+    for p in params.values():
+        opt.read_weight(p)
+    after = {name: opt.state[p]["weight.extra"] for name, p in params.items()}
+    for name, here in (("matrix", slice(5, 6)), ("vector", slice(256, 512))):
+        assert not after[name][here].any()
+        before[name][here] = 0
+        assert torch.equal(before[name], after[name])
+
+
+@formats
+@pytest.mark.parametrize("look", ["nothing", "state_dict", "read_state"])
+def test_a_pair_that_was_loaded_is_judged_by_its_bits(weights, look):
+    """Weights that come after the optimizer's state: those of the state keep their residuals, rows of others have none."""
+    model, opt = made(weights)
+    run(opt, model.named(), 0, 3)
+    kept = saved({"model": model.state_dict(), "optimizer": opt.state_dict()})
+    for others in (False, True):
+        fresh, other = made(weights, seed=5)
+        run(other, fresh.named(), 0, 1)
+        other.load_state_dict(kept["optimizer"])
+        if look == "state_dict":
+            kept["optimizer"] = saved(other.state_dict())
+        elif look == "read_state":
+            other.read_state(fresh.tree["matrix"], "exp_avg")
+        fresh.load_state_dict(kept["model"])
+        with torch.no_grad():
+            if others:
+                fresh.tree["matrix"][3:5] = 0
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            values = other.read_weight(fresh.tree["matrix"])
+        expected = opt.read_weight(model.tree["matrix"])
+        if others:
+            expected[3:5] = 0
+        assert torch.equal(values, expected) and len(said) == others
+        assert not others or "beside 2 of its 24 rows" in str(said[0].message)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_knows_its_weights(way):
+    """Weights of a copy that are set to zero have no residuals of other weights."""
+    model, opt = made("bf16-kahan")
+    run(opt, model.named(), 0, 3)
+    copied, other = copy.deepcopy((model, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+    assert torch.equal(other.read_weight(copied.tree["matrix"]), opt.read_weight(model.tree["matrix"]))
+    copied, other = copy.deepcopy((model, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+    with torch.no_grad():
+        copied.tree["matrix"].zero_()
+    with pytest.warns(UserWarning, match="tree.matrix"):
+        assert not other.read_weight(copied.tree["matrix"]).any()
+
+
+def test_full_precision_beside_the_state():
+    """Weights that round to other bits than they had: their rows lose the residuals that belonged to those."""
+    model, opt = made("bf16-kahan")
+    run(opt, model.named(), 0, 40)
+    whole, state = halfstep.full_precision_state_dict(model, opt), saved(opt.state_dict())
+    fresh, other = made("bf16-kahan", seed=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fresh.load_state_dict(whole)
+        other.load_state_dict(state)
+        for (name, p), q in zip(model.named_parameters(), fresh.parameters()):
+            true, place = whole[name], torch.exp2(torch.floor(torch.log2(whole[name].abs())) - 7)
+            assert bool(((other.read_weight(q) - true).abs() <= 0.51 * place).all())
+
+
+def test_hashes_of_a_kept_state_end_with_the_next_step():
+    """The residual in a state that is kept goes on, so that the hash beside it is none of its weight any more."""
+    model, opt = made("bf16-kahan")
+    run(opt, model.named(), 0, 2)
+    live, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
+    run(opt, model.named(), 2, 3)
+    assert all(not hashes.any() for hashes in live["weight_hashes"].values())
+    assert all(hashes.all() for hashes in copied["weight_hashes"].values())
+    fresh, other = made("bf16-kahan", seed=5)
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(live)
+    assert torch.equal(other.read_weight(fresh.tree["matrix"]), opt.read_weight(model.tree["matrix"]))
+    live["weight_hashes"] = [1]
+    with pytest.raises(ValueError, match="'weight_hashes' of this state is no dictionary"):
+        other.load_state_dict(live)
+
+
+def test_averages_that_come_back_keep_their_residuals():
+    """EMA's own weights, swapped out and in."""
+    ends = []
+    for swapped in (False, True):
+        model = Model(torch.bfloat16)
+        ema = EMA(model, 0.9, "bf16-kahan", seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(8):
+                with torch.no_grad():
+                    for i, p in enumerate(model.parameters()):
+                        p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).bfloat16() * 0.1)
+                ema.update_parameters(model)
+                if step == 0 or swapped:  # the first write of somebody else costs what was there
+                    with torch.no_grad():
+                        for q in ema.module.parameters():
+                            kept = q.clone()
+                            q.zero_()
+                            q.copy_(kept)
+        ends.append([bits(v) for v in ema.full_state_dict().values()])
+    assert ends[0] == ends[1]

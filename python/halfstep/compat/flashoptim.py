@@ -326,11 +326,11 @@ class FlashSGD(FlashOptimizer):
         super().__init__(params, lr, quantize, compress_state_dict, master_weight_bits, check_numerics, fused,
                          {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov})
 
-    def _build(self, also=None):
+    def _build(self, also=None, decides=True):
         for group in self.param_groups:
             if group["dampening"] and group["momentum"]:
                 start_from_zeros(self, group["params"], also)
-        return super()._build(also)
+        return super()._build(also, decides)
 
 
 class FlashSGDW(FlashSGD):

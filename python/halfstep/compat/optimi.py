@@ -276,11 +276,11 @@ class SGD(OptimiOptimizer):
                                       torch_init=torch_init, foreach=foreach, triton=triton,
                                       gradient_release=gradient_release))
 
-    def _build(self, also=None):
+    def _build(self, also=None, decides=True):
         for group in self.param_groups:
             if group["dampening"] and group["momentum"] and not group["torch_init"]:
                 start_from_zeros(self, group["params"], also)
-        return super()._build(also)
+        return super()._build(also, decides)
 
     def _hypers(self, group):
         found = super()._hypers(group)
