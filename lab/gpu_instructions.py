@@ -186,7 +186,7 @@ def states_of(rule):
     """The number of a rule in rules.def, and the roles of the states that it has whatever its hyper-parameters."""
     text = open(os.path.join(ROOT, "src", "rules", "rules.def")).read()
     row = re.search(r"^RULE\((\d+), *\"%s\".*?(?=^RULE\(|\Z)" % re.escape(rule), text, re.S | re.M)
-    kept = re.findall(r"\bSTATE\(\"\w+\", *(\w+), *[^,]*, *([^)]*)\)", row[0])
+    kept = re.findall(r"\b(?:PRECISE_)?STATE\(\"\w+\", *(\w+), *[^,]*, *([^,)]*)[,)]", row[0])
     return int(row[1]), [role for role, unless in kept if unless.strip() in ("NULL", "0")]
 
 

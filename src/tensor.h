@@ -40,7 +40,7 @@ struct hstep_tensor {
     int fused;    /* the device's row for just these formats, or -1, */
     int adjusted; /* and for updates that change the gradient before the rule sees it, or compare it with the change */
     int share;    /* the first of the tensors that have its sums of TOTALS with it; its own number without such */
-    int like;     /* the first of the tensors up to this one that are of one group and stored alike */
+    int first_alike; /* the first of the tensors up to this one that are of one group and stored alike */
     struct hstep_slot slot[HSTEP_SLOTS];
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
@@ -82,19 +82,19 @@ struct hstep_chunk {
 struct hstep_update {
     float k[HSTEP_MAX_SCALARS];
     float gradient_scale, l2;
-    double centralize;   /* times the row mean of the raw gradient, or 0 */
-    int mode;            /* of the rule function */
-    uint32_t stochastic; /* bit per slot */
-    uint32_t first;      /* bit per slot: a copy of the weight is made before the update, */
-    uint32_t copy;       /* and the weight made a copy of the slot after it */
+    double centralize;       /* times the row mean of the raw gradient, or 0 */
+    int mode;                /* of the rule function */
+    uint32_t stochastic;     /* bit per slot */
+    uint32_t weight_to_slot; /* bit per slot: a copy of the weight is made before the update, */
+    uint32_t slot_to_weight; /* and the weight made a copy of the slot after it */
     int skip, fused;
     int adjusted;                 /* l2, centralize or cautious */
-    int still;                    /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
+    int zero_lr;                  /* lr is 0: weights are left alone, whatever 0 times an infinite weight would be */
     int micro;                    /* only states are written */
     float cautious;               /* 0, or what elements that agree with their gradient are scaled by, and */
     float decay;                  /* what the weight is then, apart from k[] */
     int64_t every;                /* so many-th elements of the whole tensor are summed for TOTALS; below 2: all */
-    int own;                      /* the constants come from the tensor itself: no other may take them over */
+    int of_its_own;               /* the constants come from the tensor itself: no other may take them over */
     double mean[HSTEP_MAX_PAIRS]; /* over the new vectors of rows, `means` of them so far */
     int means;
     double scalar[HSTEP_MAX_NAMED_SCALARS]; /* of after the update */
@@ -108,7 +108,7 @@ struct hstep_update {
 /* Whether a tensor takes part in the sums of a step: not where it is left out, and not in totals where it stays. */
 HSTEP_INLINE int hstep_is_summed(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return !u->skip && !(u->still && hstep_rules[t->rule].totals);
+    return !u->skip && !(u->zero_lr && hstep_rules[t->rule].totals);
 }
 
 #endif

@@ -59,9 +59,9 @@ void hstep_decide_tensors(const struct hstep_call *call, int first, int n)
             continue;
         }
         u->means = 0;
-        int same = before && !updates[last].own && before->group == t->group && before->state_steps == t->state_steps &&
-                   before->full_steps == t->full_steps;
-        if (same && before->like == t->like) hstep_repeat_update(call, i, before, &updates[last], u);
+        int same = before && !updates[last].of_its_own && before->group == t->group &&
+                   before->state_steps == t->state_steps && before->full_steps == t->full_steps;
+        if (same && before->first_alike == t->first_alike) hstep_repeat_update(call, i, before, &updates[last], u);
         else hstep_prepare_update(call, i, call->verdict->clip, NULL, same ? &updates[last] : NULL, u);
         last = i;
     }

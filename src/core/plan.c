@@ -72,7 +72,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         o->parts += !hstep_is_whole(t);
         t->fused = o->device->find_fused(&o->context, t, 0);
         t->adjusted = o->device->find_fused(&o->context, t, 1);
-        t->like = i && are_alike(t - 1, t) ? t[-1].like : i;
+        t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
         size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
         if (floats > *workspace) *workspace = floats;
     }

@@ -261,7 +261,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
                               .mean = u->mean,
                               .means = means,
                               .own = &own,
-                              .looked = &u->own};
+                              .own_was_asked = &u->of_its_own};
     memcpy(u->scalar, t->scalar, sizeof u->scalar);
     if (same) memcpy(u->k, same->k, sizeof u->k);
     else hstep_prepare_rule(g, &p, u->k);
@@ -283,8 +283,8 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         if (norms && f->geometry == HALFSTEP_GEOMETRY_TENSOR)
             u->scale[s] = hstep_tensor_scale(slot->format, norms[sum++], elements);
         if (hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT) {
-            if (!t->full_steps) u->first |= 1u << s;
-            if ((same ? same->copy : (uint32_t)p.copy) && !u->copy) u->copy = 1u << s;
+            if (!t->full_steps) u->weight_to_slot |= 1u << s;
+            if ((same ? same->slot_to_weight : (uint32_t)p.copy) && !u->slot_to_weight) u->slot_to_weight = 1u << s;
         }
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
         /* Not with one scale for a tensor, which is there to show what its authors published. */
@@ -296,8 +296,8 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
             u->stream[s] = slot_stream(call->seed, generator, t, s);
         }
     }
-    u->still = base == 0.0;
+    u->zero_lr = base == 0.0;
     u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
-    u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->still && !u->micro &&
+    u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->zero_lr && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

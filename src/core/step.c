@@ -140,7 +140,7 @@ static int transform(const struct hstep_request *s, int tensor)
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
     int looked = 0;
-    struct hstep_prepare p = {.own = &own, .looked = &looked};
+    struct hstep_prepare p = {.own = &own, .own_was_asked = &looked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
     const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};

@@ -23,7 +23,8 @@ CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
     for (int s = 0; s < t->slots; s++)
         if (t->slot[s].format >= 0)
             bits |= (uintptr_t)code_of(call, tensor, s) | (t->slot[s].extra_bytes ? (uintptr_t)t->slot[s].extra : 0);
-    return bits % 16 == 0 && t->fused >= 0 && u->fused && !u->first && !u->copy && u->centralize == 0.0;
+    return bits % 16 == 0 && t->fused >= 0 && u->fused && !u->weight_to_slot && !u->slot_to_weight &&
+           u->centralize == 0.0;
 }
 
 /* Whether all places of the tile of this lane are held, by all lanes. */

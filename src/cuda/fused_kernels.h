@@ -20,7 +20,6 @@ struct fused_work {
     int64_t run, runs, offset, length, run_length, index_stride;
     uint64_t index0;
     int format[HSTEP_SLOTS];
-    int code_bits[HSTEP_SLOTS], extra_bits[HSTEP_SLOTS]; /* of 32 elements */
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     __attribute__((aligned(16))) float k[HSTEP_MAX_SCALARS];
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
@@ -39,19 +38,29 @@ V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s
     return w->extra[s] + element / c.block * hstep_scale_bytes(c.scale);
 }
 
+/* more: the warp goes on with the tile WARPS further on, which is brought into the cache meanwhile. */
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
-                     struct room *r, vf *x)
+                     const int more, struct room *r, vf *x)
 {
+    enum { NEXT = WARPS * HSTEP_TILE };
     const struct columns c = columns_of(format);
-    copy_codes(r->code, w->code[s] + element * c.bits / 8, PLACES * c.bits / 8);
+    const char *code = w->code[s] + element * c.bits / 8;
+    copy_codes(r->code, code, PLACES * c.bits / 8);
+    if (more) CUDA_PREFETCH(code + NEXT * c.bits / 8);
     if (c.block) {
         vf scale;
-        copy_aligned(r->extra, block_scale(c, w, s, element), hstep_scale_bytes(c.scale));
+        const char *at = block_scale(c, w, s, element);
+        copy_aligned(r->extra, at, hstep_scale_bytes(c.scale));
+        if (more) CUDA_PREFETCH(at + NEXT / c.block * hstep_scale_bytes(c.scale));
         scale = v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0)));
         load_scaled(format, nonneg, r->code, scale, 0, &x[0], &x[1]);
         return;
     }
-    if (c.extra_bits) copy_aligned(r->extra, w->extra[s] + element * c.extra_bits / 8, PLACES * c.extra_bits / 8);
+    if (c.extra_bits) {
+        const char *extra = w->extra[s] + element * c.extra_bits / 8;
+        copy_aligned(r->extra, extra, PLACES * c.extra_bits / 8);
+        if (more) CUDA_PREFETCH(extra + NEXT * c.extra_bits / 8);
+    }
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
@@ -120,12 +129,12 @@ V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, 
 
 /* ---- Slots whose format is told apart at run time ---- */
 
-V_OP void load_gradient(const struct fused_work *w, int64_t element, vf *x)
+V_OP void load_gradient(const struct fused_work *w, int64_t element, const int more, vf *x)
 {
     struct room r;
     switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
 #define GRADIENT(fn) \
-    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, &r, x); break;
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, more, &r, x); break;
         HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
 #undef GRADIENT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -133,11 +142,11 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, vf *x)
 }
 
 /* Of the weight, and of states that are stored as it is. */
-V_OP void load_weight(const struct fused_work *w, int s, int64_t element, struct room *r, vf *x)
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct room *r, vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
-    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, r, x); break;
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, r, x); break;
         HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
 #undef WEIGHT
     default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
@@ -202,14 +211,14 @@ struct fused_state {
 };
 
 V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
-                     struct fused_state *state)
+                     const int more, struct fused_state *state)
 {
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     state->before[0] = state->before[1] = v_set(0.0f);
     if (!is_stored(f, w, j)) return;
-    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, &state->room, state->before);
-    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, &state->room, state->before);
-    else fused_load(format, nonneg, w, s, element, &state->room, state->before);
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->room, state->before);
+    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->room, state->before);
+    else fused_load(format, nonneg, w, s, element, more, &state->room, state->before);
     if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
 }
 
@@ -227,7 +236,7 @@ V_OP void store_state(const struct fused_what f, const int j, struct fused_work 
 }
 
 V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
-                     int64_t element, uint64_t index)
+                     int64_t element, uint64_t index, const int more)
 {
     const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
     const struct constants constants = constants_of(w->k);
@@ -236,12 +245,12 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
     fused_segment(w, index);
-    load_gradient(w, element, gradient);
-    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, &room, weight);
-    load_state(f, 0, w, element, &s0);
-    load_state(f, 1, w, element, &s1);
-    load_state(f, 2, w, element, &s2);
-    load_state(f, 3, w, element, &s3);
+    load_gradient(w, element, more, gradient);
+    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &room, weight);
+    load_state(f, 0, w, element, more, &s0);
+    load_state(f, 1, w, element, more, &s1);
+    load_state(f, 2, w, element, more, &s2);
+    load_state(f, 3, w, element, more, &s3);
     scale_pair(gradient, w->gradient_scale);
     /* Asked once for all places. */
     if (l2 != 0.0f)
@@ -262,17 +271,6 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &room, weight, change);
 }
 
-/* Has what the lane will read of a tile brought into the cache, while another tile is worked on. */
-V_OP void fused_prefetch(const struct fused_work *w, int64_t element)
-{
-    CUDA_UNROLL for (int s = 0; s < HALFSTEP_SLOT_STATE + HSTEP_CUDA_FUSED_STATES; s++)
-    {
-        if (w->format[s] < 0) continue;
-        CUDA_PREFETCH(w->code[s] + element * w->code_bits[s] / 256);
-        if (w->extra_bits[s]) CUDA_PREFETCH(w->extra[s] + element * w->extra_bits[s] / 256);
-    }
-}
-
 /* The whole tiles of a run, which the warps take in turn. */
 V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
                     int64_t run)
@@ -283,8 +281,7 @@ V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf
     const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
     for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
         const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
-        if (tile + WARPS < tiles) fused_prefetch(w, element + place + WARPS * HSTEP_TILE);
-        fused_tile(f, rule, w, element + place, index + (uint64_t)place);
+        fused_tile(f, rule, w, element + place, index + (uint64_t)place, tile + WARPS < tiles);
     }
 }
 
@@ -313,13 +310,6 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
         w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;
         w->code[i] = code_of(call, c->tensor, i);
         w->extra[i] = t->slot[i].extra;
-        w->code_bits[i] = w->extra_bits[i] = 0;
-        if (w->format[i] >= 0) {
-            const struct hstep_format *f = &hstep_formats[w->format[i]];
-            w->code_bits[i] = 32 * f->code_bits;
-            w->extra_bits[i] =
-                t->slot[i].extra_bytes ? f->block ? 32 * f->scale_bits / f->block : 32 * f->extra_bits : 0;
-        }
         w->grid[i] = t->slot[i].grid;
         w->onto[i] = u->onto[i];
         w->stream[i] = u->stream[i];

@@ -79,7 +79,7 @@ CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *r
         }
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
-        int s = HALFSTEP_SLOT_STATE + j, from = u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        int s = HALFSTEP_SLOT_STATE + j, from = u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
         v->state[j][0] = v->state[j][1] = v_set(0.0f);
         if (w->format[s] < 0) continue;
         fetch_slot(w, s, l, &room[s]);
@@ -143,8 +143,8 @@ CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
         for (int i = 0; t->cautious && i < 2; i++)
             v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
         for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-            if (u->first >> s & 1 && w->format[s] >= 0) room[s] = room[0];
-        if (!u->still && !u->micro) apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
+            if (u->weight_to_slot >> s & 1 && w->format[s] >= 0) room[s] = room[0];
+        if (!u->zero_lr && !u->micro) apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
     }
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
         int j = s - HALFSTEP_SLOT_STATE;
@@ -153,13 +153,13 @@ CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
         if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
             if (is_of_tensor(w->format[s])) memcpy(room[s].extra, &u->scale[s], 4);
             encode(w->format[s], t->slot[s].nonneg, v.state[j], &room[s], words, 1, u->onto[s]);
-        } else if (!u->still) {
+        } else if (!u->zero_lr) {
             apply(w->format[s], old[j], v.state[j], &room[s], words);
-            if (u->copy >> s & 1) room[0] = room[s];
+            if (u->slot_to_weight >> s & 1) room[0] = room[s];
         }
         put_slot(w, s, l, &room[s]);
     }
-    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->still) put_slot(w, 0, l, &room[0]);
+    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->zero_lr) put_slot(w, 0, l, &room[0]);
 }
 
 /* The warps take tiles in turn; `turn` counts them through the chunk. */
@@ -205,7 +205,7 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     const int fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
     struct work w;
     int64_t turn = 0;
-    if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->still && pass == HSTEP_PASS_CHANGE)) return;
+    if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->zero_lr && pass == HSTEP_PASS_CHANGE)) return;
     if (fused && is_whole_chunk(t, c)) return;
     start_work(call, c->tensor, pass, &w);
     w.fused = fused;

@@ -166,7 +166,7 @@ CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cu
     CUDA_SHARED union matrix_room room;
     const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_update *u = &call.plan.updates[what.tensor];
-    if (u->skip || u->still) return;
+    if (u->skip || u->zero_lr) return;
     switch (hstep_rules[t->rule].transform) {
 #define TRANSFORM(name, ...) \
     case HSTEP_TRANSFORM_##name: name(&room, &what, call.plan.workspace, t->rows, t->row_length, u->k); break;

@@ -276,7 +276,7 @@ static void fused_step(const struct hstep_fused *a, int step)
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             int s = HALFSTEP_SLOT_STATE + j;
             if (!(a->as_weight >> s & 1)) continue;
-            if (a->first >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
+            if (a->weight_to_slot >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
             if (!plain) fused_decode(a, s, room.state[j].old, t, n);
         }
         if (weighted) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
@@ -293,7 +293,7 @@ static void fused_step(const struct hstep_fused *a, int step)
             struct fused_state *state = &room.state[j];
             if (a->as_weight >> s & 1) {
                 if (!plain) fused_appliers[weight](a, s, state->old, state->stash, t, n);
-                if (a->copy >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
+                if (a->slot_to_weight >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
             } else if (j == j0) {
                 fused_boths[row](a, &room, j0, j1, t, n);
             } else if (j != j1 && a->format[s] >= 0 && fused_coders[a->format[s]][0]) {

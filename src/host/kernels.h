@@ -31,7 +31,7 @@ struct hstep_fused {
         l2; /* as gradient() below takes them; the last two are 0 unless the row is one for that */
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS]; /* what is stored, and what is coded, is multiplied by (grid.h) */
     uint32_t nonneg, as_weight;                 /* second moments; states that are stored as the weight is, */
-    uint32_t first, copy;                       /* and what struct hstep_update says of them */
+    uint32_t weight_to_slot, slot_to_weight;    /* and what struct hstep_update says of them */
     float cautious, decay;                      /* likewise */
     const struct hstep_key *key;                /* segment keys of the mixer */
 };

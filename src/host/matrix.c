@@ -285,7 +285,7 @@ int hstep_host_transform(const struct hstep_call *call, const struct hstep_matri
     const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
     const struct hstep_update *u = &call->plan.updates[m->tensor];
     float *matrix = call->plan.workspace;
-    if (!u->skip && !u->still)
+    if (!u->skip && !u->zero_lr)
         transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->rows, t->row_length, u->k,
                                                          matrix + t->rows * t->row_length);
     return HALFSTEP_OK;

@@ -211,8 +211,8 @@ struct hstep_fused hstep_fused_start(const struct hstep_work *w)
                             .gradient_scale = w->u->gradient_scale,
                             .mean = w->mean,
                             .l2 = w->u->l2,
-                            .first = w->u->first,
-                            .copy = w->u->copy,
+                            .weight_to_slot = w->u->weight_to_slot,
+                            .slot_to_weight = w->u->slot_to_weight,
                             .cautious = w->u->cautious,
                             .decay = w->u->decay};
     memcpy(f.onto, w->u->onto, sizeof f.onto);
@@ -252,7 +252,7 @@ void hstep_load(const struct hstep_work *w, const struct hstep_places *places, s
         kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
     }
     for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
-        int s = HALFSTEP_SLOT_STATE + i, from = w->u->first >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        int s = HALFSTEP_SLOT_STATE + i, from = w->u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
         tile->state[i] = tile->states[i];
         if (w->format[s] >= 0)
             kernels->format[w->format[s]].decode[w->t->slot[s].nonneg](tile->states[i], places->code[from],

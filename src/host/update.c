@@ -53,8 +53,8 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
         kernels->rule[rule][u->mode](u->k, tile.weight, tile.gradient, tile.change, tile.state, n);
         if (w->t->cautious) kernels->cautious(tile.change, tile.gradient, tile.weight, u->cautious, u->decay, n);
         for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++)
-            if (u->first >> s & 1 && w->format[s] >= 0) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
-        if (!u->still && !u->micro)
+            if (u->weight_to_slot >> s & 1 && w->format[s] >= 0) copy_slot(w, places, s, HALFSTEP_SLOT_WEIGHT, n);
+        if (!u->zero_lr && !u->micro)
             kernels->format[w->format[0]].apply(tile.weight, tile.change, places->code[0], places->extra[0], words[0],
                                                 n);
     }
@@ -63,9 +63,9 @@ static void run_tile(const struct hstep_work *w, const struct hstep_places *plac
         if (w->format[s] < 0 || w->t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
         if (hstep_slot_role(w->t, s) != HALFSTEP_ROLE_WEIGHT) {
             encode_state(w, places, s, tile.states[i], words[s], n);
-        } else if (!u->still) {
+        } else if (!u->zero_lr) {
             kernels->format[w->format[s]].apply(old[i], tile.states[i], places->code[s], places->extra[s], words[s], n);
-            if (u->copy >> s & 1) copy_slot(w, places, HALFSTEP_SLOT_WEIGHT, s, n);
+            if (u->slot_to_weight >> s & 1) copy_slot(w, places, HALFSTEP_SLOT_WEIGHT, s, n);
         }
     }
 }
@@ -189,7 +189,7 @@ static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
     const struct hstep_update *u = &b->call->plan.updates[c->tensor];
-    if (u->skip || (t->matrix && b->pass == HSTEP_PASS_UPDATE) || (u->still && b->pass == HSTEP_PASS_CHANGE)) return;
+    if (u->skip || (t->matrix && b->pass == HSTEP_PASS_UPDATE) || (u->zero_lr && b->pass == HSTEP_PASS_CHANGE)) return;
     struct hstep_work w = hstep_work_start(b, c->tensor);
     struct staging st;
     st.n = 0;

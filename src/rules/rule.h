@@ -81,14 +81,14 @@ struct hstep_prepare {
     int copy;            /* out: 1 makes the weight a copy of the first state of role WEIGHT after the update */
     /* For hstep_own() alone. */
     const struct hstep_own *own;
-    int *looked;
+    int *own_was_asked; /* set to 1 by it */
 };
 
 /* The only way to what the tensor has to itself: it notes that constants come from there, so that no other tensor of
  * the group takes them over. */
 HSTEP_INLINE const struct hstep_own *hstep_own(const struct hstep_prepare *p)
 {
-    *p->looked = 1;
+    *p->own_was_asked = 1;
     return p->own;
 }
 
