@@ -547,7 +547,7 @@ static void test_constants(void)
             const double norm[HSTEP_MAX_SUMS] = {3, 5};
             for (int pass = 0; pass < 2; pass++) {
                 float k[2][HSTEP_MAX_SCALARS] = {{0}};
-                int looked[2] = {0};
+                int asked[2] = {0};
                 for (int i = 0; i < 2; i++) {
                     /* Tensors that have nothing in common but group and count. */
                     double scalar[HSTEP_MAX_NAMED_SCALARS] = {0.001 + i, 0.002 * i, 0.5 - i};
@@ -565,11 +565,11 @@ static void test_constants(void)
                                               .full = 5,
                                               .norm = pass ? norm : NULL,
                                               .own = &own,
-                                              .looked = &looked[i]};
+                                              .own_was_asked = &asked[i]};
                     hstep_prepare_rule(&group, &p, k[i]);
                 }
-                CHECK(looked[0] == looked[1], "%s: looks at one tensor, not at the other", hstep_rules[row].name);
-                CHECK(looked[0] || !memcmp(k[0], k[1], sizeof k[0]),
+                CHECK(asked[0] == asked[1], "%s: looks at one tensor, not at the other", hstep_rules[row].name);
+                CHECK(asked[0] || !memcmp(k[0], k[1], sizeof k[0]),
                       "%s: its constants differ by tensor, and nothing tells", hstep_rules[row].name);
             }
         }
