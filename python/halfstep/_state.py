@@ -95,6 +95,8 @@ def load(optimizer, state_dict, torch_load):
         for place, group in enumerate(given["param_groups"]):
             if not any(isinstance(key, str) for key in group["params"]):
                 check_names(group, place)
+        if not isinstance(given.get("weight_hashes", {}), dict):
+            raise ValueError("halfstep: 'weight_hashes' of this state is no dictionary of one tensor for each parameter's number")
         given["param_groups"], renamed, positions = _names.align(optimizer, given["param_groups"])
         told.update(renamed=renamed, positions=positions, pending=given.get("pending", ()), hashes=given.get("weight_hashes", {}),
                     places={key: i for i, key in enumerate(key for group in given["param_groups"] for key in group["params"])})
@@ -161,10 +163,7 @@ def _take_told(optimizer, told):
             optimizer._ids[flat[number]] = _abi.name_id(_sharding.name_here(optimizer, flat[number], name))
     places, pending = told.get("places", {}), told.get("pending", ())
     optimizer._pending = {flat[places[key]]: True for key in pending if key in places}
-    hashes = told.get("hashes", {})
-    if not isinstance(hashes, dict):
-        raise ValueError("halfstep: 'weight_hashes' of this state is no dictionary of one tensor for each parameter's number")
-    optimizer._take_hashes({flat[places[key]]: value for key, value in hashes.items() if key in places})
+    optimizer._take_hashes({flat[places[key]]: known for key, known in told.get("hashes", {}).items() if key in places})
 
 
 def _warn_of_conversions(optimizer):

@@ -108,7 +108,7 @@ def clear_rows(extra, rows):
 
 
 def _same_bits(a, b):
-    """Whether two 16-bit tensors hold the same, index by index. `a` may have lost its memory."""
+    """Whether two tensors hold the same bits, index by index. `a` may have lost its memory."""
     a, b = local(a), local(b)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not a.untyped_storage().nbytes():
         return False
@@ -142,8 +142,10 @@ class Watch:
         self.token = None
         #: compiled steps so far, and whether the last one got a copy of the witness
         self.witness, self.compiled, self.witness_copied = witness, 0, False
-        #: whether hashes are made after each write of ours; those that went into a state dictionary, which our next write outdates
-        self.hashing, self.given_out = False, []
+        #: whether hashes are made after each write of ours, and whether a note may have some, or be of a pair that was brought
+        self.hashing, self.some_known = False, False
+        #: references to hashes in state dictionaries, which our next write outdates
+        self.given_out = []
 
     def __len__(self):
         return len(self.tensors)
@@ -172,12 +174,12 @@ class Watch:
             note, extra = self.notes[i], extra_of(p)
             if note.brought and not decides:
                 continue
-            verdict = True if note.brought else self._judge(i, extra, given)
-            if verdict is False:
+            written = None if note.brought else self._judge(i, extra, given)
+            if written is False:
                 continue
-            # The hashes are of the weight that this residual was left over from.
-            rows = _changed(p, note.hashes) if note.brought or verdict or self._is_copy(note, extra) else None
-            if rows is not None and bool(rows.any()) or rows is None and verdict and not note.brought:
+            # The hashes are of the weight that this residual was left over from. Without them the verdict stands.
+            rows = _changed(p, note.hashes) if note.brought or written or self._is_copy(note, extra) else None
+            if written if rows is None else bool(rows.any()):
                 found.append((p, rows))
                 self.hashing = True
             else:
@@ -241,12 +243,16 @@ class Watch:
         note.witness = None if self.witness is None else version(self.witness)
 
     def _hash(self, places):
-        """After our own writes: hashes of these are made, or forgotten, and those that were given out are of the past."""
+        """Makes hashes after our own writes, or forgets them. Those in state dictionaries are of the past."""
+        if not self.hashing and not self.some_known:
+            return
         for reference in self.given_out:
             hashes = reference()
             if hashes is not None:
                 hashes.fill_(UNKNOWN)
         self.given_out = []
+        if len(places) == len(self.notes):
+            self.some_known = self.hashing
         for i in places:
             self.notes[i].hashes = row_hashes(self.tensors[i]) if self.hashing else None
             self.notes[i].brought = False
@@ -256,6 +262,7 @@ class Watch:
         if p not in self.index:
             self._add(p)
         i = self.index[p]
+        self.some_known = True
         self.versions[i] = self.places[i] = None
         self.notes[i].hashes, self.notes[i].brought = hashes, True
         self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
@@ -268,8 +275,9 @@ class Watch:
         note = self.notes[self.index[p]]
         if note.hashes is None:
             note.hashes = row_hashes(p)
-        if note.hashes is None:
-            return None
+            if note.hashes is None:
+                return None
+            self.some_known = True
         given = note.hashes.clone()
         self.given_out.append(weakref.ref(given))
         return given

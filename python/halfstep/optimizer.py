@@ -1440,12 +1440,12 @@ class Optimizer(torch.optim.Optimizer):
         names = self._all_names()
         if any(map(any, names)):
             found["param_names"] = names
+        places = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         if self._pending:
-            places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-            found["pending"] = [places[id(p)] for p in self._pending if id(p) in places]
-        hashes = self._hashes()
+            found["pending"] = [places[p] for p in self._pending if p in places]
+        hashes = {places[p]: known for p, known in self._hashes().items() if p in places}
         if hashes:
-            found["weight_hashes"] = {i: hashes[p] for i, p in enumerate(p for group in self.param_groups for p in group["params"]) if p in hashes}
+            found["weight_hashes"] = hashes
         return found
 
     def _hashes(self):
@@ -1489,8 +1489,9 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self):
         self._notice(decides=False)
         self._sync()
-        return {"_weight_hashes": self._hashes(), **{key: value for key, value in self.__dict__.items()
-                if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}}
+        kept = {key: value for key, value in self.__dict__.items()
+                if key not in _TRANSIENT and not (key.startswith("_optimizer_") and key.endswith("_hooks"))}
+        return {**kept, "_weight_hashes": self._hashes()}
 
     def __setstate__(self, state):
         # Called for copies with everything, and by load_state_dict() and for old pickles with states and groups alone.

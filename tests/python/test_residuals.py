@@ -644,9 +644,12 @@ def test_hashes_of_a_kept_state_end_with_the_next_step():
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(live)
     assert torch.equal(other.read_weight(fresh.tree["matrix"]), opt.read_weight(model.tree["matrix"]))
-    live["weight_hashes"] = [1]
+    before = states(other)
+    live = {**saved(live), "weight_hashes": [1]}
+    live["state"][0]["exp_avg"].zero_()
     with pytest.raises(ValueError, match="'weight_hashes' of this state is no dictionary"):
         other.load_state_dict(live)
+    assert states(other) == before
 
 
 def test_averages_that_come_back_keep_their_residuals():
