@@ -5,8 +5,8 @@
     python bench/gpu_train.py ladder --data TEXT        fp32 against int8 and int4 states for 10, 40 and 120 million parameters: losses
     python bench/gpu_train.py limit --device cpu --width 64 --depth 2 --context 32 --vocab 256      without a GPU, to see that everything runs
 
-`limit` trains a Llama-shaped model of plain modules with activation checkpointing, on random weights. --memory is what the whole process
-may hold of the GPU: torch's allocator gets what the context and device code leave of it, and a peak above it is an error.
+`limit` trains a Llama-shaped model of plain modules with activation checkpointing. Its first weights are random. The whole process may hold
+--memory bytes of the GPU. torch's allocator gets what the context and device code leave of them. A peak above them is an error.
 
 `ladder` trains the model of bench/trainer_torch.py from the same weights on the same batches in each recipe. Matrix products take BF16 in
 all of them. Losses are of text that no step has seen.
@@ -24,6 +24,7 @@ import torch
 
 BENCH = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, BENCH)
+import gpu  # noqa: E402
 import trainer_torch  # noqa: E402
 
 import halfstep  # noqa: E402
@@ -62,9 +63,7 @@ def model_of(shape, device, dtype, seed, checkpointed=False):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.02, generator=generator) if p.dim() > 1 else p.fill_(1)
-    half = shape.width // shape.heads // 2
-    angle = torch.arange(shape.context, dtype=torch.float64)[:, None] * shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    model.rotation = (angle.cos().float().to(device), angle.sin().float().to(device))
+    model.rotation = tuple(table.to(device) for table in trainer_torch.rotation_tables(shape))
     return model
 
 
@@ -84,8 +83,8 @@ def held():
 
 def train_limited(way, shape, given):
     """{"peak": bytes of the GPU, "tokens": a second, "losses": of the first and the last step}."""
-    gpu = given.device == "cuda"
-    if gpu:
+    on_gpu = given.device == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     model = model_of(shape, given.device, torch.bfloat16, 1, checkpointed=True)
     optimizer = WAYS[way](list(model.named_parameters()))
@@ -101,7 +100,7 @@ def train_limited(way, shape, given):
         losses.append(loss.detach())
     synchronize(given.device)
     seconds = time.perf_counter() - begun
-    peak = held() + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if gpu else 0
+    peak = held() + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if on_gpu else 0
     return {"peak": peak, "tokens": (given.steps - 2) * shape.batch * shape.context / seconds, "losses": [float(losses[0]), float(losses[-1])]}
 
 
@@ -205,8 +204,9 @@ def main(arguments=None):
         part.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
         part.add_argument("--json", help="write the results to a file as well")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("gpu_train.py: torch finds no GPU here; --device cpu runs everything on the processor")
+    why = gpu.no_gpu(torch) if given.device == "cuda" else None
+    if why:
+        sys.exit(f"gpu_train.py: {why}; --device cpu runs everything on the processor")
     failed, found = {"limit": limit, "ladder": ladder}[given.command](given)
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:

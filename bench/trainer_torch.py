@@ -132,6 +132,14 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def rotation_tables(shape):
+    """Cosines and sines of the angles by position; these, and the loss, stay in fp32 where a model is converted."""
+    half = shape.width // shape.heads // 2
+    frequency = shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
 class Llama(nn.Module):
     """Names as in the checkpoints of `train lm`."""
 
@@ -143,10 +151,7 @@ class Llama(nn.Module):
         self.model.layers = nn.ModuleList([Layer(shape) for _ in range(shape.depth)])
         self.model.norm = nn.RMSNorm(shape.width, eps=shape.eps)
         self.lm_head = nn.Linear(shape.width, shape.vocab, bias=False)
-        half = shape.width // shape.heads // 2
-        frequency = shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(shape.context, dtype=torch.float64)[:, None] * frequency
-        self.rotation = (angle.cos().float(), angle.sin().float())  # these, and the loss, stay in fp32 where the model is converted
+        self.rotation = rotation_tables(shape)
 
     def forward(self, tokens):
         """The mean loss over sequences of context + 1 bytes."""
