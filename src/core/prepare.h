@@ -39,8 +39,9 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
 void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
                          const struct hstep_update *same, struct hstep_update *u);
 
-/* What devices whose memory these can read have as the entries of those names (device.h). decide() and count() are in
- * parts too: of the step, and of tensors first .. first + n - 1, which threads may share out; hstep_judge() first. */
+/* The entries of these names (device.h) for devices whose memory these functions can read. decide() and count() exist
+ * in parts too. One part is for the step, the other for tensors first .. first + n - 1, which threads may share out.
+ * hstep_judge() comes before hstep_decide_tensors(). */
 int hstep_decide(const struct hstep_call *call);
 void hstep_judge(const struct hstep_call *call);
 void hstep_decide_tensors(const struct hstep_call *call, int first, int n);

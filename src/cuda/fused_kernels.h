@@ -318,7 +318,7 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
 }
 
-/* Only states that may be left out make RULE_OPTION another way; without, the rule has nothing to ask. */
+/* RULE_OPTION changes a rule only if it has states that may be left out. */
 V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const int kernel,
                        const struct hstep_call *call, struct fused_work *w, int64_t first, int64_t end)
 {

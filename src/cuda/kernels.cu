@@ -218,11 +218,12 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     }
 }
 
-/* The chunks of tensors first .. first + n - 1. */
+/* Numbers first .. end - 1 of chunks or tensors. */
 struct span {
     int64_t first, end;
 };
 
+/* The chunks of tensors first .. first + n - 1. */
 CUDA_DEVICE struct span span_of(const struct hstep_call *call, int first, int n)
 {
     struct span span = {0, 0};
@@ -646,43 +647,40 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
     }
 }
 
-/* ---- What one thread decides ---- */
+/* ---- What a single block decides ---- */
 
-/* The tensors of this thread: as many after each other as share their constants best. */
-struct some {
-    int first, n;
-};
-
-CUDA_DEVICE struct some some_of(int first, int n)
+/* This thread's share of n tensors. Its tensors follow each other, because neighbours often have the same constants,
+ * which are then worked out once. */
+CUDA_DEVICE struct span share_of_thread(int first, int n)
 {
-    const int each = (n + HSTEP_CUDA_THREADS - 1) / HSTEP_CUDA_THREADS, before = (int)least(each * CUDA_THREAD, n);
-    return (struct some){first + before, (int)least(each, n - before)};
+    const int64_t each = (n + HSTEP_CUDA_THREADS - 1) / HSTEP_CUDA_THREADS;
+    return (struct span){first + least(each * CUDA_THREAD, n), first + least(each * (CUDA_THREAD + 1), n)};
 }
 
 CUDA_KERNEL void halfstep_cuda_decide(struct hstep_call call, struct hstep_cuda_what what)
 {
-    const struct some some = some_of(call.first, call.n);
+    const struct span share = share_of_thread(call.first, call.n);
     (void)what;
     if (CUDA_THREAD == 0) hstep_judge(&call);
     CUDA_BARRIER();
-    hstep_decide_tensors(&call, some.first, some.n);
+    hstep_decide_tensors(&call, (int)share.first, (int)(share.end - share.first));
 }
 
-/* One thread makes sums over all tensors, of which there is one for all of them. */
+/* Rules with sums over several tensors are left to one thread, which makes each of these sums once. */
 CUDA_KERNEL void halfstep_cuda_decide_sums(struct hstep_call call, struct hstep_cuda_what what)
 {
-    struct some some = some_of(what.first, what.n);
+    struct span share = share_of_thread(what.first, what.n);
     for (int i = what.first; i < what.first + what.n; i++)
         if (hstep_rules[call.plan.tensors[i].rule].totals)
-            some = (struct some){what.first, CUDA_THREAD == 0 ? what.n : 0};
-    hstep_decide_sums(&call, some.first, some.n);
+            share = (struct span){what.first, CUDA_THREAD == 0 ? what.first + what.n : what.first};
+    hstep_decide_sums(&call, (int)share.first, (int)(share.end - share.first));
 }
 
 CUDA_KERNEL void halfstep_cuda_count(struct hstep_call call, struct hstep_cuda_what what)
 {
-    const struct some some = some_of(call.first, call.n);
+    const struct span share = share_of_thread(call.first, call.n);
     (void)what;
-    hstep_count_tensors(&call, some.first, some.n);
+    hstep_count_tensors(&call, (int)share.first, (int)(share.end - share.first));
     if (CUDA_THREAD == 0) hstep_count_step(&call);
 }
 

@@ -8,10 +8,10 @@
  *
  * each operation rounded once, sums within products. In between no number is subnormal, and the errors a - s s and
  * b q - a are exact, because their last place, at least 2^-47 of a, is above 2^-149: all is the same for each exponent.
- * A root is asked to be 2^-50 at least, a numerator and a quotient 2^-100. Whatever the estimate does not know (zero,
- * subnormal, negative, infinite, NaN) makes a NaN of the result, as does a quotient that leaves fp32 on its way, and a
- * NaN is not at least anything. The estimate of a negative subnormal number is -inf. Its |y| makes s - inf a NaN, where
- * y alone would make the root +inf. lab/gpu_arithmetic.py compares all roots with the processor's. */
+ * A root is asked to be 2^-50 at least, a numerator and a quotient 2^-100. The result is NaN where the estimate knows
+ * nothing (zero, subnormal, negative, infinite, NaN) and where a quotient leaves fp32 on its way. A NaN fails the
+ * check. The estimate of a negative subnormal number is -inf. Its |y| makes s - inf a NaN, where y alone would make the
+ * root +inf. lab/gpu_arithmetic.py compares all roots with the processor's. */
 #ifndef HSTEP_VEC_CUDA_ROOTS_H
 #define HSTEP_VEC_CUDA_ROOTS_H
 
