@@ -12,7 +12,7 @@ nn, functional = torch.nn, torch.nn.functional
 
 
 def hash_counters(seed, a, b, c):
-    """tools/halfstep/models/rows.c; any of the counters may be an array."""
+    """tools/trainer/loops/rows.c; any of the counters may be an array."""
     step = 0x9E3779B97F4A7C15
 
     def mix(x):
@@ -28,26 +28,26 @@ def hash_counters(seed, a, b, c):
 
 
 def split(text):
-    """The training and the validation part of a text (data_split in tools/halfstep/data.c)."""
+    """The training and the validation part of a text (data_split in tools/trainer/data/data.c)."""
     first = len(text) - len(text) // 10
     return text[:first], text[first:]
 
 
 def windows(part, seed, step, batch, context):
-    """The sequences of a step of `train lm`, context + 1 bytes each (data_window in tools/halfstep/data.c); part: bytes as an array."""
+    """The sequences of a step of `train lm`, context + 1 bytes each (data_window in tools/trainer/data/data.c); part: bytes as an array."""
     starts = hash_counters(seed, step, 0, numpy.arange(batch)) % numpy.uint64(len(part) - context)
     return part[starts.astype(numpy.int64)[:, None] + numpy.arange(context + 1)]
 
 
 def evaluation_windows(part, count, context):
-    """The sequences of a validation of `train lm` (data_eval_window in tools/halfstep/data.c); count: of those that fit side by side, at most."""
+    """The sequences of a validation of `train lm` (data_eval_window in tools/trainer/data/data.c); count: of those that fit side by side, at most."""
     last, count = len(part) - context - 1, max(1, min(count, len(part) // (context + 1)))
     starts = [int(last * i / (count - 1)) for i in range(count)] if count > 1 else [last // 2]
     return part[numpy.array(starts)[:, None] + numpy.arange(context + 1)]
 
 
 def image_order(seed, epoch, n):
-    """The order of the images in an epoch of `train mnist` (shuffle in tools/halfstep/train_mnist.c)."""
+    """The order of the images in an epoch of `train mnist` (shuffle in tools/trainer/mnist/train_mnist.c)."""
     order = list(range(n))
     i = numpy.arange(n, dtype=numpy.uint64)
     other = (hash_counters(seed, epoch, i, 0x6D6E697374) % (i + numpy.uint64(1))).tolist()
@@ -201,7 +201,7 @@ class Digits(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed):
-        """The first weights of `train mnist` (cnn_init_tensor in tools/halfstep/models/cnn_shape.c)."""
+        """The first weights of `train mnist` (cnn_init_tensor in tools/trainer/models/cnn_shape.c)."""
         for i, (name, p) in enumerate(self.named_parameters()):
             inputs = self.get_submodule(name.split(".")[0]).weight[0].numel()
             hashes = hash_counters(seed, i, numpy.arange(p.numel()), 0x636E6E) >> numpy.uint64(11)

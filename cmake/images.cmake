@@ -1,6 +1,6 @@
-# Device code inside the library. clang compiles src/cuda/kernels.cu to PTX once, which drivers compile for the GPU that is there; ptxas makes machine code of
-# it for each architecture beforehand. All of it becomes arrays of bytes in place of src/cuda/images.c, which has none. nvcc's own front end takes functions that
-# say nothing for the host's, and refuses what the kernels share with core/.
+# Device code inside the library. clang compiles src/device/cuda/code/kernels.cu to PTX once, which drivers compile for the GPU that is there; ptxas makes machine code of
+# it for each architecture beforehand. All of it becomes arrays of bytes in place of src/device/cuda/driver/images.c, which has none. nvcc's own front end takes functions that
+# say nothing for the host's, and refuses what the kernels share with the host.
 #
 #   cmake -D OUTPUT=file.c -D "IMAGES=compute=file;..." [-D LZ4=program] -P images.cmake    writes the table
 
@@ -35,11 +35,11 @@ function(halfstep_device_images result)
   # The least compute capability, of which the PTX is, and those that get machine code, newest first.
   set(HALFSTEP_CUDA_PTX 80)
   set(HALFSTEP_CUDA_ARCHITECTURES 120 100 90 89 86 80 CACHE STRING "Architectures that get machine code, newest first")
-  set(source ${PROJECT_SOURCE_DIR}/src/cuda/kernels.cu)
+  set(source ${PROJECT_SOURCE_DIR}/src/device/cuda/code/kernels.cu)
   set(output ${PROJECT_BINARY_DIR}/cuda_images.c)
   set(images "")
   set(files "")
-  set(${result} ${PROJECT_SOURCE_DIR}/src/cuda/images.c PARENT_SCOPE)
+  set(${result} ${PROJECT_SOURCE_DIR}/src/device/cuda/driver/images.c PARENT_SCOPE)
   if(HALFSTEP_CUDA)
     find_program(HALFSTEP_CLANG clang DOC "Compiler of device code")
     find_program(HALFSTEP_LZ4 lz4 DOC "Packs device code, which is three times as large without")
@@ -96,5 +96,5 @@ if(CMAKE_SCRIPT_MODE_FILE)
     string(APPEND arrays "static const _Alignas(64) unsigned char image_${compute}[] = {${data}};\n")
     string(APPEND rows "    {${compute}, image_${compute}, ${bytes}, sizeof image_${compute}},\n")
   endforeach()
-  file(WRITE "${OUTPUT}" "#include \"cuda/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\n")
+  file(WRITE "${OUTPUT}" "#include \"device/cuda/driver/images.h\"\n${arrays}const struct hstep_cuda_image hstep_cuda_images[] = {\n${rows}    {0, 0, 0, 0}};\n")
 endif()

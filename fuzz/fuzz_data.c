@@ -6,8 +6,8 @@
 #include "fuzz.h"
 
 #include "files.h"
-#include "tools/halfstep/data.h"
-#include "tools/halfstep/idx.h"
+#include "trainer/data/data.h"
+#include "trainer/data/idx.h"
 #include <zlib.h>
 
 static const char *const names[] = {"train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte",

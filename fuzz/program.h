@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 
 #define main program_main
-#include "tools/halfstep/main.c"
+#include "cli/main.c"
 #undef main
 
 enum { MAX_WORDS = 40 };

@@ -1,7 +1,7 @@
 /* Roots and quotients as the kernels take them, for gpu_arithmetic.py. */
 #include "vec/cuda.h"
 
-#include "host/pair.h"
+#include "kernels/pair.h"
 
 CUDA_DEVICE size_t thread_of_grid(void) { return (size_t)CUDA_BLOCK * 256 + (size_t)CUDA_THREAD; }
 

@@ -5,7 +5,7 @@
     gpu_instructions.py --write docs/gpu.md                                    puts the table between its marks there
     gpu_instructions.py --fused CUBIN                                          the fused multiply-adds in machine code; 1 if there are any
 
-clang makes PTX of src/cuda/kernels.cu with one format of weights and one of gradients at a time, ptxas 12.9 (scripts/ptxas.sh) makes
+clang makes PTX of src/device/cuda/code/kernels.cu with one format of weights and one of gradients at a time, ptxas 12.9 (scripts/ptxas.sh) makes
 machine code of it, nvdisasm of the Python index reads that. What is counted is the loop over tiles, in which a lane has eight elements:
 the longest way through it without the slow paths of division and root and without what a new segment of random words takes.
 
@@ -22,7 +22,7 @@ import tempfile
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 NVDISASM = "nvidia-cuda-nvdisasm==13.5.37"
-PLACES = 8  # elements of a lane (src/cuda/lane.h)
+PLACES = 8  # elements of a lane (src/device/cuda/code/lane.h)
 COPY = 0.92  # of the data sheet's bandwidth
 #: architecture: (a GPU of it, multiprocessors, GHz, TB/s of its data sheet)
 GPUS = {80: ("A100 80 GB", 108, 1.41, 2.039), 86: ("RTX 3090", 82, 1.70, 0.936), 89: ("RTX 4090", 128, 2.52, 1.008),
@@ -61,7 +61,7 @@ def ptx_of(folder, weight, gradient, states):
         "+ptx74", "-ffp-contract=off", "-std=c++17", "-O2", "-Wno-everything", f"-I{ROOT}/src", f"-I{ROOT}/include",
         f"-DHSTEP_CUDA_FUSED_WEIGHTS(X)=X({weight.replace('-', '_')})", f"-DHSTEP_CUDA_FUSED_GRADIENTS(X)=X({gradient})",
         f"-DHSTEP_CUDA_FUSED_RECIPES(X,...)={recipes}",
-        "-S", "-o", out, f"{ROOT}/src/cuda/kernels.cu")
+        "-S", "-o", out, f"{ROOT}/src/device/cuda/code/kernels.cu")
     return out
 
 

@@ -36,7 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "models/llama.h"
+#include "trainer/models/llama.h"
 
 #define MUST(x)                                                                  \
     do {                                                                         \

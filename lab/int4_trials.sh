@@ -15,12 +15,12 @@ cc=${CC:-cc}
 seeds=${SEEDS:-12}
 [ -r "$text" ] || { echo "int4_trials: cannot read $text" >&2; exit 1; }
 mkdir -p "$out"
-models=$root/tools/halfstep/models
+models=$root/tools/trainer/models loops=$root/tools/trainer/loops
 [ -e "$root/build/libhalfstep.so" ] || { echo "int4_trials: make build comes first" >&2; exit 1; }
-$cc -std=gnu11 -D_GNU_SOURCE -O3 -march=native -ffp-contract=off -Wall -Wextra -I"$root/tools/halfstep" -I"$root/src" \
+$cc -std=gnu11 -D_GNU_SOURCE -O3 -march=native -ffp-contract=off -Wall -Wextra -I"$root/tools" -I"$root/src" \
     -I"$root/include" -DHSTEP_ISA=scalar '-DHSTEP_VEC_HEADER="vec/scalar.h"' '-DROW_ISAS=X(scalar)' -o "$out/int4_trials" \
-    "$here/int4_trials.c" "$models"/llama.c "$models"/llama_shape.c "$models"/llama_generate.c "$models"/matmul.c \
-    "$models"/parallel.c "$models"/rows.c "$models"/row_kernels.c -L"$root/build" -Wl,-rpath,"$root/build" -lhalfstep \
+    "$here/int4_trials.c" "$models"/llama.c "$models"/llama_shape.c "$models"/llama_generate.c "$loops"/matmul.c \
+    "$loops"/parallel.c "$loops"/rows.c "$loops"/row_kernels.c -L"$root/build" -Wl,-rpath,"$root/build" -lhalfstep \
     -ldnnl -lm -lpthread
 
 part=${1:-all}

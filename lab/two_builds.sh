@@ -7,8 +7,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 old=$(cd "$1" && pwd) new=$(cd "$2" && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-for object in "$new"/CMakeFiles/hstep_kernels_*.dir/src/host/kernels.c.o; do
-    folder=${object%/src/host/kernels.c.o}
+for object in "$new"/CMakeFiles/hstep_kernels_*.dir/src/kernels/kernels.c.o; do
+    folder=${object%/src/kernels/kernels.c.o}
     before=$(find "$old/CMakeFiles/${folder##*/}" -name kernels.c.o)
     python3 "$here/same_code.py" "$before" "$object"
 done

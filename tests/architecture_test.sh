@@ -1,81 +1,75 @@
 #!/bin/bash
-# Holds the sources to the rooms of docs/architecture.md: who takes symbols from whom (the objects of the library, by nm), and who
-# includes whose headers.
+# Holds the sources to the order of rooms in docs/architecture.md. A room is a folder of src or tools. Nobody includes a header of a room
+# further right, or takes a symbol from an object there.
 . "$(dirname "$0")/lib.sh"
 need nm python3
 cd "$source_dir"
 objects=$build_dir/CMakeFiles
 [ -d "$objects/hstep_core.dir" ] || fail "$build_dir holds no objects"
 make_scratch
-for object in "$objects"/hstep_core.dir/src/*.o "$objects"/hstep_core.dir/src/*/*.o "$objects"/hstep_kernels_*.dir/src/host/*.o; do
-    nm -g "$object" | sed "s|^|${object#*.dir/src/} |"
+find "$objects" -path "$objects/hstep_*.dir/*" \( -name '*.c.o' -o -name '*.c.obj' \) | sort | while read -r object; do
+    source=${object#*.dir/} source=${source%.o*}
+    [ ! -e "$source" ] || nm -g "$object" | sed "s|^|$source |"
 done >"$scratch/symbols"
 python3 - "$scratch/symbols" <<'PYTHON' || fail "the sources break docs/architecture.md"
-import glob, os, re, sys
+import collections, glob, os, re, sys
 
-rooms, order, uses, crossings = {}, [], {}, {("core/devices", "hstep_default_device"), ("core/devices", "hstep_cuda_device")}
-for line in open("docs/architecture.md", encoding="utf-8"):
-    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-    if len(cells) == 4 and re.fullmatch(r"(`[\w/]+` ?)+", cells[1]):
-        uses[cells[0]] = {room.strip() for room in cells[2].split(",") if room.strip()}
-        for name in re.findall(r"`([\w/]+)`", cells[1]):
-            rooms[name] = cells[0]
-            order.append(name)
+line = next(l for l in open("docs/architecture.md", encoding="utf-8") if l.startswith("`base`"))
+groups = [re.findall(r"`(\w+)`", part) for part in line.split("|")]
+order = [room for group in groups for room in group]
+group_of = {room: i for i, group in enumerate(groups) for room in group}
+# What one group takes of another beside the public headers.
+taken = {("io", "base/structs.h"), ("io", "base/dtypes.def")} | {(room, "io/json.h") for room in groups[2]}
+# One file for each row of a table: as many as there are rows.
+of_rows = {"src/formats", "src/rules"}
 broken = []
-sources = [f for pattern in ("src/*.c", "src/core/*.c", "src/host/*.c", "src/cuda/*.c", "src/cuda/*.cu") for f in glob.glob(pattern)]
-files = sorted(os.path.splitext(f)[0][4:] for f in sources)
-broken += [f"{f} stands in no room" for f in files if f not in rooms]
-broken += [f"room {rooms[f]}: there is no {f}" for f in order if f not in files]
-broken += [f"room {room} may use {other}, which is none" for room in uses for other in uses[room] if other not in uses]
 
 
-def may(user, owner):
-    if user == owner:
-        return True
-    if rooms[user] == rooms[owner]:
-        return order.index(owner) < order.index(user)
-    return rooms[owner] in uses[rooms[user]]
+def room_of(path):
+    return path.split("/")[1] if path.startswith(("src/", "tools/")) else None
 
+
+files = sorted(f for f in glob.glob("src/**", recursive=True) + glob.glob("tools/**", recursive=True) if os.path.isfile(f))
+rooms = {room_of(f) for f in files}
+broken += [f"{room} is a folder that the order does not name" for room in rooms - set(order)]
+broken += [f"the order names {room}, which is no folder" for room in set(order) - rooms]
+for folder, n in sorted(collections.Counter(os.path.dirname(f) for f in files).items()):
+    if n > 16 and folder not in of_rows:
+        broken.append(f"{folder} has {n} files: give some of them an inner folder")
+
+arrows = 0
+for path in files:
+    user = room_of(path)
+    for header in re.findall(r'^\s*#\s*include\s+"([^"]+)"', open(path, encoding="utf-8").read(), re.M):
+        owner = header.split("/")[0]
+        if header in ("halfstep.h", "halfstep_io.h"):
+            continue
+        if not any(os.path.exists(f"{top}/{header}") for top in ("src", "tools")) or owner not in order:
+            broken.append(f"{path} includes {header}: name it by its room, such as base/exact.h")
+            continue
+        arrows += 1
+        if order.index(owner) > order.index(user):
+            broken.append(f"{path} includes {header}: {owner} stands right of {user}")
+        elif group_of[owner] != group_of[user] and (user, header) not in taken:
+            broken.append(f"{path} includes {header}: {user} uses the public headers only")
+        elif path.startswith("src/device/") and header.startswith("device/") and "/" in header[7:]:
+            if path.split("/")[2] != header.split("/")[1]:
+                broken.append(f"{path} includes {header}: devices know nothing of each other")
 
 defined, wanted = {}, []
 for line in open(sys.argv[1], encoding="utf-8"):
     name, *_, kind, symbol = line.split()
-    name = re.sub(r"\.c\.(o|obj)$", "", name)
     if kind == "U":
         wanted.append((name, symbol))
-    else:
+    elif room_of(name):
         defined[symbol] = name
 for user, symbol in wanted:
     owner = defined.get(symbol)
-    if owner and user in rooms and owner in rooms and not may(user, owner) and (user, symbol) not in crossings:
-        broken.append(f"{user}.c uses {symbol} of {owner}.c: room {rooms[user]} may not")
-if len(defined) < 100 or len(wanted) < 100:
-    broken.append("nm shows too little to judge by")
-
-header_rooms = {f + kind: room for f, room in rooms.items() for kind in (".h", ".c")}
-header_rooms.update({"core/optimizer.h": "handle", "host/host.h": "host", "host/transform.h": "host", "host/pair.h": "kernels",
-                     "host/tiles.h": "kernels", "host/fused.h": "kernels", "host/fused_steps.h": "kernels",
-                     "cuda/images.h": "cuda", "cuda/kernels.h": "cuda", "cuda/lane.h": "device code", "cuda/rules.h": "device code",
-                     "cuda/matrix.h": "device code", "cuda/fused.h": "device code", "cuda/fused_kernels.h": "device code"})
-for path in sorted(sources + [f for folder in ("src", "src/core", "src/host", "src/cuda") for f in glob.glob(folder + "/*.h")]):
-    name = path[4:]
-    room = header_rooms.get(name) if name.endswith(".h") else rooms.get(os.path.splitext(name)[0])
-    for header in re.findall(r'^#\s*include\s+"([^"]+)"', open(path, encoding="utf-8").read(), re.M):
-        if not header.startswith(("core/", "host/", "cuda/")) or header.endswith(".def"):
-            continue
-        if not os.path.exists("src/" + header):
-            broken.append(f"{name} includes {header}, which is not there")
-            continue
-        owner = header_rooms.get(header)
-        if owner is None:
-            broken.append(f"{header} belongs to no room")
-        elif room is None:
-            # Everybody's headers may know plain rows only.
-            if owner != "values":
-                broken.append(f"{name} is everybody's, and includes {header} of room {owner}")
-        elif owner != room and owner not in uses[room]:
-            broken.append(f"{name} includes {header}: room {room} may not use {owner}")
+    if owner and room_of(user) and order.index(room_of(owner)) > order.index(room_of(user)):
+        broken.append(f"{user} uses {symbol} of {owner}: {room_of(owner)} stands right of {room_of(user)}")
+if len(defined) < 100 or len(wanted) < 100 or arrows < 100:
+    broken.append("too little was found to judge by")
 print("\n".join("     " + line for line in broken) if broken else
-      f"ok   {len(files)} files in {len(uses)} rooms, {len(defined)} symbols, no arrow upward")
+      f"ok   {len(files)} files in {len(rooms)} rooms, {arrows} includes, {len(defined)} symbols: none from the right")
 sys.exit(1 if broken else 0)
 PYTHON

@@ -6,7 +6,7 @@
 need cc
 make_scratch
 line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*src\/\*\.c.*\)$/\1/p' "$source_dir/README.md" | head -1)
-[ -n "$line" ] || fail "README.md has no line that begins with cc and compiles src/*.c"
+[ -n "$line" ] || fail "README.md has no line that begins with cc and compiles what find finds in src"
 echo "$line"
 cp -R "$source_dir/include" "$source_dir/src" "$scratch"
 cd "$scratch"

@@ -26,7 +26,7 @@ report() {
         --merge-mode-functions=merge-use-line-min --exclude-unreachable-branches --txt-metric "$metric" --txt "$folder/$name.txt" "$@" \
         >/dev/null 2>"$folder/gcovr.log" || { cat "$folder/gcovr.log"; exit 1; }
 }
-inlined='src/(host/(kernels\.[ch]|pair\.h|tiles\.h|fused\.h)|product\.h|scale\.h|rng\.h|vec/|formats/|rules/|fused\.def)'
+inlined='src/(kernels/(kernels\.[ch]|pair\.h|tiles\.h|fused\.h|product\.h|fused\.def)|base/(scale|rng)\.h|vec/|formats/|rules/)'
 report lines line --filter "$inlined"
 report branches branch --filter src/ --filter tools/ --exclude "$inlined"
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The kernels of src/cuda as device code: clang makes PTX of the very source that the emulation runs, without any
+# The kernels for GPUs as device code: clang makes PTX of the very source that the emulation runs, without any
 # toolkit. Every row of kernels.def is an entry, nothing is left for a linker, and no product is fused with a sum but in roots and quotients; where
 # ptxas can be had (PTXAS, or of the Python index, or in the path), it assembles them for each architecture in PTX_ARCHITECTURES, as the
 # build does; and the table that the build makes of them holds every byte.
@@ -11,7 +11,7 @@ make_scratch
 cd "$source_dir"
 compile() { # source folder, output
     clang -x cuda --cuda-device-only --cuda-gpu-arch=sm_80 -nocudainc -nocudalib -Xclang -target-feature -Xclang +ptx74 \
-        -ffp-contract="${3:-off}" -Iinclude "-I$1" -std=c++17 -O2 -Wno-everything -S -o "$2" "$1/cuda/kernels.cu" >"$scratch/log" 2>&1
+        -ffp-contract="${3:-off}" -Iinclude "-I$1" -std=c++17 -O2 -Wno-everything -S -o "$2" "$1/device/cuda/code/kernels.cu" >"$scratch/log" 2>&1
 }
 fused() { grep -cE '\b(fma|mad)\.(rn|rz|rm|rp)' "$1"; }
 ptx=$scratch/kernels.ptx
@@ -48,7 +48,7 @@ check_sums() {
 }
 # The rows as the preprocessor has them, which makes those of fused.def with every rule.
 rows() {
-    printf '#define KERNEL(name, shape) halfstep_cuda_##name\n#define KERNEL_SUM KERNEL\n#define KERNEL_ACCESS KERNEL\n#include "cuda/kernels.def"\n' |
+    printf '#define KERNEL(name, shape) halfstep_cuda_##name\n#define KERNEL_SUM KERNEL\n#define KERNEL_ACCESS KERNEL\n#include "device/cuda/code/kernels.def"\n' |
         cc -E -P -Isrc -x c - | grep -oE 'halfstep_cuda_[a-z0-9_]+'
 }
 rows | sort >"$scratch/rows"
@@ -85,8 +85,8 @@ echo "ok   $entries kernels are device code, without a fused multiply-add but in
 python3 lab/gpu_arithmetic.py --compile >"$scratch/log" 2>&1 || fail "$(tail -1 "$scratch/log")"
 echo "ok   what compares a GPU's roots and quotients takes those of the kernels"
 # The test can fail: with contraction there are some.
-mkdir -p "$scratch/cuda"
-echo 'extern "C" __attribute__((global)) void contracted(float *x) { x[0] = x[1] * x[2] + x[3]; }' >"$scratch/cuda/kernels.cu"
+mkdir -p "$scratch/device/cuda/code"
+echo 'extern "C" __attribute__((global)) void contracted(float *x) { x[0] = x[1] * x[2] + x[3]; }' >"$scratch/device/cuda/code/kernels.cu"
 compile "$scratch" "$scratch/contracted.ptx" fast && [ "$(fused "$scratch/contracted.ptx")" -gt 0 ] || fail "contraction is not noticed"
 echo "ok   contraction is noticed"
 ptxas=${PTXAS:-$(bash scripts/ptxas.sh "$build_dir/ptxas" 2>/dev/null || command -v ptxas || true)}
@@ -108,7 +108,7 @@ else
 fi
 embed() { # program that packs, or nothing
     cmake -D "OUTPUT=$scratch/images.c" -D "IMAGES=${images}0=$ptx" -D "LZ4=$1" -P cmake/images.cmake
-    cc -std=c11 -O2 -Isrc -o "$scratch/embedded" "$scratch/images.c" "$scratch/check.c" src/cuda/unpack.c
+    cc -std=c11 -O2 -Isrc -o "$scratch/embedded" "$scratch/images.c" "$scratch/check.c" src/device/cuda/driver/unpack.c
     "$scratch/embedded" "$scratch"/unpacked
     for image in $(echo "$images" | tr ';' ' ') "0=$ptx"; do
         { cat "${image#*=}"; printf '\0'; } | cmp -s - "$scratch/unpacked.${image%%=*}" || fail "the image for ${image%%=*} is not what was embedded"
@@ -117,8 +117,8 @@ embed() { # program that packs, or nothing
 cat >"$scratch/check.c" <<'C'
 #include <stdio.h>
 #include <stdlib.h>
-#include "cuda/images.h"
-#include "cuda/unpack.h"
+#include "device/cuda/driver/images.h"
+#include "device/cuda/driver/unpack.h"
 int main(int argc, char **argv)
 {
     for (const struct hstep_cuda_image *i = hstep_cuda_images; i->bytes; i++) {

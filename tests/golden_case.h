@@ -5,7 +5,7 @@
 #include <inttypes.h>
 
 #include "test.h"
-#include <tools/halfstep/golden.c>
+#include <tools/cli/verify/golden.c>
 
 /* 0 for a case that is not in the list, which test_golden.c reports. */
 static int check_golden(const char *list, const struct golden_case *c, const struct golden_layout *layout)

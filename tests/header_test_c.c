@@ -1,5 +1,3 @@
 /* Compiling this file is the test: each public header stands alone, whatever the order, and may come twice. */
-#include "halfstep_io.h"
-#include "halfstep.h"
 #include "halfstep.h"
 #include "halfstep_io.h"

@@ -16,7 +16,7 @@ refused() {
     cp "$1" saved
     sed -i "/\"$2\"/,+1$3" "$1"
     ! cmp -s "$1" saved || fail "the edit $3 changes nothing of $2"
-    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/tables.c >log 2>&1 && fail "a row compiles that should not: $2 with $3"
+    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a row compiles that should not: $2 with $3"
     grep -q "$4" log || { cat log; fail "no message says '$4'"; }
     cp saved "$1"
     echo "ok   $2 with $3 does not compile: $4"
@@ -39,18 +39,18 @@ refused $formats bf16-sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elem
 refused $formats bf16-sr 's/1)/2)/' "bf16-sr: stochastic is 0 or 1"
 refused $formats bf16-sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
 sed -i 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' src/rules/lion.h
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a rule with too many constants compiles"
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a rule with too many constants compiles"
 grep -q "lion: more constants than HSTEP_MAX_SCALARS" log || { cat log; fail "no message names lion"; }
 echo "ok   more constants than k[] holds do not compile"
 cp "$source_dir/src/rules/lion.h" src/rules/lion.h
 cp $rules saved
 sed -i '/^RULE(4,/,/^RULE(5,/s/ELEMENTWISE,/FACTORED_1,/' $rules
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a rule of vectors without vectors compiles"
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a rule of vectors without vectors compiles"
 grep -q "lion: FACTORED_n has n states" log || { cat log; fail "no message names lion"; }
 cp saved $rules
 echo "ok   vectors that the states do not have do not compile"
 sed -i '/^RULE(12,/,/^RULE(13,/s/NO_SIGN([^)]*)/SIGN(LAMB_DECAY)/' $rules
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/core/prepare.c >log 2>&1 && fail "a sign that waits for sums compiles"
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a sign that waits for sums compiles"
 grep -q "lamb: SIGN is for rules whose update no sum comes before" log || { cat log; fail "no message names lamb"; }
 cp saved $rules
 echo "ok   a sign that is not known after one pass does not compile"
@@ -74,14 +74,14 @@ while IFS='|' read -r isa processor flags; do
     [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue
     # shellcheck disable=SC2086
     cc -std=c11 -O1 $flags -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -DHSTEP_ISA="$isa" \
-        -DHSTEP_VEC_HEADER="\"vec/$isa.h\"" -c src/host/kernels.c -o "kernels_$isa.o" >"log_$isa" 2>&1 ||
+        -DHSTEP_VEC_HEADER="\"vec/$isa.h\"" -c src/kernels/kernels.c -o "kernels_$isa.o" >"log_$isa" 2>&1 ||
         { cat "log_$isa"; fail "kernels.c with new rows, for $isa"; }
     have="$have -DHSTEP_HAVE_$isa=1" objects="$objects kernels_$isa.o"
 done < <(sed -nE 's/^ISA\( *([a-z0-9_]+) *, *([a-z0-9_]+) *, *"([^"]*)" *\)/\1|\2|\3/p' src/vec/isas.def)
 for program in driver golden rules; do
     # shellcheck disable=SC2046,SC2086
     cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -I"$source_dir" $have \
-        $(ls src/*.c src/core/*.c src/host/*.c src/cuda/*.c src/io/*.c | grep -v kernels) $objects \
+        $(find src -name '*.c' ! -name kernels.c) $objects \
         "$source_dir/tests/rows/$program.c" -o $program -lm -ldl -pthread >log 2>&1 || { cat log; fail "the library with new rows"; }
 done
 ./driver mx8 nv8 || fail "new formats do not work"

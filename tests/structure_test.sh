@@ -1,5 +1,5 @@
 #!/bin/bash
-# Who may see whom, by reading the sources: the dependency order of the library, and where hardware may be named.
+# Rules of the sources beside the order of rooms (architecture_test.sh): where hardware may be named, what is exported, what is never called.
 . "$(dirname "$0")/lib.sh"
 need cc nm
 cd "$source_dir"
@@ -26,37 +26,21 @@ having() { grep -nE -- "$@" /dev/null || true; }
 except() { grep -vE -- "$1" || true; }
 
 hardware='__(x86_64|i386|amd64|SSE|AVX|F16C|FMA|ARM|aarch64|arm|CUDA|NVCC|HIP)|_M_(X64|IX86|ARM)|HSTEP_HAVE_'
-hardware_homes='^src/(vec|cuda)/|^src/dispatch\.c$'
-judge "#if on hardware only in src/vec, src/cuda and src/dispatch.c" \
+hardware_homes='^src/(vec|device/cuda)/|^src/kernels/dispatch\.c$'
+judge "#if on hardware only in src/vec, src/device/cuda and src/kernels/dispatch.c" \
     "$(having "^ *# *(if|ifdef|ifndef|elif).*($hardware)" $(sources src tools include | except "$hardware_homes"))"
 judge "intrinsics and CUDA headers likewise" \
     "$(having '# *include *<([a-z]+intrin|arm_neon|cpuid|cuda[a-z_]*)\.h>' $(sources src tools | except "$hardware_homes"))"
 
 judge "rules include no format" "$(having '# *include.*formats/' $(sources src/rules))"
-judge "formats include no rule" "$(having '# *include.*rules/' $(sources src/formats))"
-# A GPU's vocabulary is the scalar one, compiled for it.
-judge "vec includes nothing of ours but its own half.h and inline.h" "$(having '# *include *"([^vi]|i[^n]|vec/[^h])' $(sources src/vec | except '^src/vec/cuda\.h$'))"
-# prepare.c evaluates the rules' own prologues, in scalars.
+# prepare.c evaluates the rules' own prologues, in scalars. A format sees what it may say about an instruction set.
 judge "only kernels.c and prepare.c see a vector header" \
-    "$(having '# *include *(HSTEP_VEC_HEADER|"(\.\./)?vec/.*\.h)' $(sources src | except '^src/(host/kernels|core/prepare)\.c$|^src/cuda/|^src/vec/'))"
-
-# An internal header of the core, by path or by name; a header beside the including file may share the name.
-# examples/skeleton_*.h are rules and formats to copy from, so they belong inside.
-users=$(sources tools examples bench src/io src/dist | except '^examples/skeleton_')
-judge "tools, examples, io and dist include nothing of the core's folders, and of io the JSON reader only" \
-    "$(having '# *include *"(\.\./)*(src/|vec/|rules/|formats/)' $users | except '^tools/halfstep/.*"(\.\./)+src/io/json\.h"')"
+    "$(having '# *include *(HSTEP_VEC_HEADER|"vec/.*\.h)' $(sources src | except '^src/(kernels/kernels|decide/prepare)\.c$|^src/device/cuda/|^src/vec/') |
+        except 'vec/root_code\.h')"
+judge "examples include the public headers only" \
+    "$(having '# *include *"(base|vec|formats|rules|tables|kernels|decide|device|handle|io)/' $(sources examples bench | except '^examples/skeleton_'))"
 judge "only document.c, which looks at every result, sees jansson" \
-    "$(having '# *include *<jansson\.h>|\bjson_(object|array|pack|string|integer|real|dump|load)' $(sources tools src | except '^tools/halfstep/ui/document\.c$' ))"
-# How both libraries read callers' structures is in one header.
-internal=
-for header in src/*.h src/core/*.h src/host/*.h; do
-    name=$(basename "$header")
-    [ "$name" != structs.h ] || continue
-    for file in $(grep -lE "# *include *\"(\.\./)*${name/./\\.}\"" $users /dev/null); do
-        [ -e "$(dirname "$file")/$name" ] || [ -e "tools/halfstep/$name" ] || internal="$internal$file: $name"$'\n'
-    done
-done
-judge "nor its internal headers" "$internal"
+    "$(having '# *include *<jansson\.h>|\bjson_(object|array|pack|string|integer|real|dump|load)' $(sources tools src | except '^tools/common/document\.c$' ))"
 
 judge "no fused multiply-add" "$(having '\b(v_fma|fmaf?)\(|_mm[0-9]*_(mask_)?f?n?m(add|sub)_p[sd]|vfm[as]q?_' $(sources src))"
 judge "the library does not print, exit or abort" \

@@ -14,13 +14,13 @@
 #endif
 #include <stdatomic.h>
 
-#include "detmath.h"
-#include "exact.h"
-#include "rng.h"
-#include "core/lock.h"
-#include "core/schedule.h"
+#include "base/detmath.h"
+#include "base/exact.h"
+#include "base/lock.h"
+#include "base/rng.h"
+#include "base/schedule.h"
+#include "device/host/threads.h"
 #include "test.h"
-#include "host/threads.h"
 
 /* Starting threads in the child of a threaded process is what one test is about; TSan refuses it unless told. */
 const char *__tsan_default_options(void);

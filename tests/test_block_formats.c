@@ -5,10 +5,10 @@
  * fixed strides. Over 500 lines because the formats share codecs, inputs and layout. */
 #include <math.h>
 
-#include "dispatch.h"
-#include "host/kernels.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
 #include "ref/fixture.h"
-#include "core/tables.h"
+#include "tables/tables.h"
 #include "test.h"
 #include "vec/scalar.h"
 

@@ -3,12 +3,12 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "models/cnn.h"
-#include "models/conv.h"
-#include "models/digits.h"
-#include "models/llama.h"
-#include "models/rows.h"
 #include "test.h"
+#include "trainer/data/digits.h"
+#include "trainer/loops/conv.h"
+#include "trainer/loops/rows.h"
+#include "trainer/models/cnn.h"
+#include "trainer/models/llama.h"
 
 static char error[256];
 

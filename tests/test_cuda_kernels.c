@@ -1,4 +1,4 @@
-/* The kernels of src/cuda, emulated (tests/cuda/emulate.h), behind a device that launches them one after another: every
+/* The kernels for GPUs, emulated (tests/cuda/emulate.h), behind a device that launches them one after another: every
  * case of tests/golden/hashes.txt has to have its hash. By itself every ninth case, and a part in shards of rows and of
  * columns; --short: a 61st of them; --all: all. */
 #include <inttypes.h>
@@ -11,12 +11,12 @@
 int main(void) { return 0; }
 #else
 
-#include "core/optimizer.h"
 #include "cuda/emulate.h"
-#include "cuda/sequence.h"
-#include "host/host.h"
-#include "ref/fixture.h"
+#include "device/cuda/sequence.h"
+#include "device/host/host.h"
 #include "golden_case.h"
+#include "handle/optimizer.h"
+#include "ref/fixture.h"
 
 /* ---- The device ---- */
 

@@ -19,10 +19,10 @@ int main(void) { return 0; }
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/optimizer.h"
-#include "host/host.h"
-#include "ref/fixture.h"
+#include "device/host/host.h"
 #include "golden_case.h"
+#include "handle/optimizer.h"
+#include "ref/fixture.h"
 
 /* ---- Work that is put off ---- */
 

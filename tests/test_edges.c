@@ -15,11 +15,11 @@
 #include <unistd.h>
 #endif
 
-#include "dispatch.h"
-#include "exact.h"
+#include "base/exact.h"
+#include "base/squares.h"
+#include "decide/prepare.h"
 #include "halfstep.h"
-#include "core/prepare.h"
-#include "squares.h"
+#include "kernels/dispatch.h"
 #include "ref/fixture.h"
 #include "test.h"
 

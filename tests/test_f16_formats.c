@@ -4,10 +4,10 @@
  * fixed strides. Over 500 lines because the formats share tiles, reference and format table. */
 #include <math.h>
 
-#include "dispatch.h"
-#include "host/kernels.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
 #include "ref/fixture.h"
-#include "core/tables.h"
+#include "tables/tables.h"
 #include "test.h"
 
 /* bits: of the error code, or 0. */

@@ -24,9 +24,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "faults/inject.h"
 #include "folders.h"
 #include "halfstep_io.h"
-#include "faults/inject.h"
 #include "test.h"
 
 #if defined(__SANITIZE_ADDRESS__)

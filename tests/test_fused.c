@@ -5,10 +5,10 @@
  * Values of every kind: numbers far apart, zeros of both signs and whole blocks of them, subnormals, infinities, NaN,
  * and the largest numbers, which must not become infinite. NaN are equal whatever their payloads.
  * Runs under sanitizers. */
-#include "core/optimizer.h"
-#include "core/prepare.h"
-#include "dispatch.h"
-#include "host/kernels.h"
+#include "decide/prepare.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
 #include "ref/fixture.h"
 #include "test.h"
 

@@ -1,6 +1,6 @@
 /* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many.
  * Runs under sanitizers. */
-#include "tools/halfstep/data.h"
+#include "trainer/data/data.h"
 
 #include "../fuzz/fuzz_data.c"
 

@@ -1,6 +1,6 @@
 /* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many.
  * Runs under sanitizers. */
-#include "tools/halfstep/args.h"
+#include "common/args/args.h"
 
 #include "../fuzz/fuzz_trainer.c"
 

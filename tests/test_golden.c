@@ -14,7 +14,7 @@
 #include <unistd.h>
 #endif
 
-#include "core/prepare.h"
+#include "decide/prepare.h"
 #include "test.h"
 /* Compiled in rather than linked, so that the test needs the core library only and runs where the program is not
  * built. */

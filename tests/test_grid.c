@@ -1,12 +1,12 @@
-/* The grid of second moments in block codes (src/grid.h): a pure decay rounds nothing, whatever the path, the format
+/* The grid of second moments in block codes (src/base/grid.h): a pure decay rounds nothing, whatever the path, the format
  * and the rate; the number that says where the grid is belongs to the tensor, moves with what is written and with
  * nothing else, and is read, set, saved and refused as other numbers are. */
 #include <math.h>
 #include <unistd.h>
 
+#include "decide/prepare.h"
 #include "halfstep_io.h"
 #include "ref/fixture.h"
-#include "core/prepare.h"
 #include "test.h"
 
 enum { ROWS = 4, COLUMNS = 320, N = ROWS * COLUMNS };

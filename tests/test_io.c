@@ -21,8 +21,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "scratch.h"
 #include "halfstep_io.h"
+#include "scratch.h"
 #include "test.h"
 
 /* ---- A disk that fails ------------------------------------------------------------------------------------------- */
@@ -220,10 +220,10 @@ static int faulty_fchmod(int fd, mode_t mode) { return refuse() ? -1 : fchmod(fd
 #define lstat(path, status) faulty_lstat(path, status)
 #define opendir(path) faulty_opendir(path)
 #include "faults/allocations.h"
-#include "../src/io/files.c"
-#include "../src/io/json.c"
-#include "../src/io/safetensors.c"
-#include "../src/io/checkpoint.c"
+#include "io/checkpoint.c"
+#include "io/files.c"
+#include "io/json.c"
+#include "io/safetensors.c"
 #undef write
 #undef fsync
 #undef open

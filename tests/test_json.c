@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/document.h"
 #include "io/json.h"
 #include "test.h"
-#include "ui/document.h"
 
 static hstep_json open_text(char *copy, const char *text)
 {

@@ -2,9 +2,9 @@
  * step of all is held to steps of one tensor at a time, which share nothing. */
 #include <math.h>
 
-#include "core/layout.h"
 #include "halfstep.h"
 #include "ref/fixture.h"
+#include "tables/layout.h"
 #include "test.h"
 
 /* ---- Tasks ---- */

@@ -3,11 +3,10 @@
  * largest shapes, --all none. Over 500 lines because the plain loops are here too. */
 #include <math.h>
 
-#include "dispatch.h"
-#include "host/transform.h"
-#include "product_shape.h"
-#include "core/optimizer.h"
-#include "host/kernels.h"
+#include "device/host/host.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
 #include "ref/fixture.h"
 #include "ref/muon.h"
 #include "test.h"

@@ -9,12 +9,12 @@
 #include <unistd.h>
 #include <zlib.h>
 
-#include "data.h"
-#include "models/llama.h"
-#include "models/matmul.h"
-#include "models/parallel.h"
-#include "models/rows.h"
 #include "test.h"
+#include "trainer/data/data.h"
+#include "trainer/loops/matmul.h"
+#include "trainer/loops/parallel.h"
+#include "trainer/loops/rows.h"
+#include "trainer/models/llama.h"
 
 static char error[256];
 

@@ -9,12 +9,12 @@ int main(void) { return 0; }
 #include <time.h>
 #include <unistd.h>
 
-#include "core/optimizer.h"
+#include "device/host/host.h"
+#include "device/host/nodes.h"
+#include "device/host/threads.h"
 #include "folders.h"
 #include "halfstep.h"
-#include "host/host.h"
-#include "host/nodes.h"
-#include "host/threads.h"
+#include "handle/optimizer.h"
 #include "ref/fixture.h"
 #include "test.h"
 

@@ -84,18 +84,18 @@ static int quick_fsync(int fd)
 #define fsync(fd) quick_fsync(fd)
 #define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
 #include "faults/allocations.h"
-#include "../src/io/files.c"
-#include "../src/io/json.c"
-#include "../src/io/safetensors.c"
-#include "../src/io/checkpoint.c"
-#include "../src/io/coarse.c"
-#include "../src/io/streams.c"
+#include "io/checkpoint.c"
+#include "io/coarse.c"
+#include "io/files.c"
+#include "io/json.c"
+#include "io/safetensors.c"
+#include "io/streams.c"
 #define compare_names compare_tensor_names
-#include "../src/io/optimizer.c"
+#include "io/optimizer.c"
 #undef compare_names
 #define snprintf local_snprintf
 #define strtod local_strtod
-#include "../src/io/numbers.c"
+#include "io/numbers.c"
 #undef snprintf
 #undef strtod
 #undef fsync

@@ -5,10 +5,10 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 
-#include "tools/halfstep/args.h"
+#include "common/args/args.h"
+#include "common/progress.h"
 #include "program_lines.h"
-#include "train.h"
-#include "ui/progress.h"
+#include "trainer/run/train.h"
 
 #define LM                                                                                                        \
     "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 " \

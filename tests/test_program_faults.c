@@ -11,7 +11,7 @@
  * A child process works through the faults of a command; if it dies, its fault is told. Runs under sanitizers. */
 #include <sys/wait.h>
 
-#include "tools/halfstep/args.h"
+#include "common/args/args.h"
 #include "faults/inject.h"
 
 /* Nothing fails but in the program. */

@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "dispatch.h"
-#include "host/kernels.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
 #include "test.h"
 
 /* docs/random.md quotes a run with larger ones. */

@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "test.h"
-#include "ui/report.h"
-#include "ui/svg.h"
+#include "trainer/report/report.h"
+#include "trainer/report/svg.h"
 
 #define ENTRIES 4
 #define SEEDS 3

@@ -1,12 +1,12 @@
-/* What the trainer's models do between matrix products (models/rows.h): every function on every instruction set
+/* What the trainer's models do between matrix products (trainer/loops/rows.h): every function on every instruction set
  * against its definition in double, and against the scalar one's bits. */
 #include <math.h>
 #include <stdint.h>
 
 #include "halfstep.h"
-#include "models/llama.h"
-#include "models/row_kernels.h"
 #include "test.h"
+#include "trainer/loops/row_kernels.h"
+#include "trainer/models/llama.h"
 
 enum { MOST = 208, ROOM = MOST + 2 * ROW_LANES };
 
@@ -46,13 +46,13 @@ static void fill(struct rows *r, uint64_t seed, int type, double spread)
 #define ROW(name, parameters, arguments) CALL_##name,
 #define ROW_FLOAT ROW
 enum call {
-#include "models/rows.def"
+#include "trainer/loops/rows.def"
     CALLS
 };
 #undef ROW
 #define ROW(name, parameters, arguments) #name,
 static const char *const names[] = {
-#include "models/rows.def"
+#include "trainer/loops/rows.def"
 };
 #undef ROW
 #undef ROW_FLOAT

@@ -5,9 +5,9 @@
 #include <sys/stat.h>
 #include <zlib.h>
 
-#include "data.h"
 #include "folders.h"
 #include "test.h"
+#include "trainer/data/data.h"
 
 static char scratch[] = "/tmp/halfstep-texts-XXXXXX", error[1024];
 

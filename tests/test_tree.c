@@ -1,8 +1,8 @@
 /* The tree of micro-steps: any number of processes gets the bits of one, which are those of a binary counter. */
 #include <string.h>
 
+#include "common/tree.h"
 #include "test.h"
-#include "tools/halfstep/tree.h"
 
 enum { MOST = 70 };
 

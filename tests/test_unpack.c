@@ -1,6 +1,6 @@
 /* Frames of LZ4, made by hand: each kind of sequence is unpacked, and whatever is damaged or of another length is
  * refused without a byte outside. (cuda_ptx_test unpacks what the program lz4 has written.) Runs under sanitizers. */
-#include "cuda/unpack.h"
+#include "device/cuda/driver/unpack.h"
 #include "test.h"
 
 enum { MOST = 4096 };

@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "dispatch.h"
+#include "kernels/dispatch.h"
 #include "test.h"
 #include "test_vec.h"
 

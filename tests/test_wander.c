@@ -10,8 +10,8 @@
  * Not for an emulator. */
 #include <math.h>
 
+#include "base/rng.h"
 #include "ref/fixture.h"
-#include "rng.h"
 #include "test.h"
 
 enum { ELEMENTS = 4096, COLUMNS = 256, ROWS = ELEMENTS / COLUMNS, PERIODS = 300 };

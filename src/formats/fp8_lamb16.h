@@ -12,8 +12,8 @@
 #ifndef HSTEP_FP8_LAMB16_H
 #define HSTEP_FP8_LAMB16_H
 
+#include "base/inline.h"
 #include "formats/fp8_code.h"
-#include "inline.h"
 
 V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
 {

@@ -30,7 +30,7 @@
 #ifndef HSTEP_INT8_H
 #define HSTEP_INT8_H
 
-#include "formats/root_code.h"
+#include "vec/root_code.h"
 
 /* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16
  * number. The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */

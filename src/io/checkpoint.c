@@ -1,11 +1,11 @@
 /* Checkpoint directories: generations of files, each sealed by a manifest, and one pointer that is replaced last. The
  * layout and what each step of a save guarantees are in docs/checkpoints.md. Over 500 lines because saving, pruning and
  * opening must agree on that layout, and nobody else may know it. */
-#include "checkpoint.h"
-#include "files.h"
-#include "json.h"
-#include "safetensors.h"
-#include "../structs.h"
+#include "base/structs.h"
+#include "io/checkpoint.h"
+#include "io/files.h"
+#include "io/json.h"
+#include "io/safetensors.h"
 
 #define HSTEP_MANIFEST "manifest.json"
 #define HSTEP_GENERATION "checkpoint-"

@@ -2,7 +2,7 @@
 #ifndef HALFSTEP_IO_CHECKPOINT_H
 #define HALFSTEP_IO_CHECKPOINT_H
 
-#include "text.h"
+#include "io/text.h"
 
 /* Keeps the first failure of a save for its commit; returns code. */
 int hstep_note_failure(halfstep_checkpoint_save *save, int code, const hstep_error *error);

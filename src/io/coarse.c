@@ -1,6 +1,6 @@
-#include "coarse.h"
+#include "io/coarse.h"
 
-#include "numbers.h"
+#include "io/numbers.h"
 
 /* The format that a full recipe names for a state, or lets it inherit from the last one before it of its role. */
 static void format_in_recipe(const halfstep_rule_info *rule, int32_t state, const char *recipe, char format[24])

@@ -2,7 +2,7 @@
 #ifndef HALFSTEP_IO_COARSE_H
 #define HALFSTEP_IO_COARSE_H
 
-#include "streams.h"
+#include "io/streams.h"
 
 /* The codes and scales of such a state in a file, which are its tensors of these numbers. */
 typedef struct hstep_coarse {

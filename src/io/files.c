@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "files.h"
+#include "io/files.h"
 
 /* Linux transfers at most 0x7ffff000 bytes in a call; smaller pieces also keep the address arithmetic far from
  * SSIZE_MAX. */

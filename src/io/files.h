@@ -4,7 +4,7 @@
 #ifndef HALFSTEP_IO_FILES_H
 #define HALFSTEP_IO_FILES_H
 
-#include "text.h"
+#include "io/text.h"
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,6 @@
-#include "json.h"
+#include "io/json.h"
 
-#include "text.h"
+#include "io/text.h"
 
 /* ---- Characters ---- */
 

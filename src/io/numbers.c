@@ -1,4 +1,4 @@
-#include "numbers.h"
+#include "io/numbers.h"
 
 #include <stdio.h>
 #include <stdlib.h>

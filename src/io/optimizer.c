@@ -1,11 +1,11 @@
 /* Optimizers in files. Everything that a file says is read and judged before the first change to the optimizer, and its
  * numbers are taken before its streams, because they can be put back. The layout is in docs/checkpoints.md. Over 500
  * lines because what is saved, compared and taken must be one list. */
-#include "checkpoint.h"
-#include "coarse.h"
-#include "numbers.h"
-#include "streams.h"
-#include "../structs.h"
+#include "base/structs.h"
+#include "io/checkpoint.h"
+#include "io/coarse.h"
+#include "io/numbers.h"
+#include "io/streams.h"
 
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
 #define HSTEP_WEIGHT "weight"

@@ -1,10 +1,10 @@
 /* Reader and writer of safetensors files. The reader trusts nothing: a header is accepted only if it accounts for every
  * byte of the file exactly once. Over 500 lines because reader and writer share the format's limits and its dtype
  * table. */
-#include "files.h"
-#include "json.h"
-#include "safetensors.h"
-#include "../structs.h"
+#include "base/structs.h"
+#include "io/files.h"
+#include "io/json.h"
+#include "io/safetensors.h"
 
 /* The format's own limit on the header, and ours on the time and memory that a hostile one may cost: with them an open
  * file takes about twice its header. 2^20 tensors are ten times the weights of the largest published models; 64
@@ -28,7 +28,7 @@ typedef struct dtype_row {
 
 static const dtype_row dtypes[] = {
 #define HSTEP_DTYPE(name, bits) {#name, bits},
-#include "../dtypes.def"
+#include "base/dtypes.def"
 #undef HSTEP_DTYPE
 };
 

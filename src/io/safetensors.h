@@ -2,7 +2,7 @@
 #ifndef HALFSTEP_IO_SAFETENSORS_H
 #define HALFSTEP_IO_SAFETENSORS_H
 
-#include "text.h"
+#include "io/text.h"
 
 /* Takes the next bytes of a file. */
 typedef int (*hstep_sink)(void *context, const void *data, uint64_t bytes, hstep_error *error);

@@ -2,7 +2,7 @@
 #ifndef HALFSTEP_IO_STREAMS_H
 #define HALFSTEP_IO_STREAMS_H
 
-#include "text.h"
+#include "io/text.h"
 
 enum { HSTEP_MAX_STREAMS = 1 + 2 * HALFSTEP_MAX_STATES };
 

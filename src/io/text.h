@@ -10,7 +10,7 @@
 
 #include "halfstep_io.h"
 
-#include "json.h"
+#include "io/json.h"
 
 /* For %llu and %llx, which uint64_t does not fit on every system. */
 static inline unsigned long long ull(uint64_t value) { return value; }

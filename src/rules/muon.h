@@ -14,7 +14,7 @@
 #define HSTEP_MUON_H
 
 #include "rules/adamw.h"
-#include "transforms.h"
+#include "rules/transforms.h"
 
 /* Of a matrix; any other tensor has those of adamw. */
 enum {

@@ -32,7 +32,7 @@
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
-#include "detmath.h"
+#include "base/detmath.h"
 
 /* What one loop hands to the next: numerator and root; the numerator alone, of rules that wait for no divider; both,
  * but nothing where a conditional state is stored. */

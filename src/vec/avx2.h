@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "inline.h"
+#include "base/inline.h"
 
 #define HSTEP_VEC_NAME "avx2"
 #define VL 8

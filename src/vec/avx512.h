@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "inline.h"
+#include "base/inline.h"
 
 #define HSTEP_VEC_NAME "avx512"
 #define VL 16

@@ -243,7 +243,7 @@ V_OP vi vi_min(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I] ? a.x
 V_OP vi vi_max(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
 V_OP vi vi_iota(void) { V_LANES(vi, I); }
 
-/* ---- Memory: whole words of the rooms of a lane, which are aligned (cuda/lane.h) ---- */
+/* ---- Memory: whole words of the rooms of a lane, which are aligned (device/cuda/code/lane.h) ---- */
 
 V_OP uint32_t hstep_cuda_word(const void *p, int at)
 {
@@ -383,7 +383,7 @@ V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 }
 V_OP void vp_store_f16(void *p, vf e, vf o) { vp_store_16(p, hstep_cuda_to_half(e), hstep_cuda_to_half(o)); }
 
-/* hstep_root_and() of an estimated root, to the bits from 16 up (formats/root_code.h).
+/* hstep_root_and() of an estimated root, to the bits from 16 up (vec/root_code.h).
  *
  * PTX documents 2^-22.9 for the estimate's error. Below 2^23, 2^-22 + 2^-24 of the root, with the product's rounding,
  * is 2.5, and to an integer 3; the exact root is rounded twice, by 1/4 and 1/2. So the two integers are at most 3 apart

@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "inline.h"
+#include "base/inline.h"
 
 #define HSTEP_VEC_NAME "neon"
 #define VL 4

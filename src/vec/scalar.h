@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "inline.h"
+#include "base/inline.h"
 
 #define HSTEP_VEC_NAME "scalar"
 #define VL 1

@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wstringop-overflow"
 #endif
 #define HSTEP_CUDA_EMULATED 1
-#include "cuda/kernels.cu"
+#include "device/cuda/code/kernels.cu"
 
 #include "cuda/emulate.h"
 
@@ -184,13 +184,13 @@ int hstep_emulate(const struct hstep_emulated_kernel *kernel, int grid, int bloc
 #define KERNEL(name, shape) RUN(hstep_call, name)
 #define KERNEL_SUM(name, shape) RUN(hstep_accumulation, name)
 #define KERNEL_ACCESS(name, shape) RUN(hstep_access, name)
-#include "cuda/kernels.def"
+#include "device/cuda/code/kernels.def"
 
 const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
 #define KERNEL(name, shape) {"halfstep_cuda_" #name, run_##name, shape},
 #define KERNEL_SUM KERNEL
 #define KERNEL_ACCESS KERNEL
-#include "cuda/kernels.def"
+#include "device/cuda/code/kernels.def"
 };
 const int hstep_emulated_kernel_count = sizeof hstep_emulated_kernels / sizeof *hstep_emulated_kernels;
 

@@ -1,4 +1,4 @@
-/* The kernels of src/cuda as functions of this process: the same source, its threads as fibers that run until they
+/* The kernels for GPUs as functions of this process: the same source, its threads as fibers that run until they
  * meet (a barrier, an exchange). What meets in the wrong company aborts: lanes of a warp that exchange while others
  * wait elsewhere or have left. One launch at a time, of the thread that calls. */
 #ifndef HSTEP_TESTS_CUDA_EMULATE_H

@@ -9,9 +9,9 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "cuda/driver.h"
 #include "cuda/emulate.h"
-#include "cuda/kernels.h"
+#include "device/cuda/code/kernels.h"
+#include "device/cuda/driver/driver.h"
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -1,11 +1,11 @@
 /* Each kernel as the host's entry of its name: what tests of the driver run, whatever the device code does. */
 #include <stddef.h>
 
-#include "core/prepare.h"
 #include "cuda/emulate.h"
-#include "cuda/kernels.h"
-#include "dispatch.h"
-#include "host/host.h"
+#include "decide/prepare.h"
+#include "device/cuda/code/kernels.h"
+#include "device/host/host.h"
+#include "kernels/dispatch.h"
 
 static struct hstep_context context;
 
@@ -126,7 +126,7 @@ const struct hstep_emulated_kernel hstep_emulated_kernels[] = {
 #define KERNEL_ACCESS KERNEL
 #define KERNEL_FUSED(rule, first, second) \
     {"halfstep_cuda_fused_" #rule "_" #first "_" #second, run_nothing, HSTEP_CUDA_GRID},
-#include "cuda/kernels.def"
+#include "device/cuda/code/kernels.def"
 };
 const int hstep_emulated_kernel_count = sizeof hstep_emulated_kernels / sizeof *hstep_emulated_kernels;
 

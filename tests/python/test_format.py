@@ -31,7 +31,7 @@ def test_a_bad_layout_is_found():
         (tree / "tests").mkdir()
         shutil.copy(SOURCE / ".clang-format", tree)
         assert check(tree).returncode == 0
-        for name, line in (("src/core/lock.c", "int  x ;\n"), ("src/rules/lion.h", "/* " + "x" * 120 + " */\n")):
+        for name, line in (("src/base/lock.c", "int  x ;\n"), ("src/rules/lion.h", "/* " + "x" * 120 + " */\n")):
             path = tree / name
             before = path.read_text()
             path.write_text(before + line)

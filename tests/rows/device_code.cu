@@ -21,9 +21,9 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
 #undef V_TABLE
 #define V_TABLE static __attribute__((device)) const
 
-#include "exact.h"
-#include "grid.h"
-#include "host/pair.h"
+#include "base/exact.h"
+#include "base/grid.h"
+#include "kernels/pair.h"
 
 #define HSTEP_INCLUDE_RULES
 #include "rules/rules.def"

@@ -1,7 +1,7 @@
 /* For tests/new_rows_test.sh: what a library with more rows makes of the promised cases. golden LIST NAME...: every
  * line of LIST is still a case, one in 61 of them still has its hash, and each NAME, a new rule or format, has cases of
  * its own. 0 if all hold. */
-#include <tools/halfstep/golden.c>
+#include <tools/cli/verify/golden.c>
 
 /* The case of a line, or NULL. */
 static const struct golden_case *case_of(const struct golden_case *cases, int n, const char *line)

@@ -1,0 +1,247 @@
+/* Random bits for stochastic rounding: a pure function of (seed, tensor id, write counter, slot, element index).
+ *
+ * This is the scalar definition; vector kernels and the GPU must produce the same words. It is plain 32-bit integer
+ * arithmetic in the common subset of C, C++ and CUDA. A host that compiles it for a device defines HSTEP_INLINE first.
+ *
+ * One 32-bit word serves the two elements 2p and 2p + 1 of pair p: the low half is the even element's. */
+#ifndef HSTEP_RNG_H
+#define HSTEP_RNG_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "base/inline.h"
+
+/* X(CONSTANT, pinned id, "name", "one line for people"). Ids are stored in files and never reused; the first row is the
+ * default, by the tests that docs/random.md reports. */
+#define HSTEP_GENERATORS(X)                                                                     \
+    X(LATTICE, 3, "lattice", "the mixer's words on lattices over time: rounding errors cancel") \
+    X(MIXER, 2, "mixer", "keyed two-multiply mixer, a Philox key per 65,536 elements")          \
+    X(PHILOX7, 1, "philox7", "Philox4x32 with 7 rounds (Salmon et al. 2011)")
+
+enum hstep_generator {
+#define HSTEP_GENERATOR_ENUM(constant, id, name, title) HSTEP_GENERATOR_##constant = id,
+    HSTEP_GENERATORS(HSTEP_GENERATOR_ENUM)
+#undef HSTEP_GENERATOR_ENUM
+        HSTEP_GENERATOR_NONE = 0
+};
+
+enum {
+#define HSTEP_GENERATOR_ONE(constant, id, name, title) +1
+    HSTEP_GENERATOR_COUNT = 0 HSTEP_GENERATORS(HSTEP_GENERATOR_ONE)
+#undef HSTEP_GENERATOR_ONE
+};
+
+/* Rows run from 0 to HSTEP_GENERATOR_COUNT - 1 in the order of the table; 0 and NULL past the end. */
+HSTEP_INLINE int hstep_generator_id(int row)
+{
+#define HSTEP_GENERATOR_ROW(constant, id, name, title) \
+    if (row-- == 0) return id;
+    HSTEP_GENERATORS(HSTEP_GENERATOR_ROW)
+#undef HSTEP_GENERATOR_ROW
+    return 0;
+}
+
+static inline const char *hstep_generator_name(int generator)
+{
+    switch (generator) {
+#define HSTEP_GENERATOR_CASE(constant, id, name, title) \
+    case id: return name;
+        HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
+#undef HSTEP_GENERATOR_CASE
+    default: return NULL;
+    }
+}
+
+static inline const char *hstep_generator_title(int generator)
+{
+    switch (generator) {
+#define HSTEP_GENERATOR_CASE(constant, id, name, title) \
+    case id: return title;
+        HSTEP_GENERATORS(HSTEP_GENERATOR_CASE)
+#undef HSTEP_GENERATOR_CASE
+    default: return NULL;
+    }
+}
+
+/* The pinned id, 0 if there is none of that name. */
+static inline int hstep_generator_find(const char *text)
+{
+#define HSTEP_GENERATOR_IF(constant, id, name, title) \
+    if (strcmp(text, name) == 0) return id;
+    HSTEP_GENERATORS(HSTEP_GENERATOR_IF)
+#undef HSTEP_GENERATOR_IF
+    return 0;
+}
+
+/* Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC'11). out may be ctr. */
+HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const uint32_t key[2], int rounds)
+{
+    uint32_t a = ctr[0], b = ctr[1], c = ctr[2], d = ctr[3], k = key[0], l = key[1];
+    int i;
+    for (i = 0; i < rounds; i++) {
+        uint64_t p = (uint64_t)0xD2511F53u * a;
+        uint64_t q = (uint64_t)0xCD9E8D57u * c;
+        a = (uint32_t)(q >> 32) ^ b ^ k;
+        b = (uint32_t)q;
+        c = (uint32_t)(p >> 32) ^ d ^ l;
+        d = (uint32_t)p;
+        k += 0x9E3779B9u;
+        l += 0xBB67AE85u;
+    }
+    out[0] = a;
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+}
+
+/* factor and offset are of 16 bits, each twice: what "lattice" makes of both halves of a mixer word. 1 and 0 leave
+ * it. */
+struct hstep_key {
+    uint32_t k[4], factor, offset;
+};
+
+/* The key of one slot of one tensor in one write pass. write < 2^56, slot < 256. */
+HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+{
+    struct hstep_key result;
+    uint32_t ctr[4], key[2];
+    key[0] = (uint32_t)seed;
+    key[1] = (uint32_t)(seed >> 32);
+    ctr[0] = (uint32_t)tensor_id;
+    ctr[1] = (uint32_t)(tensor_id >> 32);
+    ctr[2] = (uint32_t)write;
+    ctr[3] = (uint32_t)(write >> 32) << 8 | (slot & 255u);
+    hstep_philox4x32(result.k, ctr, key, 10);
+    result.factor = 0x00010001u;
+    result.offset = 0;
+    return result;
+}
+
+/* "lattice": the mixer's half h of an element stays for 256 writes of its slot and becomes
+ *
+ *   u = h + 2^8 t (8h + 3) = h (1 + 2^11 t) + 3 2^8 t  mod 2^16,  t = write mod 256
+ *
+ * so that the high byte walks through all its 256 values in odd steps of the element's own, 3 + 8j: none of them is 1,
+ * which would be slow. The factor is odd: for every t h -> u is a bijection, and u as uniform as h. write: of the slot
+ * itself, below 2^63. Bit 55 of what keys the stream tells it from those of independent words, whose pass number never
+ * gets there. */
+#define HSTEP_LATTICE_SHIFT 8
+#define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
+
+HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+{
+    struct hstep_key result =
+        hstep_key_stream(seed, tensor_id, write >> HSTEP_LATTICE_SHIFT | HSTEP_LATTICE_DOMAIN, slot);
+    uint32_t t = (uint32_t)write & ((1u << HSTEP_LATTICE_SHIFT) - 1);
+    result.factor = ((1u + (t << 11)) & 65535u) * 0x00010001u;
+    result.offset = (3u * t << 8 & 65535u) * 0x00010001u;
+    return result;
+}
+
+HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_t h)
+{
+    /* Both halves of the factor are the same, and of the offset: sums of their low halves' products see those alone. */
+    uint32_t high = (h >> 16) * stream->factor + stream->offset, low = h * stream->factor + stream->offset;
+    return high << 16 | (low & 65535u);
+}
+
+/* The key under which a generator gives write number `write` of a slot its words. */
+HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint64_t tensor_id, uint64_t write,
+                                              uint32_t slot)
+{
+    return generator == HSTEP_GENERATOR_LATTICE ? hstep_key_lattice(seed, tensor_id, write, slot)
+                                                : hstep_key_stream(seed, tensor_id, write, slot);
+}
+
+/* "philox7": the four words of pairs 4 * block .. 4 * block + 3. */
+HSTEP_INLINE void hstep_philox_block(const struct hstep_key *stream, uint64_t block, uint32_t out[4])
+{
+    uint32_t ctr[4];
+    ctr[0] = (uint32_t)block;
+    ctr[1] = (uint32_t)(block >> 32);
+    ctr[2] = stream->k[2];
+    ctr[3] = stream->k[3];
+    hstep_philox4x32(out, ctr, stream->k, 7);
+}
+
+/* "mixer": 32,768 words (65,536 elements) share a key, so that its cost vanishes and an index has 15 bits. */
+#define HSTEP_SEGMENT_SHIFT 15
+#define HSTEP_SEGMENT_WORDS (1u << HSTEP_SEGMENT_SHIFT)
+
+HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *stream, uint64_t segment)
+{
+    struct hstep_key result;
+    uint32_t ctr[4];
+    ctr[0] = (uint32_t)segment;
+    ctr[1] = (uint32_t)(segment >> 32);
+    ctr[2] = stream->k[2];
+    ctr[3] = stream->k[3];
+    hstep_philox4x32(result.k, ctr, stream->k, 10);
+    result.factor = stream->factor;
+    result.offset = stream->offset;
+    return result;
+}
+
+/* Word i (0 .. 32767) of a segment: a Weyl sequence from a keyed start, through a two-multiply mixer (the shifts and
+ * multipliers of C. Wellons' lowbias32) with a second key word between the multiplies. A loop over i needs no multiply
+ * for the first line. A key word that only moved the start would make every segment a window of one and the same
+ * sequence; the one in the middle makes them different functions. */
+#define HSTEP_MIXER_STEP 0x9E3779B9u
+#define HSTEP_MIXER_MUL1 0x7FEB352Du
+#define HSTEP_MIXER_MUL2 0x846CA68Bu
+
+HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint32_t i)
+{
+    uint32_t x = segment_key->k[0] + i * HSTEP_MIXER_STEP;
+    x ^= x >> 16;
+    x *= HSTEP_MIXER_MUL1;
+    x ^= (x >> 15) ^ segment_key->k[1];
+    x *= HSTEP_MIXER_MUL2;
+    x ^= x >> 16;
+    return x;
+}
+
+/* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent
+ * words for one of hstep_key_stream(). Returns 0, or -1 for a generator that does not exist. */
+HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
+                                    uint32_t *out)
+{
+    size_t j;
+    if (generator == HSTEP_GENERATOR_PHILOX7) {
+        uint32_t block[4] = {0, 0, 0, 0};
+        for (j = 0; j < n; j++) {
+            uint64_t p = first_pair + j;
+            if (j == 0 || (p & 3) == 0) hstep_philox_block(stream, p >> 2, block);
+            out[j] = block[p & 3];
+        }
+        return 0;
+    }
+    if (generator == HSTEP_GENERATOR_MIXER || generator == HSTEP_GENERATOR_LATTICE) {
+        struct hstep_key key = *stream;
+        for (j = 0; j < n; j++) {
+            uint64_t p = first_pair + j;
+            uint32_t i = (uint32_t)p & (HSTEP_SEGMENT_WORDS - 1);
+            if (j == 0 || i == 0) key = hstep_key_segment(stream, p >> HSTEP_SEGMENT_SHIFT);
+            out[j] = hstep_mixer_word(&key, i);
+            if (generator == HSTEP_GENERATOR_LATTICE) out[j] = hstep_lattice_word(&key, out[j]);
+        }
+        return 0;
+    }
+    return -1;
+}
+
+/* The default id of a tensor: FNV-1a of its name, then a finaliser (D. Stafford's mix 13), because FNV leaves names
+ * that differ in their last letters close together. Never 0, which means "no id given". */
+HSTEP_INLINE uint64_t hstep_hash_name(const char *name)
+{
+    uint64_t h = 0xCBF29CE484222325u;
+    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
+    h ^= h >> 31;
+    return h ? h : 1;
+}
+
+#endif

@@ -1,0 +1,303 @@
+/* Constants of a step, in double, by the rule's own function. */
+#include "decide/prepare.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/grid.h"
+#include "base/scale.h"
+#include "base/schedule.h"
+#ifndef VL /* a device has its own vocabulary */
+#include "vec/scalar.h"
+#endif
+
+#define HSTEP_INCLUDE_FORMATS
+#include "formats/formats.def"
+#undef HSTEP_INCLUDE_FORMATS
+
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
+/* Lists of a row, counted: one entry each. A row that is wrong does not compile, and the message names it. */
+#define ROW(condition, name, text) _Static_assert(condition, name ": " text);
+#define STATE(...) 0
+#define PRECISE_STATE STATE
+#define ROW_STATE STATE
+#define COLUMN_STATE STATE
+#define STATES(...) sizeof((char[]){__VA_ARGS__})
+#define HYPER(...) 0
+#define HYPERS(...) sizeof((char[]){__VA_ARGS__})
+#define SCALAR(...) 0
+#define SCALARS(...) sizeof((char[]){__VA_ARGS__})
+#define NO_NORMS 0
+#define NORMS_1 1
+#define NORMS_2 2
+#define TOTALS_3(share) 3
+#define SIGN(decay) (decay)
+#define NO_SIGN(reason) -1
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    ROW((id) > 0, name, "ids count from 1")                                                                         \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                                \
+    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                              \
+    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")                  \
+    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")                    \
+    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                        \
+    ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")                    \
+    ROW((sign) < (int)fn##_constants, name, "SIGN names a constant of another rule")                                \
+    ROW((sign) < 0 || !(norms), name, "SIGN is for rules whose update no sum comes before")
+#include "rules/rules.def"
+#undef RULE
+
+/* The coefficient of the weight among the constants, of rules that a group may be cautious with. */
+static HSTEP_TABLE const int decay_places[HSTEP_RULES] = {
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    [HSTEP_RULE_ROW_##id] = sign,
+#include "rules/rules.def"
+#undef RULE
+};
+
+/* Vectors of a row: what its states have, one for a row and 8 for a column, is what its kind asks for. */
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+#define STATE(...) 0
+#define ROW_STATE(...) 1
+#define COLUMN_STATE(...) 8
+#define ADD(a, b, c, d, e, f, ...) (a) + (b) + (c) + (d) + (e) + (f)
+#define STATES(...) ADD(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define ELEMENTWISE 0
+#define RAW_GRADIENT 0
+#define MATRIX(...) 0
+#define FACTORED_1 9
+#define FACTORED_2 18
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    ROW((states) == (kind), name, "FACTORED_n has n states over rows and n over columns")
+#include "rules/rules.def"
+#undef RULE
+
+static HSTEP_TABLE void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
+#define RULE(id, name, fn, ...) [HSTEP_RULE_ROW_##id] = fn##_prepare,
+#include "rules/rules.def"
+#undef RULE
+};
+
+void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p, float *k)
+{
+    p->hyper = group->own;
+    for (int i = 0; i < HSTEP_MAX_SCALARS; i++) k[i] = 0.0f;
+    prepares[group->recipe.rule](k, p);
+}
+
+float hstep_tensor_scale(int format, double norm, double elements)
+{
+    switch (format) {
+#define SCALE_ROWS(fn)
+#define SCALE_FLAT(fn)
+#define SCALE_TENSOR(fn) \
+    case HSTEP_FORMAT_##fn: return fn##_tensor_scale(norm, elements);
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) SCALE_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: return 0.0f;
+    }
+}
+
+double hstep_group_lr(const struct hstep_group *group)
+{
+    struct hstep_schedule schedule = {
+        .kind = group->schedule,
+        .warmup = (uint64_t)group->hyper[HSTEP_WARMUP_STEPS],
+        .total = (uint64_t)group->hyper[HSTEP_TOTAL_STEPS],
+        .final = group->hyper[HSTEP_FINAL_FRACTION],
+        .decay_start = group->hyper[HSTEP_DECAY_START],
+        .power = group->hyper[HSTEP_POWER],
+    };
+    return group->hyper[HSTEP_LR] * hstep_schedule_factor(&schedule, group->steps);
+}
+
+double hstep_state_beta(const struct hstep_group *group, int state)
+{
+    int rule = group->recipe.rule;
+    const char *beta = hstep_rules[rule].state[state].beta;
+    return beta ? group->own[hstep_find_hyper(rule, beta) - HSTEP_COMMON_HYPERS] : 1.0;
+}
+
+int hstep_state_needed(const struct hstep_group *group, int state)
+{
+    int rule = group->recipe.rule;
+    const char *unless = hstep_rules[rule].state[state].unless;
+    return !unless || group->own[hstep_find_hyper(rule, unless) - HSTEP_COMMON_HYPERS] != 0.0;
+}
+
+/* ---- One update ---- */
+
+HSTEP_TABLE int hstep_use_fused = 1;
+
+double hstep_reference_lr(const struct hstep_group *g)
+{
+    return g->hyper[HSTEP_REFERENCE_LR] != 0.0 ? g->hyper[HSTEP_REFERENCE_LR] : g->first_lr;
+}
+
+int hstep_is_preparable(const struct hstep_group *g)
+{
+    return g->hyper[HSTEP_CENTRALIZE] == 0.0 && g->decay != HSTEP_DECAY_FULLY;
+}
+
+static int is_centralized(const struct hstep_group *g, const struct hstep_tensor *t)
+{
+    return hstep_rules[t->rule].kind != HSTEP_RAW_GRADIENT && g->hyper[HSTEP_CENTRALIZE] != 0.0 && t->ndim >= 2 &&
+           t->row_length > 1;
+}
+
+const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_tensor *t, int *code)
+{
+    *code = HALFSTEP_ERROR_RANGE;
+    if (g->decay == HSTEP_DECAY_FULLY && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0 && hstep_reference_lr(g) == 0.0)
+        return "fully-decoupled decay needs a reference_lr above 0";
+    *code = HALFSTEP_ERROR_UNSUPPORTED;
+    if (!is_centralized(g, t)) return NULL;
+    if (t->n_columns != t->row_length) return "centralize needs whole rows";
+    if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit)
+        return "centralize needs blocks that end with rows";
+    return NULL;
+}
+
+static void decay_of(const struct hstep_group *g, double *lr, double *decay, double *l2)
+{
+    double weight_decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    *decay = *l2 = 0.0;
+    if (weight_decay == 0.0) return;
+    switch (g->decay) {
+    case HSTEP_DECAY_L2: *l2 = weight_decay; break;
+    case HSTEP_DECAY_DECOUPLED: *decay = *lr * weight_decay; break;
+    case HSTEP_DECAY_FULLY: *decay = *lr / hstep_reference_lr(g) * weight_decay; break;
+    case HSTEP_DECAY_PROXIMAL:
+        /* (w - lr u) / (1 + lr wd) = w - (lr u + lr wd w) / (1 + lr wd). */
+        *decay = *lr * weight_decay / (1.0 + *lr * weight_decay);
+        *lr /= 1.0 + *lr * weight_decay;
+        break;
+    }
+}
+
+/* Lattices are for what is stored finely. A rounding that is uniform by itself is not so given the stored value, which
+ * remembers earlier words: in block codes, whose steps are no small part of a value, that would bias the states that
+ * feed on themselves. They keep independent words. */
+static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
+{
+    if (generator != HSTEP_GENERATOR_LATTICE || hstep_formats[t->slot[s].format].block)
+        return hstep_key_stream(seed, t->id, t->writes, (uint32_t)s);
+    int weight = s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT;
+    return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
+}
+
+/* So that the mean of what elements are scaled by is 1, those that do not agree counted as 0: c_adamw's clamp. */
+static float cautious_scale(double count, double elements)
+{
+    double mean = count / elements;
+    return (float)(1.0 / (mean > 1e-3 ? mean : 1e-3));
+}
+
+void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct hstep_tensor *before,
+                         const struct hstep_update *same, struct hstep_update *u)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const int generator = hstep_generator_id(call->generator);
+    *u = *same;
+    memcpy(u->scalar, t->scalar, sizeof u->scalar);
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->root && slot->grid != before->slot[s].grid) {
+            const struct hstep_group *g = &call->plan.groups[t->group];
+            u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+            u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
+        }
+        if (u->stochastic >> s & 1) u->stream[s] = slot_stream(call->seed, generator, t, s);
+    }
+}
+
+void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip, const double *norms,
+                          const struct hstep_update *same, struct hstep_update *u)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_group *g = &call->plan.groups[t->group];
+    const struct hstep_rule *rule = &hstep_rules[t->rule];
+    /* 1 where there are none, so that no mean over the tensor is 0 / 0. */
+    double elements = t->rows && t->row_length ? (double)t->rows * (double)t->row_length : 1.0;
+    double base = hstep_group_lr(g), lr = base, decay, l2, mean[HSTEP_MAX_PAIRS];
+    int means = u->means;
+    memcpy(mean, u->mean, sizeof mean);
+    memset(u, 0, sizeof *u);
+    u->means = means;
+    memcpy(u->mean, mean, sizeof mean);
+    decay_of(g, &lr, &decay, &l2);
+    u->micro = call->micro;
+    if (rule->kind == HSTEP_RAW_GRADIENT) {
+        u->gradient_scale = 1.0f;
+    } else {
+        double sign = g->hyper[HSTEP_MAXIMIZE] != 0.0 ? -1.0 : 1.0, scale = sign * hstep_gradient_scale(call) * clip;
+        u->gradient_scale = (float)scale;
+        u->l2 = (float)l2;
+        if (is_centralized(g, t)) u->centralize = g->hyper[HSTEP_CENTRALIZE] * scale;
+    }
+    struct hstep_own own = {.id = t->id,
+                            .rows = t->rows,
+                            .row_length = t->row_length,
+                            .elements = elements,
+                            .matrix = t->matrix || t->pairs,
+                            .scalar = u->scalar};
+    const struct hstep_group *first = rule->totals ? &call->plan.groups[call->plan.tensors[t->share].group] : g;
+    const struct hstep_shared shared = {.hyper = first->own, .t = first->steps + 1};
+    struct hstep_prepare p = {.lr = lr,
+                              .decay = decay,
+                              .t = t->state_steps + 1,
+                              .full = t->full_steps + 1,
+                              .norm = rule->totals ? NULL : norms,
+                              .total = rule->totals ? norms : NULL,
+                              .shared = rule->totals ? &shared : NULL,
+                              .mean = u->mean,
+                              .means = means,
+                              .own = &own,
+                              .own_was_asked = &u->of_its_own};
+    memcpy(u->scalar, t->scalar, sizeof u->scalar);
+    if (same) memcpy(u->k, same->k, sizeof u->k);
+    else hstep_prepare_rule(g, &p, u->k);
+    u->every = same ? same->every : p.every;
+    if (t->cautious) {
+        /* Decay is no part of what is compared and scaled. */
+        float *place = &u->k[decay_places[t->rule]];
+        u->decay = same ? same->decay : *place;
+        *place = 0.0f;
+        u->cautious = cautious_scale(norms ? norms[t->sums - 1] : elements, elements);
+    }
+    const int generator = hstep_generator_id(call->generator);
+    u->generator = call->generator;
+    int sum = rule->norms;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->format < 0) continue;
+        const struct hstep_format *f = &hstep_formats[slot->format];
+        if (norms && f->geometry == HALFSTEP_GEOMETRY_TENSOR)
+            u->scale[s] = hstep_tensor_scale(slot->format, norms[sum++], elements);
+        if (hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT) {
+            if (!t->full_steps) u->weight_to_slot |= 1u << s;
+            if ((same ? same->slot_to_weight : (uint32_t)p.copy) && !u->slot_to_weight) u->slot_to_weight = 1u << s;
+        }
+        if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
+        /* Not with one scale for a tensor, which is there to show what its authors published. */
+        if (f->block && f->geometry != HALFSTEP_GEOMETRY_TENSOR) u->mode |= RULE_CLAMP;
+        if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
+        u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
+        if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) {
+            u->stochastic |= 1u << s;
+            u->stream[s] = slot_stream(call->seed, generator, t, s);
+        }
+    }
+    u->zero_lr = base == 0.0;
+    u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
+    u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->zero_lr && !u->micro &&
+               (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
+}

@@ -1,0 +1,391 @@
+/* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions here are
+ * inlined with constant rules and formats, and loops over a lane's places are unrolled, so that arrays of places are
+ * registers. For kernels.cu, at its end. */
+#ifndef HSTEP_CUDA_FUSED_KERNELS_H
+#define HSTEP_CUDA_FUSED_KERNELS_H
+
+#include "device/cuda/code/fused.h"
+#include "device/cuda/code/kernels.h"
+#include "device/cuda/code/rules.h"
+
+/* What of a key words are made of (rng.h); factor and offset in their upper halves. */
+struct segment_key {
+    __attribute__((aligned(16))) uint32_t k0;
+    uint32_t k1, factor, offset;
+};
+
+/* What a block knows of the chunk that it works on; in shared memory, for registers are scarce. */
+struct fused_work {
+    int active, option; /* the chunk is this kernel's, with what RULE_OPTION says */
+    int64_t run, runs, offset, length, run_length, index_stride;
+    uint64_t index0;
+    int format[HSTEP_SLOTS];
+    char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
+    __attribute__((aligned(16))) float k[HSTEP_MAX_SCALARS];
+    float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
+    float gradient_scale, l2;
+    struct hstep_key stream[HSTEP_SLOTS];
+    /* Of the segment that each warp is in. */
+    uint64_t segment[WARPS];
+    struct segment_key key[WARPS][HSTEP_SLOTS];
+};
+
+/* ---- A slot of a lane ---- */
+
+/* The scale of an element's block. */
+V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s, int64_t element)
+{
+    return w->extra[s] + element / c.block * hstep_scale_bytes(c.scale);
+}
+
+/* more: the warp goes on with the tile WARPS further on, which is brought into the cache meanwhile. */
+V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
+                     const int more, struct room *r, vf *x)
+{
+    enum { NEXT = WARPS * HSTEP_TILE };
+    const struct columns c = columns_of(format);
+    const char *code = w->code[s] + element * c.bits / 8;
+    copy_codes(r->code, code, PLACES * c.bits / 8);
+    if (more) CUDA_PREFETCH(code + NEXT * c.bits / 8);
+    if (c.block) {
+        vf scale;
+        const char *at = block_scale(c, w, s, element);
+        copy_aligned(r->extra, at, hstep_scale_bytes(c.scale));
+        if (more) CUDA_PREFETCH(at + NEXT / c.block * hstep_scale_bytes(c.scale));
+        scale = v_from_bits(vi_set(hstep_scale_load(c.scale, r->extra, 0)));
+        load_scaled(format, nonneg, r->code, scale, 0, &x[0], &x[1]);
+        return;
+    }
+    if (c.extra_bits) {
+        const char *extra = w->extra[s] + element * c.extra_bits / 8;
+        copy_aligned(r->extra, extra, PLACES * c.extra_bits / 8);
+        if (more) CUDA_PREFETCH(extra + NEXT * c.extra_bits / 8);
+    }
+    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+}
+
+V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct room *r)
+{
+    const struct columns c = columns_of(format);
+    copy_codes(w->code[s] + element * c.bits / 8, r->code, PLACES * c.bits / 8);
+    if (c.extra_bits) copy_aligned(w->extra[s] + element * c.extra_bits / 8, r->extra, PLACES * c.extra_bits / 8);
+}
+
+/* Keys of all slots for the segment that the tile is in. */
+V_OP void fused_segment(struct fused_work *w, uint64_t index)
+{
+    const uint64_t segment = index / 2 >> HSTEP_SEGMENT_SHIFT;
+    const int warp = warp_of_thread(), s = lane_of_thread();
+    if (w->segment[warp] == segment) return;
+    CUDA_WARP_BARRIER();
+    if (s < HSTEP_SLOTS) {
+        const struct hstep_key key = hstep_key_segment(&w->stream[s], segment);
+        w->key[warp][s] = (struct segment_key){key.k[0], key.k[1], key.factor << 16, key.offset << 16};
+    }
+    w->segment[warp] = segment;
+    CUDA_WARP_BARRIER();
+}
+
+/* hstep_lattice_word() of a mixer's, with factor and offset in their upper halves: so no other bits are in the way of
+ * what rounding adds. */
+V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key *mixer, uint32_t i)
+{
+    const uint32_t h = hstep_mixer_word(mixer, i);
+    const uint32_t high = (h >> 16) * held->factor + held->offset, low = h * held->factor + held->offset;
+    return (high & 0xffff0000u) | low >> 16;
+}
+
+/* Slots of formats that are written with random bits have a stream (decide/prepare.c). */
+V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_t index)
+{
+    const uint32_t first = (uint32_t)(index / 2) & (HSTEP_SEGMENT_WORDS - 1);
+    struct hstep_key mixer;
+    if (!columns_of(format).stochastic) return nearest_words();
+    const struct segment_key held = w->key[warp_of_thread()][s];
+    mixer.k[0] = held.k0;
+    mixer.k[1] = held.k1;
+    V_LANES(vi, fused_word(&held, &mixer, first + I));
+}
+
+V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, int s, int64_t element, uint64_t index,
+                      const vf *x)
+{
+    const vi words = fused_words(format, w, s, index);
+    const struct columns c = columns_of(format);
+    struct room r = {{0}, {0}};
+    __attribute__((aligned(16))) float stash[PLACES];
+    float inverse;
+    if (!c.block) {
+        store_any(format, r.code, r.extra, 0, x[0], x[1], words, 1);
+        fused_put(format, w, s, element, &r);
+        return;
+    }
+    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(w->onto[s]), stash), r.extra);
+    if (lane_of_thread() % (c.block / PLACES) == 0)
+        copy_aligned(block_scale(c, w, s, element), r.extra, hstep_scale_bytes(c.scale));
+    encode_codes(format, nonneg, stash, &inverse, r.code, 0, words);
+    fused_put(format, w, s, element, &r);
+}
+
+/* ---- Slots whose format is told apart at run time ---- */
+
+V_OP void load_gradient(const struct fused_work *w, int64_t element, const int more, vf *x)
+{
+    struct room r;
+    switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
+#define GRADIENT(fn) \
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, more, &r, x); break;
+        HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
+#undef GRADIENT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+/* Of the weight, and of states that are stored as it is. */
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct room *r, vf *x)
+{
+    switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
+#define WEIGHT(fn) \
+    case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, s, element, more, r, x); break;
+        HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
+#undef WEIGHT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r,
+                      const vf *x, const vf *d)
+{
+    apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, index));
+    fused_put(format, w, s, element, r);
+}
+
+V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const vf *x,
+                        const vf *d)
+{
+    switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
+#define WEIGHT(fn) \
+    case HSTEP_FORMAT_##fn: fused_apply(HSTEP_FORMAT_##fn, w, s, element, index, r, x, d); break;
+        HSTEP_CUDA_FUSED_WEIGHTS(WEIGHT)
+#undef WEIGHT
+    default: __builtin_unreachable(); /* hstep_cuda_find_fused() takes no others */
+    }
+}
+
+/* ---- A tile ---- */
+
+/* At compile time. states: one byte each, the role, and FUSED_CONDITIONAL where it may be left out. */
+struct fused_what {
+    int states, first, second, option;
+};
+
+enum { FUSED_CONDITIONAL = 16, FUSED_TILES_ONLY = 0x40 };
+
+V_OP int role_of(const struct fused_what f, const int j) { return f.states >> 8 * j & 15; }
+/* RULE_OPTION says that one of the conditional ones is; a rule may have several. */
+V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
+{
+    const int state = f.states >> 8 * j & 255, conditional = f.states & 0x01010101 * FUSED_CONDITIONAL;
+    if (!(state & FUSED_CONDITIONAL)) return state != 0;
+    if (!f.option) return 0;
+    return conditional == FUSED_CONDITIONAL << 8 * j || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
+}
+
+/* Of states of gradients, beside states in blocks. */
+V_OP int is_wide(const struct fused_what f, const struct fused_work *w, const int j)
+{
+    return role_of(f, j) == HALFSTEP_ROLE_GRADIENT && is_block(f.first) &&
+           w->format[HALFSTEP_SLOT_STATE + j] == HSTEP_FORMAT_f32;
+}
+V_OP int format_of(const struct fused_what f, const int j)
+{
+    const int role = role_of(f, j);
+    if (role == HALFSTEP_ROLE_NONNEG) return f.second;
+    return role == HALFSTEP_ROLE_GRADIENT && is_block(f.first) ? HSTEP_FORMAT_bf16_sr : f.first;
+}
+
+/* What a lane has of a state. */
+struct fused_state {
+    struct room room;
+    vf before[2], after[2];
+};
+
+V_OP void load_state(const struct fused_what f, const int j, const struct fused_work *w, int64_t element,
+                     const int more, struct fused_state *state)
+{
+    const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
+    state->before[0] = state->before[1] = v_set(0.0f);
+    if (!is_stored(f, w, j)) return;
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->room, state->before);
+    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->room, state->before);
+    else fused_load(format, nonneg, w, s, element, more, &state->room, state->before);
+    if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
+}
+
+V_OP void store_state(const struct fused_what f, const int j, struct fused_work *w, int64_t element, uint64_t index,
+                      struct fused_state *state)
+{
+    const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
+    if (!is_stored(f, w, j)) return;
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
+        change_weight(w, s, element, index, &state->room, state->before, state->after);
+        return;
+    }
+    if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, index, state->after);
+    else fused_store(format, nonneg, w, s, element, index, state->after);
+}
+
+V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
+                     int64_t element, uint64_t index, const int more)
+{
+    const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
+    const struct constants constants = constants_of(w->k);
+    const float l2 = w->l2;
+    struct room room;
+    struct fused_state s0, s1, s2, s3;
+    vf gradient[2], weight[2], change[2];
+    fused_segment(w, index);
+    load_gradient(w, element, more, gradient);
+    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &room, weight);
+    load_state(f, 0, w, element, more, &s0);
+    load_state(f, 1, w, element, more, &s1);
+    load_state(f, 2, w, element, more, &s2);
+    load_state(f, 3, w, element, more, &s3);
+    scale_pair(gradient, w->gradient_scale);
+    /* Asked once for all places. */
+    if (l2 != 0.0f)
+        CUDA_UNROLL for (int i = 0; i < 2; i++) gradient[i] = v_add(gradient[i], v_mul(v_set(l2), weight[i]));
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        vf s[HALFSTEP_MAX_STATES] = {s0.before[i], s1.before[i], s2.before[i], s3.before[i]};
+        change[i] = rule(constants.k, weight[i], gradient[i], s, mode);
+        s0.after[i] = s[0];
+        s1.after[i] = s[1];
+        s2.after[i] = s[2];
+        s3.after[i] = s[3];
+    }
+    store_state(f, 0, w, element, index, &s0);
+    store_state(f, 1, w, element, index, &s1);
+    store_state(f, 2, w, element, index, &s2);
+    store_state(f, 3, w, element, index, &s3);
+    change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &room, weight, change);
+}
+
+/* The whole tiles of a run, which the warps take in turn. */
+V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
+                    int64_t run)
+{
+    const int64_t element = run * w->run_length + w->offset;
+    const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
+    /* Units are groups here. */
+    const int lead = (int)(index % HSTEP_GROUP), tiles = (lead + (int)w->length) / HSTEP_TILE;
+    for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles; tile += WARPS) {
+        const int place = tile * HSTEP_TILE - lead + lane_of_thread() * PLACES;
+        fused_tile(f, rule, w, element + place, index + (uint64_t)place, tile + WARPS < tiles);
+    }
+}
+
+/* ---- Chunks ---- */
+
+/* By all threads of the block; what there is to do is known after the barrier that follows. */
+V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c, int kernel, struct fused_work *w)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
+    const struct hstep_update *u = &call->plan.updates[c->tensor];
+    const int i = CUDA_THREAD;
+    if (i == 0) {
+        w->active = t->fused == kernel && !u->skip && is_fused(call, c->tensor);
+        w->option = (u->mode & RULE_OPTION) != 0;
+        w->run = c->run;
+        w->runs = c->runs;
+        w->offset = c->offset;
+        w->length = c->length;
+        w->run_length = t->run_length;
+        w->index_stride = t->index_stride;
+        w->index0 = t->index0;
+        w->gradient_scale = u->gradient_scale;
+        w->l2 = u->l2;
+    }
+    if (i < HSTEP_SLOTS) {
+        w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;
+        w->code[i] = code_of(call, c->tensor, i);
+        w->extra[i] = t->slot[i].extra;
+        w->grid[i] = t->slot[i].grid;
+        w->onto[i] = u->onto[i];
+        w->stream[i] = u->stream[i];
+    }
+    if (i < WARPS) w->segment[i] = ~(uint64_t)0;
+    for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
+}
+
+/* RULE_OPTION changes a rule only if it has states that may be left out. */
+V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), const int kernel,
+                       const struct hstep_call *call, struct fused_work *w, int64_t first, int64_t end)
+{
+    struct fused_what with = f;
+    with.option = 1;
+    for (int64_t i = first; i < end; i += CUDA_BLOCKS) {
+        CUDA_BARRIER();
+        start_fused(call, &call->plan.chunks[i], kernel, w);
+        CUDA_BARRIER();
+        if (!w->active) continue;
+        if (!w->option)
+            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
+        else if (f.states & 0x01010101 * FUSED_CONDITIONAL)
+            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(with, rule, w, run);
+    }
+}
+
+/* ---- Kernels ---- */
+
+#undef STATE
+#undef PRECISE_STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+#define FUSED_ROLE_0 0
+#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
+#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
+#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
+#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
+#define ROW_STATE(...) FUSED_TILES_ONLY
+#define COLUMN_STATE(...) FUSED_TILES_ONLY
+#define STATE(name, role, beta, unless) \
+    (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, const char *: FUSED_CONDITIONAL, default: 0))
+#define PRECISE_STATE(name, role, beta, unless, option, format) STATE(name, role, beta, unless)
+#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
+#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
+    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
+
+/* What a rule without states, or with states as its weights alone, does is the same in all recipes: one has it. */
+V_OP int has_kernel(const int states, const int first)
+{
+    const int roles = (states | states >> 8 | states >> 16 | states >> 24) & 15;
+    if (states & 0x40404040) return 0;
+    return first == HSTEP_FORMAT_f32 || (roles & ~HALFSTEP_ROLE_WEIGHT) != 0;
+}
+
+/* Values of more than two states do not fit half of the registers. */
+#define BLOCKS_OF(states) \
+    (((states) & 0x000f0000 && !((states) & FUSED_CONDITIONAL << 16)) || (states) & 0x01010101 ? 1 : 2)
+#define FUSED_KERNEL(one, two, id, fn, bytes)                                                                    \
+    CUDA_KERNEL_SHARED(BLOCKS_OF(bytes))                                                                         \
+    void halfstep_cuda_fused_##id##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)           \
+    {                                                                                                            \
+        CUDA_SHARED struct fused_work work;                                                                      \
+        const struct span span = span_of(&call, what.first, what.n);                                             \
+        const struct fused_what f = {bytes, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0};                          \
+        if (!has_kernel(bytes, HSTEP_FORMAT_##one)) return;                                                      \
+        fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
+                     span.end);                                                                                  \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    HSTEP_CUDA_FUSED_RECIPES(FUSED_KERNEL, id, fn, states)
+#include "rules/rules.def"
+#undef RULE
+#undef STATE
+#undef ROW_STATE
+#undef COLUMN_STATE
+#undef STATES
+
+#endif

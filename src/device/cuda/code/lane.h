@@ -1,0 +1,431 @@
+/* A warp holds a tile: 256 places of index space, whole units, of which each lane has eight after another. What a lane
+ * has of a slot is copied into a room of its own, zero where nothing is held here, so that whole tiles, tails and rows
+ * that begin within a unit are one path; the formats then decode and encode in that room. Blocks of 32, 128 and 256
+ * elements are 4, 16 and 32 lanes, which find their maximum by exchanges. Any format, any gradient: formats are
+ * arguments here, the same for all lanes of a warp. */
+#ifndef HSTEP_CUDA_LANE_H
+#define HSTEP_CUDA_LANE_H
+
+#include "base/exact.h"
+#include "base/grid.h"
+#include "decide/prepare.h"
+#include "kernels/pair.h"
+#include "tables/layout.h"
+
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
+enum {
+    LANES = 32,
+    PLACES = HSTEP_TILE / LANES,
+    WARPS = 256 / LANES,
+    SLOT_WORK = HSTEP_SLOTS, /* fp32 elements of the workspace: the direction of a matrix step */
+    WORK_SLOTS
+};
+
+_Static_assert(PLACES == PAIR, "the places of a lane are a pair");
+
+/* Place i of a pair, its even places and its odd ones. */
+#define PLACE(pair, i) (pair)[(i) % 2].x[(i) / 2]
+
+/* Places of one lane: first .. last - 1 of the eight are held here. */
+struct lane {
+    int first, last;
+    int begins;         /* the first element of the stretch is here */
+    int64_t element;    /* of place 0, held or not */
+    int64_t begin, end; /* elements of the stretch */
+    uint64_t index;
+};
+
+struct room {
+    __attribute__((aligned(16))) char code[PLACES * 4], extra[PLACES * 2];
+};
+
+/* What a warp carries through a chunk; slots that the pass does not touch have no format. */
+struct work {
+    const struct hstep_tensor *t;
+    const struct hstep_update *u;
+    int pass;
+    int fused;  /* whole tiles are another kernel's (device/cuda/code/fused.h) */
+    float mean; /* taken from the scaled gradient */
+    int format[WORK_SLOTS];
+    char *code[WORK_SLOTS], *extra[WORK_SLOTS];
+    uint64_t segment[HSTEP_SLOTS];
+    struct hstep_key key[HSTEP_SLOTS]; /* of that segment */
+};
+
+CUDA_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+CUDA_DEVICE int within(int64_t x, int64_t most) { return x < 0 ? 0 : (int)least(x, most); }
+CUDA_DEVICE int lane_of_thread(void) { return CUDA_THREAD % LANES; }
+CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
+
+CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
+
+/* Tile number `tile` of n elements from `element` on, the first of which lies `lead` places into a unit. */
+CUDA_DEVICE struct lane lane_at(int64_t element, uint64_t index, int64_t lead, int64_t n, int64_t tile)
+{
+    int64_t place = tile * HSTEP_TILE + lane_of_thread() * PLACES;
+    struct lane l;
+    l.first = within(lead - place, PLACES);
+    l.last = within(lead + n - place, PLACES);
+    l.begins = lead >= place && lead < place + PLACES && n > 0;
+    l.element = element - lead + place;
+    l.begin = element;
+    l.end = element + n;
+    l.index = index - (uint64_t)lead + (uint64_t)place;
+    return l;
+}
+
+CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
+
+/* ---- Between slots and rooms ---- */
+
+CUDA_DEVICE void copy_bytes(char *to, const char *from, int n)
+{
+    if (n % 4 == 0 && ((uintptr_t)to | (uintptr_t)from) % 4 == 0)
+        for (int i = 0; i < n; i += 4)
+            memcpy(__builtin_assume_aligned(to + i, 4), __builtin_assume_aligned(from + i, 4), 4);
+    else
+        for (int i = 0; i < n; i++) to[i] = from[i];
+}
+
+CUDA_DEVICE void clear_room(struct room *r)
+{
+    for (int i = 0; i < PLACES * 4; i++) r->code[i] = 0;
+    for (int i = 0; i < PLACES * 2; i++) r->extra[i] = 0;
+}
+
+/* code, extra: of the whole slot. extra may be NULL. */
+CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *code, const char *extra,
+                       const struct lane *l, struct room *r)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int n = l->last - l->first;
+    int64_t element = l->element + l->first;
+    clear_room(r);
+    if (extra && f->block) {
+        /* All lanes of a block have its scale, also those that hold none of it: what a code of 0 stands for, which
+         * padding decodes to, may depend on it. */
+        int64_t from = l->element - lane_of_thread() * PLACES % f->block, end = least(from + f->block, l->end);
+        if (from < l->begin) from = l->begin;
+        if (from < end) copy_bytes(r->extra, extra + hstep_extra_offset(t, format, from), f->scale_bits / 8);
+    }
+    if (n <= 0) return;
+    copy_bytes(r->code + l->first * f->code_bits / 8, code + hstep_code_offset(t, format, element),
+               (n * f->code_bits + 7) / 8);
+    if (extra && !f->block)
+        copy_bytes(r->extra + l->first * f->extra_bits / 8, extra + hstep_extra_offset(t, format, element),
+                   n * f->extra_bits / 8);
+}
+
+CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
+                     const struct room *r)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int n = l->last - l->first;
+    int64_t element = l->element + l->first;
+    if (n <= 0) return;
+    copy_bytes(code + hstep_code_offset(t, format, element), r->code + l->first * f->code_bits / 8,
+               (n * f->code_bits + 7) / 8);
+    if (!extra) return;
+    extra += hstep_extra_offset(t, format, element);
+    if (!f->block) copy_bytes(extra, r->extra + l->first * f->extra_bits / 8, n * f->extra_bits / 8);
+    /* One of the lanes of a block: its first, or the one that the stretch begins in. */
+    else if (l->begins || lane_of_thread() % (f->block / PLACES) == 0) copy_bytes(extra, r->extra, f->scale_bits / 8);
+}
+
+/* The numbers of a vector over rows or columns, one for each place. */
+CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l, struct room *r)
+{
+    clear_room(r);
+    for (int i = l->first; i < l->last; i++) {
+        int64_t element = l->element + i, columns = w->t->n_columns;
+        int64_t at = w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS ? element / columns : element % columns;
+        copy_bytes(r->code + 4 * i, w->code[s] + 4 * at, 4);
+    }
+}
+
+CUDA_DEVICE int extent_of(const struct work *w, int s)
+{
+    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
+}
+
+CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, struct room *r)
+{
+    if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) fetch_vector(w, s, l, r);
+    else fetch(w->t, w->format[s], w->code[s], w->extra[s], l, r);
+}
+
+/* ---- Whole, aligned tiles: in registers, where the format is a constant ---- */
+
+/* In registers of 32 bits, which bytes are taken from at less cost than from wider ones. */
+V_OP void copy_word(char *to, const char *from) { memcpy(to, from, 4); }
+
+V_OP void copy_8(void *to, const void *from)
+{
+    char *t = (char *)__builtin_assume_aligned(to, 8);
+    const char *f = (const char *)__builtin_assume_aligned(from, 8);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+}
+
+V_OP void copy_16(void *to, const void *from)
+{
+    char *t = (char *)__builtin_assume_aligned(to, 16);
+    const char *f = (const char *)__builtin_assume_aligned(from, 16);
+    copy_word(t, f);
+    copy_word(t + 4, f + 4);
+    copy_word(t + 8, f + 8);
+    copy_word(t + 12, f + 12);
+}
+
+/* n bytes, a power of two up to 16, aligned to as many. */
+V_OP void copy_aligned(void *to, const void *from, const int n)
+{
+    switch (n) {
+    case 1: memcpy(to, from, 1); break;
+    case 2: memcpy(__builtin_assume_aligned(to, 2), __builtin_assume_aligned(from, 2), 2); break;
+    case 4: copy_word((char *)__builtin_assume_aligned(to, 4), (const char *)__builtin_assume_aligned(from, 4)); break;
+    case 8: copy_8(to, from); break;
+    default: copy_16(to, from); break;
+    }
+}
+
+/* The codes of a lane's places: up to 32 bytes. */
+V_OP void copy_codes(void *to, const void *from, const int n)
+{
+    if (n == 32) copy_16((char *)to + 16, (const char *)from + 16);
+    copy_aligned(to, from, n < 32 ? n : 16);
+}
+
+/* ---- Formats ---- */
+
+CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, vf *x)
+{
+    load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
+}
+
+/* Whether load_aligned() knows a format. */
+CUDA_DEVICE int is_fused_gradient(int format)
+{
+#define GRADIENT(fn) || format == HSTEP_FORMAT_##fn
+    return 0 HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT);
+#undef GRADIENT
+}
+
+/* All places of a lane whose codes are aligned to 16 bytes, of the formats of gradients that fused kernels know; 0 of
+ * others. */
+V_OP int load_aligned(int format, const char *code, vf *x)
+{
+    struct room r = {{0}, {0}};
+    switch (format) {
+#define GRADIENT(fn)                                                              \
+    case HSTEP_FORMAT_##fn:                                                       \
+        copy_codes(r.code, code, PLACES *columns_of(HSTEP_FORMAT_##fn).bits / 8); \
+        decode(HSTEP_FORMAT_##fn, 0, &r, x);                                      \
+        return 1;
+        HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
+#undef GRADIENT
+    default: return 0;
+    }
+}
+
+V_OP void scale_pair(vf *x, float factor)
+{
+    x[0] = v_mul(x[0], v_set(factor));
+    x[1] = v_mul(x[1], v_set(factor));
+}
+
+/* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
+#define SCALE_ROWS(fn, nonneg, scale)                                   \
+    do {                                                                \
+        vi pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);  \
+        hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern.x[0]); \
+        inverse = fn##_inverse(pattern, nonneg);                        \
+    } while (0)
+#define SCALE_FLAT SCALE_ROWS
+#define SCALE_TENSOR(fn, nonneg, scale) \
+    inverse = fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg)
+
+V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
+{
+    vf inverse = v_set(0.0f);
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
+    case HSTEP_FORMAT_##fn: SCALE_##geometry(fn, nonneg, scale); break;
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+    return inverse.x[0];
+}
+
+V_OP uint32_t shared_by_block(uint32_t largest, const int block)
+{
+    CUDA_UNROLL for (int mask = 1; mask < LANES && mask * PLACES < block; mask *= 2)
+    {
+        const uint32_t other = CUDA_SHUFFLE(largest, mask);
+        largest = other > largest ? other : largest;
+    }
+    return largest;
+}
+
+/* All lanes of the warp at once, of a block format; returns the pattern that the block's scale is made of. */
+V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf onto, float *stash)
+{
+    const struct columns c = columns_of(format);
+    vf magnitude[2]; /* as by magnitude_of() */
+    CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        vf y = stash_any(format, x[i], nonneg);
+        if (has_grid(format, nonneg)) y = onto_grid(c.root, y, onto);
+        v_store(stash + i * VL, y);
+        magnitude[i] = nonneg ? y : x[i];
+    }
+    return shared_by_block(hstep_cuda_largest(magnitude[0], magnitude[1]), c.block);
+}
+
+/* All lanes of the warp at once. x: values of the places, held or not; the scale of a whole tensor is in r->extra. */
+CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct room *r, vi words, int state, float onto)
+{
+    __attribute__((aligned(16))) float stash[PLACES];
+    float inverse;
+    if (!is_block(format)) {
+        store_any(format, r->code, r->extra, 0, x[0], x[1], words, state);
+        return;
+    }
+    inverse = encode_scale(format, nonneg, stash_pair(format, nonneg, x, v_set(onto), stash), r->extra);
+    encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
+}
+
+CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct room *r, vi words)
+{
+    apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
+}
+
+#define NORM_ROWS(fn)
+#define NORM_FLAT(fn)
+#define NORM_TENSOR(fn) \
+    case HSTEP_FORMAT_##fn: return fn##_norm(x, nonneg);
+/* Of formats whose scale is a sum over the tensor: the value whose square is summed. */
+CUDA_DEVICE vf norm_value(int format, int nonneg, vf x)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: return x;
+    }
+}
+
+/* ---- Random words ---- */
+
+V_OP vi nearest_words(void) { return vi_set(0x80008000u); }
+
+/* Of four pairs from `pair` on, a multiple of four: of one segment, whose key is given. The factor and the offset of a
+ * generator without lattices leave its words as they are, at less cost than asking which it is. */
+V_OP vi segment_words(const struct hstep_key *key, uint64_t pair)
+{
+    const uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
+    V_LANES(vi, hstep_lattice_word(key, hstep_mixer_word(key, first + I)));
+}
+
+/* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
+ * that is another. */
+CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
+                            uint64_t *segment)
+{
+    uint64_t pair = index / 2;
+    if (generator == HSTEP_GENERATOR_PHILOX7) {
+        vi words;
+        hstep_philox_block(stream, pair / 4, words.x);
+        return words;
+    }
+    if (pair >> HSTEP_SEGMENT_SHIFT != *segment) {
+        *segment = pair >> HSTEP_SEGMENT_SHIFT;
+        *key = hstep_key_segment(stream, *segment);
+    }
+    return segment_words(key, pair);
+}
+
+CUDA_DEVICE vi slot_words(struct work *w, int s, uint64_t index)
+{
+    if (!(w->u->stochastic >> s & 1)) return nearest_words();
+    return random_words(hstep_generator_id(w->u->generator), &w->u->stream[s], index, &w->key[s], &w->segment[s]);
+}
+
+/* ---- Sums ---- */
+
+struct exchange {
+    float x[HSTEP_TILE];
+    double sum[16];
+};
+
+/* The 16 sums of a chunk of up to 256 values, of which lanes hold eight after another, and their tree, in the order of
+ * docs/numerics.md 4; the same in all lanes. */
+CUDA_DEVICE double warp_total(struct exchange *e, const vf *x, int squared)
+{
+    int lane = lane_of_thread();
+    CUDA_WARP_BARRIER();
+    for (int i = 0; i < PLACES; i++) e->x[lane * PLACES + i] = PLACE(x, i);
+    CUDA_WARP_BARRIER();
+    if (lane < 16) {
+        double sum = 0.0;
+        for (int i = 2 * lane; i < HSTEP_TILE; i += HSTEP_GROUP) {
+            double even = (double)e->x[i], odd = (double)e->x[i + 1];
+            sum += squared ? even * even : even;
+            sum += squared ? odd * odd : odd;
+        }
+        e->sum[lane] = sum;
+    }
+    CUDA_WARP_BARRIER();
+    return hstep_tree_sum(e->sum);
+}
+
+/* Adds to limbs that other threads add to. */
+CUDA_DEVICE void add_shared(int64_t *limbs, double x)
+{
+    int64_t part[3];
+    const int first = hstep_exact_parts(x, part);
+    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    {
+        if (part[k]) CUDA_ADD(&limbs[first + k], part[k]);
+    }
+}
+
+/* The limbs of a warp's sum, in registers: lane k % LANES has limb k. Atomic additions to one address wait for each
+ * other, so a warp makes them once a chunk and not once a tile. */
+enum { SPREAD = (HSTEP_EXACT_LIMBS + LANES - 1) / LANES };
+struct spread {
+    int64_t limb[SPREAD];
+};
+
+V_OP void spread_clear(struct spread *s) { CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] = 0; }
+
+/* Adds x, the same in all lanes of the warp. */
+V_OP void spread_add(struct spread *s, double x)
+{
+    int64_t part[3];
+    const int first = hstep_exact_parts(x, part);
+    CUDA_UNROLL for (int k = 0; k < 3; k++)
+    {
+        const int limb = first + k, mine = limb % LANES == lane_of_thread();
+        CUDA_UNROLL for (int j = 0; j < SPREAD; j++) s->limb[j] += mine && limb / LANES == j ? part[k] : 0;
+    }
+}
+
+/* Adds the sum to limbs that other warps add to. */
+V_OP void spread_flush(const struct spread *s, int64_t *limbs)
+{
+    CUDA_UNROLL for (int j = 0; j < SPREAD; j++)
+    {
+        if (s->limb[j]) CUDA_ADD(&limbs[j * LANES + lane_of_thread()], s->limb[j]);
+    }
+}
+
+#endif

@@ -1,0 +1,148 @@
+#include "device/cuda/sequence.h"
+
+#include "device/cuda/blas.h"
+#include "rules/transforms.h"
+
+/* ---- Updates ---- */
+
+static int is_one_of(int format, const int *formats, int n)
+{
+    while (n && formats[n - 1] != format) n--;
+    return n;
+}
+
+static int state_fits(int role, int format, int first, int second, int weight)
+{
+    if (role == HALFSTEP_ROLE_WEIGHT) return format == weight;
+    if (role == HALFSTEP_ROLE_NONNEG) return format == second;
+    if (role == HALFSTEP_ROLE_GRADIENT && hstep_formats[first].block)
+        return format == HSTEP_FORMAT_f32 || format == HSTEP_FORMAT_bf16_sr;
+    return format == first;
+}
+
+/* Rows of blocks that follow each other without a gap, and no unit but the group. */
+static int is_regular(const struct hstep_tensor *t)
+{
+    int regular = t->unit == HSTEP_GROUP && t->index0 % HSTEP_GROUP == 0 &&
+                  (t->dense || (t->n_columns % HSTEP_GROUP == 0 && t->index_stride % HSTEP_GROUP == 0));
+    for (int s = HALFSTEP_SLOT_STATE; regular && s < t->slots; s++)
+        regular = t->slot[s].extent == HALFSTEP_EXTENT_ELEMENTS &&
+                  (t->slot[s].format < 0 || !hstep_formats[t->slot[s].format].block || t->n_columns % HSTEP_GROUP == 0);
+    return regular;
+}
+
+int hstep_cuda_find_fused(const struct hstep_tensor *t)
+{
+    static const struct {
+        int kernel, rule, first, second;
+    } rows[] = {
+#define KERNEL_FUSED(id, one, two) \
+    {HSTEP_CUDA_fused_##id##_##one##_##two, HSTEP_RULE_ROW_##id, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two},
+#include "device/cuda/code/kernels.def"
+    };
+#define NAMED(fn) HSTEP_FORMAT_##fn,
+    static const int weights[] = {HSTEP_CUDA_FUSED_WEIGHTS(NAMED)}, gradients[] = {HSTEP_CUDA_FUSED_GRADIENTS(NAMED)};
+#undef NAMED
+    const struct hstep_rule *rule = &hstep_rules[t->rule];
+    const int weight = t->slot[HALFSTEP_SLOT_WEIGHT].format, gradient = t->slot[HALFSTEP_SLOT_GRADIENT].format,
+              states = hstep_rule_states(t->rule);
+    if (t->matrix || t->pairs || t->cautious || states > HSTEP_CUDA_FUSED_STATES || !is_regular(t) ||
+        !is_one_of(weight, weights, sizeof weights / sizeof *weights) ||
+        !is_one_of(gradient, gradients, sizeof gradients / sizeof *gradients))
+        return -1;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        int fits = rows[i].rule == t->rule;
+        for (int j = 0; fits && j < states; j++) {
+            const int format = t->slot[HALFSTEP_SLOT_STATE + j].format;
+            fits = format < 0 ? rule->state[j].unless != NULL
+                              : state_fits(rule->state[j].role, format, rows[i].first, rows[i].second, weight);
+        }
+        if (fits) return rows[i].kernel;
+    }
+    return -1;
+}
+
+int hstep_cuda_update(hstep_cuda_launch *launch, const struct hstep_call *call, int first, int n, enum hstep_pass pass)
+{
+    const struct hstep_cuda_what what = {.first = first, .n = n, .pass = (int)pass};
+    char launched[HSTEP_CUDA_KERNELS] = {0};
+    int error = launch(call, HSTEP_CUDA_update, what);
+    for (int i = first; !error && pass == HSTEP_PASS_UPDATE && i < first + n; i++) {
+        const int kernel = call->tensors[i].fused;
+        if (kernel < 0 || launched[kernel]) continue;
+        launched[kernel] = 1;
+        error = launch(call, kernel, what);
+    }
+    return error;
+}
+
+/* ---- Matrices ---- */
+
+int hstep_cuda_cross(hstep_cuda_launch *launch, const struct hstep_call *call, int tensor, int pair)
+{
+    int error = HALFSTEP_OK;
+    for (int phase = HSTEP_CUDA_ROWS; !error && phase <= HSTEP_CUDA_MEAN; phase++)
+        error = launch(call, HSTEP_CUDA_cross, (struct hstep_cuda_what){.tensor = tensor, .pair = pair, .pass = phase});
+    return error;
+}
+
+/* One launch of a transformation. */
+struct phase {
+    hstep_cuda_launch *launch;
+    const struct hstep_call *call;
+    int tensor;
+};
+
+static int run(const struct phase *p, enum hstep_cuda_transform phase, int place)
+{
+    return p->launch(p->call, HSTEP_CUDA_transform,
+                     (struct hstep_cuda_what){.tensor = p->tensor, .pass = (int)phase, .place = place});
+}
+
+static int exact(const struct phase *p, int steps)
+{
+    int error = run(p, HSTEP_CUDA_DIVIDE, 0), place = 0;
+    for (int step = 0; !error && step < steps; step++, place = !place)
+        if (!(error = run(p, HSTEP_CUDA_GRAM, place)) && !(error = run(p, HSTEP_CUDA_POLYNOMIAL, place)))
+            error = run(p, HSTEP_CUDA_NEXT, place);
+    return error || !place ? error : run(p, HSTEP_CUDA_BACK, place);
+}
+
+/* A matrix by rows is to BLAS its transpose by columns: X' is of most columns (n) and least (m), and where the matrix
+ * has more rows than columns, what is iterated on is X' itself. Addresses are of the GPU's memory. */
+static int in_bf16(const struct phase *p, const struct hstep_matrix *m, struct hstep_blas *blas)
+{
+    const struct hstep_cuda_parts parts = hstep_cuda_parts(m->rows, m->columns);
+    const struct hstep_update *u = &p->call->plan.updates[m->tensor];
+    const int tall = m->rows > m->columns;
+    const int64_t least = tall ? m->columns : m->rows, most = tall ? m->rows : m->columns,
+                  all = hstep_cuda_bf16_place(m->rows, m->columns);
+    float *work = p->call->plan.workspace;
+    uint16_t *x = (uint16_t *)(void *)(work + parts.next), *next = x + all;
+    const struct hstep_operand gram = {work + parts.gram, least, 0}, polynomial = {work + parts.polynomial, least, 0};
+    const float *one = work + parts.factors, *zero = one + 1, *a = &u->k[newton_schulz_a];
+    int error = run(p, HSTEP_CUDA_NARROW, 0), place = 0;
+    for (int step = 0; !error && step < (int)m->k[newton_schulz_steps]; step++, place = !place) {
+        const struct hstep_operand now = {place ? next : x, m->columns, 0}, turned = {now.x, m->columns, 1},
+                                   then = {place ? x : next, m->columns, 0};
+        /* G = X X', P = b G + c G G, a X + P X: what is added to lies where the sum will. */
+        if (!(error = hstep_blas_multiply(blas, gram, tall ? now : turned, tall ? turned : now, least, least, most, one,
+                                          zero)) &&
+            !(error = hstep_blas_copy(blas, polynomial.x, gram.x, least * least)) &&
+            !(error = hstep_blas_multiply(blas, polynomial, gram, gram, least, least, least, a + 2, a + 1)) &&
+            !(error = hstep_blas_copy(blas, then.x, now.x, m->rows * m->columns)))
+            error = hstep_blas_multiply(blas, then, tall ? polynomial : now, tall ? now : polynomial,
+                                        tall ? least : most, tall ? most : least, least, one, a);
+    }
+    return error ? error : run(p, HSTEP_CUDA_WIDEN, place);
+}
+
+int hstep_cuda_transform(hstep_cuda_launch *launch, const struct hstep_call *call, const struct hstep_matrix *m,
+                         struct hstep_blas *blas)
+{
+    const struct phase p = {launch, call, m->tensor};
+    int error = run(&p, HSTEP_CUDA_CLEAR, 0);
+    if (!error) error = run(&p, HSTEP_CUDA_SQUARES, 0);
+    if (error) return error;
+    return blas ? in_bf16(&p, m, blas) : exact(&p, (int)m->k[newton_schulz_steps]);
+}

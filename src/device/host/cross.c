@@ -1,0 +1,135 @@
+/* Vectors over the rows and columns of a matrix: a pass over its elements makes their means, the means make the
+ * vectors.
+ *
+ * Sums are in double and have one value whatever the threads. A row's is that of its chunks of 256 columns, as in
+ * norms, added exactly; a column's is added up from row to row within blocks of 64 rows, and over the blocks in their
+ * order. */
+#include <math.h>
+#include <string.h>
+
+#include "decide/prepare.h"
+#include "device/host/tile.h"
+#include "kernels/dispatch.h"
+#include "tables/layout.h"
+
+enum { BLOCK_ROWS = 64 };
+
+struct cross {
+    const struct hstep_batch *batch;
+    int tensor, pair;
+    double *rows, *blocks; /* sums of rows; of columns within each block */
+};
+
+static int64_t blocks_of(const struct hstep_tensor *t) { return (t->rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+
+static size_t doubles_of(const struct hstep_tensor *t)
+{
+    return (size_t)t->rows + (size_t)blocks_of(t) * (size_t)t->row_length;
+}
+
+size_t hstep_host_cross_workspace(const struct hstep_tensor *t)
+{
+    return doubles_of(t) * (sizeof(double) / sizeof(float));
+}
+
+static double sum_of(const struct hstep_kernels *kernels, float *x, int64_t n)
+{
+    double sums[16];
+    memset(x + n, 0, (size_t)(HSTEP_TILE - n) * sizeof *x);
+    kernels->format[HSTEP_FORMAT_f32].sums((const char *)x, HSTEP_TILE, sums);
+    return hstep_tree_sum(sums);
+}
+
+static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, double *columns)
+{
+    const struct hstep_tensor *t = w->t;
+    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
+    double odd = 0.0; /* what is not finite has no place in the limbs */
+    if (w->u->centralize != 0.0) w->mean = hstep_centralized(w, row * t->row_length);
+    for (int64_t column = 0; column < t->row_length; column += HSTEP_TILE) {
+        HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE], chunk[HSTEP_TILE];
+        int64_t left = t->row_length - column, count = left < HSTEP_TILE ? left : HSTEP_TILE;
+        int64_t element = row * t->row_length + column;
+        uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
+        for (int64_t done = 0; done < count;) {
+            /* A stretch that begins within a unit leaves room for less. */
+            int64_t some = HSTEP_TILE - hstep_unit_lead(t, element + done, index + (uint64_t)done);
+            if (some > count - done) some = count - done;
+            int64_t lead = hstep_values(w, c->pair, element + done, index + (uint64_t)done, some, x);
+            memcpy(chunk + done, x[0] + lead, (size_t)some * sizeof **x);
+            done += some;
+        }
+        for (int64_t i = 0; i < count; i++) columns[column + i] += (double)chunk[i];
+        double sum = sum_of(w->kernels, chunk, count);
+        if (isfinite(sum)) hstep_exact_add(limbs, sum);
+        else odd += sum;
+    }
+    c->rows[row] = odd != 0.0 ? odd : hstep_exact_round(limbs);
+}
+
+static void sum_block(void *argument, int64_t block)
+{
+    const struct cross *c = argument;
+    struct hstep_fp fp = hstep_fp_enter();
+    struct hstep_work w = hstep_work_start(c->batch, c->tensor);
+    double *columns = c->blocks + block * w.t->row_length;
+    for (int s = 0; !c->pair && s < w.t->slots; s++)
+        if (s >= HALFSTEP_SLOT_STATE || (s == HALFSTEP_SLOT_WEIGHT && w.u->l2 == 0.0f)) w.format[s] = HSTEP_FORMAT_NONE;
+    memset(columns, 0, (size_t)w.t->row_length * sizeof *columns);
+    for (int64_t row = block * BLOCK_ROWS; row < (block + 1) * BLOCK_ROWS && row < w.t->rows; row++)
+        sum_row(c, &w, row, columns);
+    hstep_fp_leave(fp);
+}
+
+/* The new numbers of a vector from the sums of what each is over; the sum of them, each chunk of 256 rounded. */
+static double renew(const struct hstep_call *call, int tensor, int pair, struct hstep_slot *slot, const double *sums,
+                    int64_t n, int64_t of)
+{
+    const struct hstep_kernels *kernels = call->context->kernels;
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        HSTEP_ALIGNED float room[HSTEP_TILE] = {0}, plain[HSTEP_TILE] = {0}, x[HSTEP_TILE], mean[HSTEP_TILE];
+        HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS] = {0};
+        int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
+        const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
+        memcpy(room, slot->code + i * 4, (size_t)count * 4);
+        for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)of);
+        f32->decode[1](x, (const char *)room, NULL, HSTEP_TILE);
+        kernels->from_plain(plain, mean, HSTEP_TILE);
+        kernels->factored[t->rule][pair].vector(call->plan.updates[tensor].k, x, mean, HSTEP_TILE);
+        f32->encode[1](x, (char *)room, NULL, words, HSTEP_TILE, 1, 1.0f);
+        memcpy(slot->code + i * 4, room, (size_t)count * 4);
+        double sum = sum_of(kernels, room, count);
+        if (isfinite(sum)) hstep_exact_add(limbs, sum);
+    }
+    return hstep_exact_round(limbs);
+}
+
+/* The slot of a pair's vector over rows, or over columns. */
+static struct hstep_slot *vector_of(struct hstep_tensor *t, int pair, int extent)
+{
+    int s = HALFSTEP_SLOT_STATE;
+    while (t->slot[s].extent != extent || pair--) s++;
+    return &t->slot[s];
+}
+
+int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
+{
+    struct hstep_tensor *t = &call->plan.tensors[tensor];
+    if (call->plan.updates[tensor].skip) return HALFSTEP_OK;
+    struct hstep_batch batch = {.call = call, .pass = HSTEP_PASS_SUMS};
+    double *sums = (double *)(void *)call->plan.workspace;
+    struct cross c = {&batch, tensor, pair, sums, sums + t->rows};
+    hstep_run(call->context, sum_block, &c, blocks_of(t));
+    struct hstep_fp fp = hstep_fp_enter();
+    for (int64_t block = 1; block < blocks_of(t); block++)
+        for (int64_t i = 0; i < t->row_length; i++) c.blocks[i] += c.blocks[block * t->row_length + i];
+    struct hstep_slot *rows = vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
+    struct hstep_slot *columns = vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
+    renew(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
+    double sum = renew(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
+    int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows);
+    hstep_fp_leave(fp);
+    return error;
+}

@@ -1,0 +1,290 @@
+/* The Newton-Schulz iteration of muon (Jordan et al. 2024): products of matrices as batches of independent tasks over
+ * the kernels' one tile function.
+ *
+ * The right matrix of a product is copied into panels of 32 columns first, by a batch of its own, so that the result
+ * may replace it. A task then takes a block of rows and of columns; it goes through the inner dimension in stretches
+ * short enough for the caches, keeps unfinished sums in the result, and copies the rows of the left matrix into strips
+ * of 12 as it comes to them. Edges are padded with zeros and not stored. Nothing of this shows in the bits: every
+ * element is one chain of products and sums in the order of the inner index.
+ *
+ * The Gram matrix and its square are symmetric to the bit, for products commute and the order is that of the inner
+ * index on both sides of the diagonal: only the upper triangle is computed. A matrix with more rows than columns is
+ * worked on as its transpose by exchanging the strides.
+ *
+ * Error: every step multiplies small singular values by the coefficient a, and with them what fp32 has rounded off of
+ * them, so an element of the result is within a^steps * 2^-24 of the exact one (2.9e-5 by default; measured, up to 512
+ * columns: a fifth of that, and 2e-6 of the result's norm for random matrices). */
+
+#include <math.h>
+#include <string.h>
+
+#include "base/squares.h"
+#include "device/host/host.h"
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
+
+#define ROW_BLOCK (2 * HSTEP_STRIP)
+#define COLUMN_BLOCK (32 * HSTEP_PANEL)
+#define INNER_BLOCK 512
+/* Elements of a task that only reads and writes. */
+#define STRETCH ((int64_t)32768)
+/* Products with fewer multiplications run as one task, which costs less than waking threads. */
+#define SMALL ((int64_t)1 << 20)
+
+/* A matrix by its strides. */
+struct view {
+    float *x;
+    int64_t row, column;
+};
+
+/* One batch of tasks; units are what `unit` does one by one, and a task does `units_per_task` of them. */
+struct batch {
+    const struct hstep_context *context;
+    void (*unit)(const struct batch *b, int64_t i);
+    int64_t units, units_per_task;
+    struct view c, a, b; /* c = a b */
+    int64_t rows, columns, inner;
+    float *panels;
+    /* c is symmetric; with coefficients it becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. */
+    int symmetric;
+    const float *coefficients;
+    /* Of the tasks that go through u: */
+    float *u;
+    int64_t n, *squares;
+    double norm;
+};
+
+static int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void run_units(void *argument, int64_t task)
+{
+    const struct batch *b = argument;
+    int64_t end = least((task + 1) * b->units_per_task, b->units);
+    struct hstep_fp fp = hstep_fp_enter();
+    for (int64_t i = task * b->units_per_task; i < end; i++) b->unit(b, i);
+    hstep_fp_leave(fp);
+}
+
+static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_t), int64_t units, int in_one)
+{
+    b->unit = unit;
+    b->units = units;
+    b->units_per_task = in_one ? units : 1;
+    hstep_run(b->context, run_units, b, ceil_divide(units, b->units_per_task));
+}
+
+/* ---- Products ---- */
+
+/* to[k * width + i] = from[i * outer + k * inner], and 0 for i from count on. */
+static void pack(float *to, int64_t width, const float *from, int64_t outer, int64_t inner, int64_t count,
+                 int64_t length)
+{
+    if (inner != 1) {
+        for (int64_t k = 0; k < length; k++, to += width) {
+            for (int64_t i = 0; i < count; i++) to[i] = from[i * outer + k * inner];
+            for (int64_t i = count; i < width; i++) to[i] = 0.0f;
+        }
+        return;
+    }
+    /* Whole cache lines of each row: with rows at a power of two, more than a few would push each other out. */
+    for (int64_t first = 0; first < length; first += 16) {
+        int64_t some = least(16, length - first);
+        for (int64_t i = 0; i < width; i++)
+            for (int64_t k = first; k < first + some; k++) to[k * width + i] = i < count ? from[i * outer + k] : 0.0f;
+    }
+}
+
+static void pack_panel(const struct batch *b, int64_t i)
+{
+    int64_t j = i * HSTEP_PANEL;
+    pack(b->panels + j * b->inner, HSTEP_PANEL, b->b.x + j * b->b.column, b->b.column, b->b.row,
+         least(HSTEP_PANEL, b->columns - j), b->inner);
+}
+
+/* The part of c from (i, j) on that a tile covers and c stores here: of a symmetric one only from the diagonal on. */
+static void load_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
+{
+    int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t s = b->symmetric && i + r > j ? i + r - j : 0; s < columns; s++)
+            tile[r * HSTEP_PANEL + s] = b->c.x[(i + r) * b->c.row + (j + s) * b->c.column];
+}
+
+static void store_tile(const struct batch *b, int64_t i, int64_t j, const float *tile, int mirror)
+{
+    int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
+    float *c = b->c.x + i * b->c.row + j * b->c.column;
+    if (b->c.column == 1)
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t s = b->symmetric && i + r > j ? i + r - j : 0;
+            if (s < columns)
+                memcpy(c + r * b->c.row + s, tile + r * HSTEP_PANEL + s, (size_t)(columns - s) * sizeof *c);
+        }
+    else
+        for (int64_t s = 0; s < columns; s++)
+            for (int64_t r = 0; r < rows; r++) c[r * b->c.row + s * b->c.column] = tile[r * HSTEP_PANEL + s];
+    if (mirror)
+        for (int64_t s = 0; s < columns; s++)
+            for (int64_t r = 0; r < rows && i + r < j + s; r++)
+                b->c.x[(j + s) * b->c.row + (i + r) * b->c.column] = tile[r * HSTEP_PANEL + s];
+}
+
+/* c to coefficients[0] I + coefficients[1] a + coefficients[2] c; a and c are dense and of one shape. */
+static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
+{
+    int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
+    for (int64_t r = 0; r < rows; r++) {
+        const float *a = b->a.x + (i + r) * b->a.row + j;
+        float *c = tile + r * HSTEP_PANEL;
+        for (int64_t s = 0; s < columns; s++) c[s] = b->coefficients[1] * a[s] + b->coefficients[2] * c[s];
+        if (i + r >= j && i + r < j + columns) c[i + r - j] += b->coefficients[0];
+    }
+}
+
+static void multiply_block(const struct batch *b, int64_t unit)
+{
+    HSTEP_ALIGNED float strips[ROW_BLOCK * INNER_BLOCK], tile[HSTEP_STRIP * HSTEP_PANEL];
+    int64_t blocks = ceil_divide(b->columns, COLUMN_BLOCK);
+    int64_t top = unit / blocks * ROW_BLOCK, bottom = least(top + ROW_BLOCK, b->rows);
+    int64_t left = unit % blocks * COLUMN_BLOCK, right = least(left + COLUMN_BLOCK, b->columns);
+    if (b->symmetric && right <= top) return;
+    for (int64_t k = 0; k < b->inner; k += INNER_BLOCK) {
+        int64_t length = least(INNER_BLOCK, b->inner - k);
+        int last = k + length == b->inner;
+        for (int64_t i = top; i < bottom; i += HSTEP_STRIP)
+            pack(strips + (i - top) * length, HSTEP_STRIP, b->a.x + i * b->a.row + k * b->a.column, b->a.row,
+                 b->a.column, least(HSTEP_STRIP, bottom - i), length);
+        for (int64_t j = left; j < right; j += HSTEP_PANEL) {
+            const float *panel = b->panels + j * b->inner + k * HSTEP_PANEL;
+            for (int64_t i = top; i < bottom; i += HSTEP_STRIP) {
+                if (b->symmetric && j + HSTEP_PANEL <= i) continue;
+                memset(tile, 0, sizeof tile);
+                if (k) load_tile(b, i, j, tile);
+                b->context->kernels->product(tile, strips + (i - top) * length, panel, length);
+                if (last && b->coefficients) finish_tile(b, i, j, tile);
+                store_tile(b, i, j, tile, last && b->symmetric);
+            }
+        }
+    }
+}
+
+static void multiply(struct batch *b, struct view c, struct view a, struct view right, int64_t rows, int64_t columns,
+                     int64_t inner)
+{
+    int in_one = rows * columns <= SMALL / inner;
+    b->c = c;
+    b->a = a;
+    b->b = right;
+    b->rows = rows;
+    b->columns = columns;
+    b->inner = inner;
+    run_batch(b, pack_panel, ceil_divide(columns, HSTEP_PANEL), in_one);
+    run_batch(b, multiply_block, ceil_divide(rows, ROW_BLOCK) * ceil_divide(columns, COLUMN_BLOCK), in_one);
+}
+
+/* ---- The iteration ---- */
+
+/* By chunks of 256 elements of u, as sums of squares everywhere (docs/numerics.md 4). */
+static void add_squares(const struct batch *b, int64_t unit)
+{
+    int64_t squares[HSTEP_EXACT_LIMBS] = {0}, end = least((unit + 1) * STRETCH, b->n);
+    for (int64_t i = unit * STRETCH; i < end; i += HSTEP_TILE) {
+        HSTEP_ALIGNED float chunk[HSTEP_TILE] = {0};
+        double sums[16];
+        uint32_t maximum;
+        memcpy(chunk, b->u + i, (size_t)least(HSTEP_TILE, end - i) * sizeof *chunk);
+        b->context->kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, HSTEP_TILE, sums, &maximum);
+        hstep_exact_add(squares, hstep_tree_sum(sums));
+    }
+    hstep_merge_squares(b->squares, squares);
+}
+
+static void divide_by_norm(const struct batch *b, int64_t unit)
+{
+    int64_t end = least((unit + 1) * STRETCH, b->n);
+    for (int64_t i = unit * STRETCH; i < end; i++) b->u[i] = (float)((double)b->u[i] / b->norm);
+}
+
+/* Of the parts of the workspace, in floats, so that each starts on a cache line if the first does. */
+static size_t square_floats(int64_t m) { return ((size_t)m * (size_t)m + 15) / 16 * 16; }
+static size_t panel_floats(int64_t columns, int64_t inner)
+{
+    return (size_t)ceil_divide(columns, HSTEP_PANEL) * HSTEP_PANEL * (size_t)inner;
+}
+
+size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
+{
+    int64_t m = least(rows, cols), n = rows < cols ? cols : rows;
+    size_t gram = panel_floats(m, n), next = panel_floats(n, m);
+    return 2 * square_floats(m) + (gram > next ? gram : next);
+}
+
+/*   X = u / max(|u|, eps), transposed if rows > cols
+ *   X = (a I + b G + c G G) X with G = X X^T
+ *   u = X, transposed back
+ *
+ * |u| is the root of the sum of squares. Products and sums in fp32 in the order of the inner index, the norm from an
+ * exact sum. */
+void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
+                         float *workspace)
+{
+    const float *coefficients = &k[newton_schulz_a], eps = k[newton_schulz_eps];
+    int steps = (int)k[newton_schulz_steps];
+    int64_t m = least(rows, cols), n = rows < cols ? cols : rows, squares[HSTEP_EXACT_LIMBS] = {0};
+    if (m <= 0) return;
+    struct view x = rows > cols ? (struct view){u, 1, cols} : (struct view){u, cols, 1};
+    struct view x_transposed = {u, x.column, x.row};
+    struct view gram = {workspace, m, 1}, polynomial = {workspace + square_floats(m), m, 1};
+    struct batch b = {.context = c, .panels = workspace + 2 * square_floats(m), .u = u, .n = m * n, .squares = squares};
+    struct hstep_fp fp = hstep_fp_enter();
+
+    run_batch(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
+    b.norm = fmax(sqrt(hstep_exact_round(squares)), (double)eps);
+    /* Zero divided by anything: u stays zero through all steps. */
+    if (b.norm == 0.0) b.norm = 1.0;
+    run_batch(&b, divide_by_norm, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
+
+    for (int step = 0; step < steps; step++) {
+        b.symmetric = 1;
+        b.coefficients = NULL;
+        multiply(&b, gram, x, x_transposed, m, m, n);
+        b.coefficients = coefficients;
+        multiply(&b, polynomial, gram, gram, m, m, m);
+        b.symmetric = 0;
+        b.coefficients = NULL;
+        multiply(&b, x, polynomial, x, m, n, m);
+    }
+    hstep_fp_leave(fp);
+}
+
+/* ---- The rows of transforms.def ---- */
+
+static const struct {
+    void (*apply)(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k,
+                  float *workspace);
+    size_t (*workspace)(int64_t rows, int64_t cols);
+} transforms[HSTEP_TRANSFORMS] = {
+#define TRANSFORM(name, ...) [HSTEP_TRANSFORM_##name] = {hstep_##name, hstep_##name##_workspace},
+#include "rules/transforms.def"
+#undef TRANSFORM
+};
+
+/* The matrix, and what its transformation works in. */
+size_t hstep_host_workspace(const struct hstep_tensor *t)
+{
+    return transforms[hstep_rules[t->rule].transform].workspace(t->rows, t->row_length) +
+           (size_t)(t->rows * t->row_length);
+}
+
+/* The products of a processor are exact, whatever is asked for. */
+int hstep_host_transform(const struct hstep_call *call, const struct hstep_matrix *m)
+{
+    const struct hstep_tensor *t = &call->plan.tensors[m->tensor];
+    const struct hstep_update *u = &call->plan.updates[m->tensor];
+    float *matrix = call->plan.workspace;
+    if (!u->skip && !u->zero_lr)
+        transforms[hstep_rules[t->rule].transform].apply(call->context, matrix, t->rows, t->row_length, u->k,
+                                                         matrix + t->rows * t->row_length);
+    return HALFSTEP_OK;
+}

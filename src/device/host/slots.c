@@ -1,0 +1,112 @@
+/* Slots to and from fp32 values in order, tile by tile on the caller's thread. */
+#include <math.h>
+#include <string.h>
+
+#include "base/grid.h"
+#include "decide/prepare.h"
+#include "device/host/host.h"
+#include "kernels/kernels.h"
+#include "tables/layout.h"
+
+static int64_t padded(int format, int64_t n)
+{
+    int64_t unit = hstep_unit_of(format);
+    return (n + unit - 1) / unit * unit;
+}
+
+/* Between a slot and room for one tile. */
+static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code,
+                       const struct hstep_piece *p, char *code_room, char *extra_room, int out)
+{
+    char *mine = code + hstep_code_offset(t, s->format, p->element);
+    memcpy(out ? mine : code_room, out ? code_room : mine, hstep_code_bytes(s->format, 1, p->n));
+    if (!s->extra_bytes) return;
+    mine = s->extra + hstep_extra_offset(t, s->format, p->element);
+    memcpy(out ? mine : extra_room, out ? extra_room : mine, hstep_extra_bytes(s->format, 1, p->n));
+}
+
+int hstep_host_read(const struct hstep_access *a, float *out)
+{
+    const struct hstep_kernels *kernels = a->context->kernels;
+    const struct hstep_tensor *t = a->tensor;
+    const struct hstep_slot *s = &t->slot[a->slot];
+    struct hstep_piece p = {0};
+    while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
+        HSTEP_ALIGNED char code[HSTEP_TILE * 4] = {0}, extra[HSTEP_TILE * 2] = {0};
+        HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
+        int64_t n = padded(s->format, p.n);
+        move_piece(t, s, a->data, &p, code, extra, 0);
+        kernels->format[s->format].decode[s->nonneg](x, code, extra, n);
+        if (s->root) kernels->scale(x, s->grid, n);
+        kernels->to_plain(x, plain, n);
+        memcpy(out + (p.element + p.skip - a->first), plain + p.skip, (size_t)(p.n - p.skip) * 4);
+    }
+    return HALFSTEP_OK;
+}
+
+/* The scale of a state that has one for the whole tensor, from its new values. */
+static float scale_of(const struct hstep_access *a, const float *in)
+{
+    const struct hstep_kernels *kernels = a->context->kernels;
+    const struct hstep_tensor *t = a->tensor;
+    const struct hstep_slot *s = &t->slot[a->slot];
+    int64_t n = a->end - a->first;
+    HSTEP_ALIGNED float plain[HSTEP_TILE], x[HSTEP_TILE], y[HSTEP_TILE];
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i += HSTEP_TILE) {
+        double sums[16];
+        uint32_t largest;
+        memset(plain, 0, sizeof plain);
+        memcpy(plain, in + i, (size_t)(n - i < HSTEP_TILE ? n - i : HSTEP_TILE) * 4);
+        kernels->from_plain(plain, x, HSTEP_TILE);
+        kernels->format[s->format].norm[s->nonneg](x, y, HSTEP_TILE);
+        kernels->to_plain(y, plain, HSTEP_TILE);
+        kernels->format[HSTEP_FORMAT_f32].squares((const char *)plain, HSTEP_TILE, sums, &largest);
+        sum += hstep_tree_sum(sums);
+    }
+    return hstep_tensor_scale(s->format, sqrt(sum), (double)t->rows * (double)t->row_length);
+}
+
+int hstep_host_write(const struct hstep_access *a, const float *in)
+{
+    const struct hstep_kernels *kernels = a->context->kernels;
+    const struct hstep_tensor *t = a->tensor;
+    const struct hstep_slot *s = &t->slot[a->slot];
+    const struct hstep_format *f = &hstep_formats[s->format];
+    int one_scale = f->geometry == HALFSTEP_GEOMETRY_TENSOR && a->end > a->first;
+    float scale = one_scale ? scale_of(a, in) : 0.0f;
+    HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
+    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE], nothing[HSTEP_TILE] = {0};
+    HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
+    /* The random number that is half of everything: stochastic formats round to nearest with it. */
+    for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
+    const float onto = hstep_onto_grid(s->grid, s->root);
+    struct hstep_piece p = {0};
+    while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
+        memset(plain, 0, sizeof plain);
+        memcpy(plain, in + (p.element - a->first), (size_t)p.n * 4);
+        /* A second moment of -0 is one of 0, and its sign bit is not for the codes. */
+        for (int i = 0; i < p.n && s->nonneg; i++) plain[i] = fabsf(plain[i]);
+        if (one_scale) memcpy(extra, &scale, 4);
+        kernels->from_plain(plain, x, padded(s->format, p.n));
+        /* A weight is written as a step writes it, minus nothing, so that it saturates; with a second stream that would
+         * start from what is there. */
+        if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits)
+            kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
+        else
+            kernels->format[s->format].encode[s->nonneg](x, code, extra, words, padded(s->format, p.n),
+                                                         a->slot >= HALFSTEP_SLOT_STATE, onto);
+        move_piece(t, s, a->data, &p, code, extra, 1);
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_host_saturated(const struct hstep_access *a, uint64_t *count)
+{
+    const struct hstep_format *f = &hstep_formats[a->tensor->slot[a->slot].format];
+    const uint16_t largest = !strcmp(f->code_dtype, "F16") ? 0x7bff : 0x7f7f, *code = a->data;
+    uint64_t sum = 0;
+    for (int64_t i = a->first; i < a->end; i++) sum += (code[i] & 0x7fff) == largest;
+    *count = sum;
+    return HALFSTEP_OK;
+}

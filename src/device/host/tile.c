@@ -1,0 +1,263 @@
+/* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are
+ * worked on in place; what is left over at the ends of a run is copied, padded with zeros, into a room, which collects
+ * as many units as it holds before it is worked on like any other tile. */
+#include "device/host/tile.h"
+
+#include <string.h>
+
+#include "tables/layout.h"
+
+/* ---- Batches ---- */
+
+void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
+                     halfstep_task task)
+{
+    if (!n) return;
+    const struct hstep_chunk *chunks = call->plan.chunks;
+    const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
+    struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
+    if (b.first == b.end) return;
+    b.task = chunks[b.first].task;
+    (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
+}
+
+/* Tensors at either end of a batch may share a task with others that are not in it. */
+struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
+{
+    const struct hstep_plan *plan = &b->call->plan;
+    int64_t first = plan->tasks[b->task + i], end = plan->tasks[b->task + i + 1];
+    return (struct hstep_span){plan->chunks + (first < b->first ? b->first : first),
+                               plan->chunks + (end > b->end ? b->end : end)};
+}
+
+/* ---- First touch ---- */
+
+enum { PAGE = 4096 };
+
+static void touch_bytes(char *from, char *end)
+{
+    for (; from < end; from += PAGE) *(volatile char *)from = 0;
+}
+
+/* What a chunk has of each state's streams: up to where the next one begins, or to the end of them. */
+static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
+{
+    int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length;
+    int last = end == t->runs * t->run_length;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        if (slot->format < 0 || s == HALFSTEP_SLOT_GRADIENT || slot->extent != HALFSTEP_EXTENT_ELEMENTS) continue;
+        if (s >= HALFSTEP_SLOT_STATE && slot->code)
+            touch_bytes(slot->code + hstep_code_offset(t, slot->format, first),
+                        slot->code + (last ? (int64_t)slot->code_bytes : hstep_code_offset(t, slot->format, end)));
+        if (slot->extra_bytes && slot->extra)
+            touch_bytes(slot->extra + hstep_extra_offset(t, slot->format, first),
+                        slot->extra + (last ? (int64_t)slot->extra_bytes : hstep_extra_offset(t, slot->format, end)));
+    }
+}
+
+static void touch_task(void *argument, int64_t i)
+{
+    struct hstep_span span = hstep_task_span(argument, i);
+    const struct hstep_batch *b = argument;
+    for (const struct hstep_chunk *c = span.first; c < span.end; c++) touch_chunk(&b->call->plan.tensors[c->tensor], c);
+}
+
+/* The system puts a page near the thread that writes to it first: the one that has the same share of a step. */
+void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan)
+{
+    struct hstep_call call = {.context = c, .plan = *plan};
+    hstep_run_batch(&call, HSTEP_PASS_UPDATE, 0, plan->n_tensors, 0, touch_task);
+}
+
+/* ---- Work ---- */
+
+struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
+{
+    const struct hstep_call *call = b->call;
+    const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const struct hstep_update *u = &call->plan.updates[tensor];
+    enum hstep_pass pass = b->pass;
+    struct hstep_work w;
+    w.kernels = call->context->kernels;
+    w.t = t;
+    w.u = u;
+    w.pass = pass;
+    w.mean = 0.0f;
+    for (int s = 0; s < t->slots; s++) {
+        w.format[s] = t->slot[s].format;
+        w.code[s] = t->slot[s].code;
+        w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
+    }
+    /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
+    for (int s = 0; s < t->slots && (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE || u->micro); s++)
+        if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
+            (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
+            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
+            w.format[s] = HSTEP_FORMAT_NONE;
+    w.code[HALFSTEP_SLOT_WEIGHT] = call->weights ? call->weights[tensor - call->first] : NULL;
+    w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
+    w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_NONE;
+    w.code[HSTEP_SLOT_WORK] = w.extra[HSTEP_SLOT_WORK] = NULL;
+    if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
+        w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
+        w.code[HSTEP_SLOT_WORK] = (char *)call->plan.workspace;
+    }
+    return w;
+}
+
+/* ---- Places ---- */
+
+/* Those of the rule, then WORK. */
+static int next_slot(const struct hstep_work *w, int s) { return s + 1 == w->t->slots ? HSTEP_SLOT_WORK : s + 1; }
+
+/* The vectors of HSTEP_SLOTS slots hold a number for each row or column; WORK is of elements. */
+static int extent_of(const struct hstep_work *w, int s)
+{
+    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
+}
+
+/* The numbers that n elements from `element` on find in a vector. */
+static void spread(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
+{
+    const float *vector = (const float *)(void *)w->code[s];
+    int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
+    const int rows = extent_of(w, s) == HALFSTEP_EXTENT_ROWS;
+    for (int64_t done = 0, some; done < n; done += some, column = 0, row++) {
+        some = columns - column < n - done ? columns - column : n - done;
+        if (rows)
+            for (int64_t i = 0; i < some; i++) out[done + i] = vector[row];
+        else memcpy(out + done, vector + column, (size_t)some * sizeof *out);
+    }
+}
+
+void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places)
+{
+    int64_t left = w->t->n_rows * w->t->n_columns - element;
+    int vectors = 0;
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
+        places->code[s] = places->extra[s] = NULL;
+        if (w->format[s] < 0) continue;
+        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+            places->code[s] = (char *)places->vector[vectors];
+            spread(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
+            continue;
+        }
+        if (!element) {
+            places->code[s] = w->code[s];
+            places->extra[s] = w->extra[s];
+            continue;
+        }
+        places->code[s] = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
+        if (w->extra[s]) places->extra[s] = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
+    }
+}
+
+/* Moves the held elements of parts between one slot and its room. */
+static void move_parts(const struct hstep_work *w, const struct hstep_part *part, int n, int s, char *code, char *extra,
+                       int out)
+{
+    const struct hstep_format *f = &hstep_formats[w->format[s]];
+    for (int i = 0; i < n; i++) {
+        int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].element, count = part[i].count;
+        char *mine = code + at * f->code_bits / 8,
+             *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
+        if (!w->extra[s]) continue;
+        mine = extra + (f->block ? at / f->block * f->scale_bits : at * f->extra_bits) / 8;
+        theirs = w->extra[s] + hstep_extra_offset(w->t, w->format[s], element);
+        memcpy(out ? theirs : mine, out ? mine : theirs, hstep_extra_bytes(w->format[s], 1, count));
+    }
+}
+
+void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
+                  struct hstep_places *places)
+{
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
+        places->code[s] = room->code[s];
+        places->extra[s] = room->extra[s];
+        if (w->format[s] < 0) continue;
+        memset(room->code[s], 0, (size_t)(n * w->t->unit) * 4);
+        memset(room->extra[s], 0, (size_t)(n * w->t->unit) * 2);
+        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+            for (int i = 0; i < n; i++)
+                spread(w, s, part[i].element, part[i].count,
+                       (float *)(void *)room->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+            continue;
+        }
+        move_parts(w, part, n, s, room->code[s], room->extra[s], 0);
+    }
+}
+
+void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room)
+{
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
+        if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT || extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) continue;
+        if (w->pass == HSTEP_PASS_DIRECTION ? s == HALFSTEP_SLOT_WEIGHT : s == HSTEP_SLOT_WORK) continue;
+        struct hstep_work one = *w;
+        /* The scale of a whole tensor is written once, after its update. */
+        if (hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR) one.extra[s] = NULL;
+        move_parts(&one, part, n, s, room->code[s], room->extra[s], 1);
+    }
+}
+
+/* ---- Tiles ---- */
+
+int hstep_fused_of(const struct hstep_work *w) { return w->u->adjusted ? w->t->adjusted : w->t->fused; }
+
+struct hstep_fused hstep_fused_start(const struct hstep_work *w)
+{
+    struct hstep_fused f = {.k = w->u->k,
+                            .gradient_scale = w->u->gradient_scale,
+                            .mean = w->mean,
+                            .l2 = w->u->l2,
+                            .weight_to_slot = w->u->weight_to_slot,
+                            .slot_to_weight = w->u->slot_to_weight,
+                            .cautious = w->u->cautious,
+                            .decay = w->u->decay};
+    memcpy(f.onto, w->u->onto, sizeof f.onto);
+    for (int s = w->t->slots; s < HSTEP_SLOTS; s++) f.format[s] = HSTEP_FORMAT_NONE;
+    for (int s = 0; s < w->t->slots; s++) {
+        f.format[s] = w->format[s];
+        f.grid[s] = w->t->slot[s].grid;
+        if (w->t->slot[s].nonneg) f.nonneg |= 1u << s;
+        if (w->format[s] >= 0 && hstep_slot_role(w->t, s) == HALFSTEP_ROLE_WEIGHT) f.as_weight |= 1u << s;
+    }
+    return f;
+}
+
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
+                      uint64_t index, uint32_t *words, int64_t n)
+{
+    /* Only the mixer's keys change at segments, but cutting there is right for every generator. */
+    while (n > 0) {
+        uint64_t pair = index / 2;
+        int64_t left = (int64_t)(HSTEP_SEGMENT_WORDS - (pair & (HSTEP_SEGMENT_WORDS - 1)));
+        int64_t count = n / 2 < left ? n / 2 : left;
+        kernels->random[generator](stream, pair, words, count);
+        words += count;
+        index += 2 * (uint64_t)count;
+        n -= 2 * count;
+    }
+}
+
+void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n)
+{
+    const struct hstep_kernels *kernels = w->kernels;
+    if (w->format[HALFSTEP_SLOT_WEIGHT] >= 0)
+        kernels->format[w->format[0]].decode[0](tile->weight, places->code[0], places->extra[0], n);
+    else memset(tile->weight, 0, (size_t)n * 4);
+    if (w->format[HALFSTEP_SLOT_GRADIENT] >= 0) {
+        kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
+        kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
+    }
+    for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
+        int s = HALFSTEP_SLOT_STATE + i, from = w->u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        tile->state[i] = tile->states[i];
+        if (w->format[s] >= 0)
+            kernels->format[w->format[s]].decode[w->t->slot[s].nonneg](tile->states[i], places->code[from],
+                                                                       places->extra[from], n);
+        else memset(tile->states[i], 0, (size_t)n * 4);
+        if (w->format[s] >= 0 && w->t->slot[s].root) kernels->scale(tile->states[i], w->t->slot[s].grid, n);
+    }
+}

@@ -1,0 +1,83 @@
+/* Sums of gradients outside a step. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+#include "tables/layout.h"
+
+/* Where the handle is not settled yet, which is not ours to do, the tensor is cut for this once. */
+static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hstep_accumulation *a)
+{
+    struct hstep_tensor t = o->tensors[tensor];
+    struct hstep_chunk *chunks = NULL;
+    a->tensor = &t;
+    a->chunks = o->chunks + t.first_chunk;
+    if (!o->settled) {
+        hstep_lay_out(&t);
+        t.chunks = hstep_cut_tensor(&t, 0, NULL);
+        chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
+        if (!chunks)
+            return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the plan of tensor '%s'",
+                              o->labels[tensor].name);
+        hstep_cut_tensor(&t, 0, chunks);
+        a->chunks = chunks;
+    }
+    int error = o->device->accumulate(a);
+    error = o->device->late ? hstep_why(o, error) : hstep_wait(o, error);
+    free(chunks);
+    return error;
+}
+
+static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
+                      const void *gradient, const char *gradient_format, double scale)
+{
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    struct hstep_accumulation a = {.context = &o->context,
+                                   .generator = o->generator,
+                                   .accumulator = accumulator,
+                                   .gradient = gradient,
+                                   .scale = (float)scale};
+    a.format = halfstep_format_find(format);
+    a.gradient_format = halfstep_format_find(gradient_format);
+    if (a.format < 0 || a.gradient_format < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "no format is called '%s'", a.format < 0 ? format : gradient_format);
+    /* A stochastic half would saturate, and hide from the scan of the step that it overflowed. */
+    int hides = hstep_formats[a.format].stochastic && !strcmp(hstep_formats[a.format].code_dtype, "F16");
+    if (hstep_formats[a.format].block || hstep_formats[a.format].extra_bits || hides)
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot accumulate gradients", format);
+    if (!(hstep_formats[a.gradient_format].roles & HALFSTEP_ROLE_GRADIENT))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "'%s' cannot store gradients", gradient_format);
+    if (!(scale >= -1e30 && scale <= 1e30))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "scale = %g is out of range", scale);
+    if (t->n_rows && t->n_columns && (!accumulator || !gradient))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
+                          o->labels[tensor].name);
+    int stochastic = hstep_formats[a.format].stochastic, elements = t->n_rows && t->n_columns;
+    if ((stochastic && (error = hstep_fetch(o))) ||
+        (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
+        return hstep_why(o, error);
+    /* Every update counts in both counters, an accumulation in one: their difference numbers the accumulations. */
+    int generator = hstep_generator_id(o->generator);
+    a.stream = hstep_key_write(generator, o->seed, t->id,
+                               generator == HSTEP_GENERATOR_LATTICE ? t->writes - t->state_steps : t->writes,
+                               HALFSTEP_SLOT_GRADIENT);
+    if ((error = run_accumulation(o, tensor, &a))) return error;
+    if (!stochastic) return HALFSTEP_OK;
+    t->writes++;
+    hstep_changed(o, tensor, 1);
+    hstep_show(o, tensor, 1);
+    return HALFSTEP_OK;
+}
+
+int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
+                        const void *gradient, const char *gradient_format, double scale)
+{
+    if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale);
+    hstep_fp_leave(fp);
+    return result;
+}

@@ -1,0 +1,129 @@
+/* Errors with their sentences, and the checks that all of the public functions share. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/lock.h"
+#include "handle/optimizer.h"
+
+const char *halfstep_strerror(int code)
+{
+    switch (code) {
+    case HALFSTEP_OK: return "ok";
+    case HALFSTEP_ERROR_ARGUMENT: return "invalid argument";
+    case HALFSTEP_ERROR_NAME: return "unknown name";
+    case HALFSTEP_ERROR_RANGE: return "value out of range";
+    case HALFSTEP_ERROR_SHAPE: return "invalid shape";
+    case HALFSTEP_ERROR_DUPLICATE: return "duplicate tensor id";
+    case HALFSTEP_ERROR_ORDER: return "call out of order";
+    case HALFSTEP_ERROR_UNSUPPORTED: return "unsupported combination";
+    case HALFSTEP_ERROR_MEMORY: return "out of memory";
+    case HALFSTEP_ERROR_DEVICE: return "device or driver failed";
+    case HALFSTEP_ERROR_FORMAT: return "malformed file";
+    case HALFSTEP_ERROR_MISMATCH: return "file belongs to another configuration";
+    case HALFSTEP_ERROR_IO: return "input or output failed";
+    case HALFSTEP_NONFINITE: return "step refused: gradient not finite or too large";
+    default: return "unknown error";
+    }
+}
+
+/* Several threads may fail in step_tensor at once, so each has a sentence of its own: of which handle, and what. */
+static _Thread_local struct {
+    uint64_t serial;
+    char text[HSTEP_DETAIL_BYTES];
+} own_detail;
+
+/* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const
+ * handle promises to keep. */
+static void copy_detail(const halfstep_optimizer *const_o, char *text, int out)
+{
+    halfstep_optimizer *o = (halfstep_optimizer *)const_o;
+    hstep_lock(&o->detail_lock);
+    memcpy(out ? text : o->detail, out ? o->detail : text, HSTEP_DETAIL_BYTES);
+    hstep_unlock(&o->detail_lock);
+}
+
+int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
+{
+    char text[HSTEP_DETAIL_BYTES] = "";
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    own_detail.serial = o->serial;
+    memcpy(own_detail.text, text, sizeof text);
+    copy_detail(o, text, 0);
+    return code;
+}
+
+const char *halfstep_error_detail(const halfstep_optimizer *o)
+{
+    static _Thread_local char shown[HSTEP_DETAIL_BYTES];
+    if (!o) return own_detail.serial ? "" : own_detail.text;
+    if (own_detail.serial == o->serial) return own_detail.text;
+    copy_detail(o, shown, 1);
+    return shown;
+}
+
+int hstep_fail_gradient(const halfstep_optimizer *o, int tensor, int too_large)
+{
+    if (tensor < 0) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the gradients is not finite");
+    return hstep_fail(o, HALFSTEP_NONFINITE, "the gradient of tensor '%s' is %s", o->labels[tensor].name,
+                      too_large
+                          ? "finite, but too large: an element times gradient_scale is 2^62 (4.6e18) or more, and "
+                            "its square would leave fp32"
+                          : "not finite");
+}
+
+int hstep_check_group(const halfstep_optimizer *o, int32_t group)
+{
+    if (group >= 0 && group < o->n_groups) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no group %d (%d exist)", (int)group, o->n_groups);
+}
+
+int hstep_check_tensor(const halfstep_optimizer *o, int32_t tensor)
+{
+    if (tensor >= 0 && tensor < o->n_tensors) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "there is no tensor %d (%d exist)", (int)tensor, o->n_tensors);
+}
+
+/* Updates count on from what is set: so that no counter comes round to 0, where a bias correction would divide by
+ * it. */
+int hstep_check_count(const halfstep_optimizer *o, const char *of, const char *name, uint64_t count)
+{
+    if (count <= HALFSTEP_MAX_COUNT) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s%s = %llu is no count", of, name, (unsigned long long)count);
+}
+
+int hstep_why(const halfstep_optimizer *o, int error)
+{
+    const char *why = error && o->device->why ? o->device->why() : NULL;
+    return why ? hstep_fail(o, error, "%s", why) : error;
+}
+
+int hstep_check_owned(const halfstep_optimizer *o, const void *memory)
+{
+    int error = HALFSTEP_OK;
+    if (o->device->owns) o->device->owns(&o->context, &memory, 1, &error);
+    return error;
+}
+
+int hstep_wait(const halfstep_optimizer *o, int error)
+{
+    if (error) hstep_why(o, error);
+    int waited = o->device->wait(&o->context);
+    return error ? error : hstep_why(o, waited);
+}
+
+int hstep_grow(void **array, int count, int *capacity, size_t size)
+{
+    if (count < *capacity) return HALFSTEP_OK;
+    int wanted = *capacity ? *capacity * 2 : 8;
+    if (wanted <= count) return HALFSTEP_ERROR_MEMORY;
+    void *larger = realloc(*array, (size_t)wanted * size);
+    if (!larger) return HALFSTEP_ERROR_MEMORY;
+    *array = larger;
+    *capacity = wanted;
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,270 @@
+/* Devices that are late: what their own memory holds of a handle, and the two ways there and back.
+ *
+ * Between two fetches counters, grids, scalars, steps of groups and the ledger belong to the device; recipes,
+ * hyper-parameters and places belong to core/, which sends what it has changed before the next step. Whoever reads or
+ * changes what belongs to the device fetches first. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/lock.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+
+static int records(const halfstep_optimizer *o) { return o->device->records && o->device->records(&o->context); }
+
+/* ---- To the device ---- */
+
+/* Of a group, all that stands before its steps belongs to core/. */
+#define OWN_BYTES offsetof(struct hstep_group, steps)
+
+void hstep_changed(halfstep_optimizer *o, int first, int n)
+{
+    if (!o->device->late || !n) return;
+    if (o->changed_end == o->changed_first) o->changed_first = o->changed_end = first;
+    if (first < o->changed_first) o->changed_first = first;
+    if (first + n > o->changed_end) o->changed_end = first + n;
+}
+
+void hstep_counts_changed(halfstep_optimizer *o) { o->counts_changed = 1; }
+
+static int send_groups(halfstep_optimizer *o)
+{
+    int error = HALFSTEP_OK;
+    for (int i = 0; !error && i < o->n_groups; i++) {
+        struct hstep_group *group = &o->groups[i], *sent = &o->sent[i];
+        if (o->counts_changed) error = o->device->copy(&o->context, &o->plan.groups[i], group, sizeof *group);
+        else if (memcmp(group, sent, OWN_BYTES))
+            error = o->device->copy(&o->context, &o->plan.groups[i], group, OWN_BYTES);
+        if (!error) memcpy(sent, group, sizeof *group);
+    }
+    return error;
+}
+
+static int send_ledger(halfstep_optimizer *o)
+{
+    struct hstep_ledger ledger = {.gradient_scale = o->gradient_scale,
+                                  .round_norm = o->round_norm,
+                                  .norm = o->gradient_norm,
+                                  .skipped = atomic_load(&o->skipped),
+                                  .refusals = o->refusals,
+                                  .offender = o->offender,
+                                  .in_round = o->in_round,
+                                  .too_large = o->too_large};
+    int error = HALFSTEP_OK;
+    if (o->counts_changed) error = o->device->copy(&o->context, o->plan.ledger, &ledger, sizeof ledger);
+    else if (o->sent_scale != o->gradient_scale)
+        error = o->device->copy(&o->context, &o->plan.ledger->gradient_scale, &ledger.gradient_scale, sizeof(double));
+    if (!error) o->sent_scale = o->gradient_scale;
+    return error;
+}
+
+static int anything_to_send(const halfstep_optimizer *o)
+{
+    int any = o->counts_changed || o->changed_end > o->changed_first || o->sent_scale != o->gradient_scale;
+    for (int i = 0; !any && i < o->n_groups; i++) any = memcmp(&o->groups[i], &o->sent[i], OWN_BYTES) != 0;
+    return any;
+}
+
+/* What was not sent is sent again: an error leaves all marks as they were. */
+static int send(halfstep_optimizer *o)
+{
+    if (!anything_to_send(o)) return HALFSTEP_OK;
+    if (records(o))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                          "hyper-parameters, counters or memory were changed since the last step, and a step that is "
+                          "being captured cannot take them: call halfstep_synchronize() before the capture begins");
+    int first = o->changed_first, n = o->changed_end - first;
+    uint64_t bytes = (uint64_t)n * sizeof *o->tensors;
+    int error = n ? o->device->copy(&o->context, o->plan.tensors + first, o->tensors + first, bytes) : HALFSTEP_OK;
+    if (error || (error = send_groups(o)) || (error = send_ledger(o))) return hstep_why(o, error);
+    o->changed_first = o->changed_end = o->counts_changed = 0;
+    return HALFSTEP_OK;
+}
+
+int hstep_send(halfstep_optimizer *o)
+{
+    if (!o->device->late || !o->settled) return HALFSTEP_OK;
+    hstep_lock(&o->hand_lock);
+    int error = send(o);
+    hstep_unlock(&o->hand_lock);
+    return error;
+}
+
+int hstep_send_at_once(halfstep_optimizer *o) { return o->captured && !records(o) ? hstep_send(o) : HALFSTEP_OK; }
+
+int hstep_send_bound(halfstep_optimizer *o)
+{
+    int error = HALFSTEP_OK;
+    struct hstep_group *groups = o->device->shared ? o->groups : o->plan.groups;
+    for (int i = 0; !error && i < o->n_groups && o->lr_place; i++)
+        if (o->lr_place[i])
+            error = o->device->copy(&o->context, &groups[i].hyper[HSTEP_LR], o->lr_place[i], sizeof(double));
+    if (!error && o->scale_place)
+        error = o->device->copy(&o->context, o->plan.ledger ? &o->plan.ledger->gradient_scale : &o->gradient_scale,
+                                o->scale_place, sizeof(double));
+    return error;
+}
+
+/* ---- Back ---- */
+
+void hstep_show(const halfstep_optimizer *o, int first, int n)
+{
+    for (int i = first; i < first + n && o->shows; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_label *label = &o->labels[i];
+        const uint64_t counts[] = {t->state_steps, t->full_steps, t->writes};
+        if (label->step) *label->step = (float)t->state_steps;
+        for (int c = 0; c < 3; c++)
+            if (label->count[c]) *label->count[c] = (int64_t)counts[c];
+        for (int s = 0; s < HSTEP_MAX_NAMED_SCALARS; s++)
+            if (label->scalar[s]) *label->scalar[s] = t->scalar[s];
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+            if (label->grid[s]) *label->grid[s] = (double)t->slot[s].grid;
+    }
+}
+
+static int fetch(halfstep_optimizer *o)
+{
+    struct hstep_ledger ledger;
+    uint64_t group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
+    if (records(o))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                          "the stream is being captured: what steps come to is known after a replay only");
+    int error = HALFSTEP_OK;
+    /* What core/ has changed was fetched before that, and no step has been made since. */
+    if (o->changed_end > o->changed_first || o->counts_changed) return HALFSTEP_OK;
+    if (o->n_tensors)
+        error = o->device->copy(&o->context, o->tensors, o->plan.tensors, (uint64_t)o->n_tensors * sizeof *o->tensors);
+    if (!error && o->n_groups) error = o->device->copy(&o->context, o->fetched, o->plan.groups, group_bytes);
+    if (!error) error = o->device->copy(&o->context, &ledger, o->plan.ledger, sizeof ledger);
+    if ((error = hstep_wait(o, error))) return error;
+    for (int i = 0; i < o->n_groups; i++) o->groups[i].steps = o->fetched[i].steps;
+    o->gradient_norm = ledger.norm;
+    o->round_norm = ledger.round_norm;
+    o->refusals = ledger.refusals;
+    o->offender = ledger.offender;
+    o->in_round = ledger.in_round;
+    o->too_large = ledger.too_large;
+    atomic_store(&o->skipped, ledger.skipped);
+    if (o->refusals != o->refusals_seen && !o->in_round) {
+        atomic_store(&o->nonfinite_tensor, ledger.offender);
+        atomic_store(&o->gradient_too_large, ledger.too_large);
+    }
+    o->refusals_seen = o->refusals;
+    atomic_store(&o->ahead, 0);
+    struct hstep_fp fp = hstep_fp_enter();
+    hstep_show(o, 0, o->n_tensors);
+    hstep_fp_leave(fp);
+    return HALFSTEP_OK;
+}
+
+/* A replayed graph steps without our knowing, so a handle that was captured is always looked at. What is fetched is not
+ * part of what a const handle promises to keep. */
+int hstep_fetch(const halfstep_optimizer *const_o)
+{
+    halfstep_optimizer *o = (halfstep_optimizer *)(uintptr_t)const_o;
+    if (!o->device->late || !o->settled || !(atomic_load(&o->ahead) || o->captured)) return HALFSTEP_OK;
+    return fetch(o);
+}
+
+/* ---- Places of their own ---- */
+
+int hstep_open_late(halfstep_optimizer *o)
+{
+    if (!o->device->late) return HALFSTEP_OK;
+    uint64_t bytes = sizeof *o->plan.ledger;
+    o->counts_changed = 1;
+    o->offender = -1;
+    int error = o->device->allocate(&o->context, bytes, (void **)&o->plan.ledger);
+    return error ? error : o->device->zero(&o->context, o->plan.ledger, bytes);
+}
+
+int hstep_settle_late(halfstep_optimizer *o)
+{
+    if (!o->device->late) return HALFSTEP_OK;
+    free(o->sent);
+    o->sent = calloc(2 * (size_t)o->n_groups + 1, sizeof *o->sent);
+    if (!o->sent) return HALFSTEP_ERROR_MEMORY;
+    o->fetched = o->sent + o->n_groups;
+    hstep_changed(o, 0, o->n_tensors);
+    return HALFSTEP_OK;
+}
+
+int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room)
+{
+    if (o->device->shared) return HALFSTEP_OK;
+    if (!o->device->late) return o->device->allocate(&o->context, sizeof **room, (void **)room);
+    hstep_lock(&o->hand_lock);
+    int error = HALFSTEP_OK;
+    if (!o->rooms) error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **room, &o->rooms);
+    hstep_unlock(&o->hand_lock);
+    *room = error ? NULL : (struct hstep_room *)o->rooms + tensor;
+    return error;
+}
+
+void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room)
+{
+    if (!o->device->shared && !o->device->late) o->device->release(&o->context, room);
+}
+
+void hstep_close_late(halfstep_optimizer *o)
+{
+    if (o->plan.ledger) o->device->release(&o->context, o->plan.ledger);
+    if (o->rooms) o->device->release(&o->context, o->rooms);
+    free(o->sent);
+    free((void *)(uintptr_t)o->lr_place);
+    free(o->lr_set);
+    o->sent = o->fetched = NULL;
+}
+
+/* ---- The public faces ---- */
+
+int halfstep_synchronize(halfstep_optimizer *o)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o->device->late) return HALFSTEP_OK;
+    int error = hstep_fetch(o);
+    if (!error) error = hstep_wait(o, hstep_send(o));
+    if (error || o->refusals == o->refusals_told) return error;
+    o->refusals_told = o->refusals;
+    if (o->in_round) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the round is not finite");
+    return hstep_fail_gradient(o, o->offender, o->too_large);
+}
+
+/* What is read at a place takes the place of what was set: in the device's copy, which has to be sent again when that
+ * counts again, or on the processor in the only one. */
+static void bind(halfstep_optimizer *o, const double **held, const double *place, double *value, double *set,
+                 double *sent)
+{
+    if (place && !*held) *set = *value;
+    if (!place && *held) {
+        if (!o->device->late) *value = *set;
+        else if (sent) *sent = NAN;
+    }
+    *held = place;
+}
+
+int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, const double *place)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int all = group == HALFSTEP_ALL_GROUPS, scale = all && !strcmp(name, "gradient_scale");
+    int error = all ? HALFSTEP_OK : hstep_check_group(o, group);
+    if (error) return error;
+    if (!scale && strcmp(name, "lr"))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' cannot be bound: lr and the optimizer's gradient_scale can",
+                          name);
+    if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
+    if (scale) {
+        bind(o, &o->scale_place, place, &o->gradient_scale, &o->scale_set, &o->sent_scale);
+        return HALFSTEP_OK;
+    }
+    uint64_t n = (uint64_t)o->n_groups + 1;
+    if ((!o->lr_place && !(o->lr_place = calloc(n, sizeof *o->lr_place))) ||
+        (!o->lr_set && !(o->lr_set = calloc(n, sizeof *o->lr_set))))
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for the places of hyper-parameters");
+    for (int i = all ? 0 : group; i < (all ? o->n_groups : group + 1); i++)
+        bind(o, &o->lr_place[i], place, &o->groups[i].hyper[HSTEP_LR], &o->lr_set[i],
+             o->sent ? &o->sent[i].hyper[HSTEP_LR] : NULL);
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,408 @@
+/* Handles and groups: arguments are checked here, so that a step has nothing left to refuse but gradients. */
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/lock.h"
+#include "base/schedule.h"
+#include "base/structs.h"
+#include "decide/prepare.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+
+int32_t halfstep_version(void)
+{
+    return HALFSTEP_VERSION_MAJOR * 10000 + HALFSTEP_VERSION_MINOR * 100 + HALFSTEP_VERSION_PATCH;
+}
+
+int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
+
+/* ---- Handles ---- */
+
+/* The handle that could not be made has no sentence, so its device's goes where NULL is asked. */
+static int fail_create(halfstep_optimizer *o, int error)
+{
+    o->serial = 0;
+    hstep_why(o, error);
+    halfstep_destroy(o);
+    return error;
+}
+
+int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
+{
+    static atomic_uint_least64_t serial;
+    halfstep_options options = {0};
+    if (!optimizer) return HALFSTEP_ERROR_ARGUMENT;
+    *optimizer = NULL;
+    if (given && !hstep_take_struct(&options, sizeof options, given)) return HALFSTEP_ERROR_ARGUMENT;
+    if (options.threads < 0 || options.threads > 1024) return HALFSTEP_ERROR_RANGE;
+    const char *rest = "";
+    const struct hstep_device *device = hstep_find_device(options.device, &rest);
+    if (!device) return HALFSTEP_ERROR_NAME;
+    if (options.stream && !device->open) return HALFSTEP_ERROR_ARGUMENT;
+    halfstep_optimizer *o = calloc(1, sizeof *o);
+    if (!o) return HALFSTEP_ERROR_MEMORY;
+    o->device = device;
+    o->context.kernels = hstep_isa_in_use();
+    o->context.threads = options.threads;
+    o->seed = options.seed;
+    o->context.run = options.run;
+    o->context.host = options.host;
+    o->serial = atomic_fetch_add(&serial, 1) + 1;
+    o->gradient_scale = 1.0;
+    atomic_init(&o->skipped, 0);
+    atomic_init(&o->nonfinite_tensor, -1);
+    atomic_init(&o->gradient_too_large, 0);
+    atomic_flag_clear(&o->detail_lock);
+    atomic_flag_clear(&o->workspace_lock);
+    atomic_flag_clear(&o->hand_lock);
+    atomic_init(&o->ahead, 0);
+    int error = device->open ? device->open(&o->context, rest, options.stream) : HALFSTEP_OK;
+    if (error || (error = hstep_first_plan(o)) || (error = hstep_open_late(o))) return fail_create(o, error);
+    *optimizer = o;
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (threads < 0 || threads > 1024)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%d threads: 0 .. 1024", (int)threads);
+    o->context.threads = threads;
+    return HALFSTEP_OK;
+}
+
+void halfstep_destroy(halfstep_optimizer *o)
+{
+    if (!o) return;
+    hstep_release_plan(o);
+    hstep_close_late(o);
+    o->device->release(&o->context, o->plan.round_squares);
+    o->device->release(&o->context, o->verdict);
+    o->device->release(&o->context, o->memory);
+    if (o->device->close) o->device->close(&o->context);
+    for (int i = 0; i < o->n_tensors; i++) free(o->labels[i].name);
+    free(o->labels);
+    free(o->tensors);
+    free(o->groups);
+    free(o);
+}
+
+/* ---- Groups ---- */
+
+int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group)
+{
+    if (!o || !recipe || !group) return HALFSTEP_ERROR_ARGUMENT;
+    if (o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the states exist");
+    struct hstep_group g = {0};
+    char detail[HSTEP_DETAIL_BYTES];
+    int error = hstep_recipe_parse(recipe, &g.recipe, detail, sizeof detail);
+    if (error) return hstep_fail(o, error, "%s", detail);
+    for (int i = 0; i < HSTEP_GROUP_HYPERS; i++) g.hyper[i] = hstep_rule_hyper(g.recipe.rule, i).initial;
+    for (int i = 0; i < hstep_rule_hypers(g.recipe.rule); i++) g.own[i] = hstep_rules[g.recipe.rule].hyper[i].initial;
+    g.first_lr = g.hyper[HSTEP_LR];
+    g.decay = hstep_choice_find("decay", hstep_rules[g.recipe.rule].decay);
+    if (hstep_grow((void **)&o->groups, o->n_groups, &o->capacity_groups, sizeof g))
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for another group");
+    o->groups[o->n_groups] = g;
+    *group = o->n_groups++;
+    return HALFSTEP_OK;
+}
+
+int32_t halfstep_group_count(const halfstep_optimizer *o) { return o ? o->n_groups : 0; }
+
+int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *text, size_t size)
+{
+    if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_group(o, group);
+    if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
+        return hstep_fail(o, error, "%llu bytes are too few for a recipe", (unsigned long long)size);
+    return error;
+}
+
+static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *hyper, double value)
+{
+    int above = hyper->exclusive ? !(value < hyper->maximum) : !(value <= hyper->maximum);
+    if (value >= hyper->minimum && !above) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not in [%g, %g%c", hyper->name, value, hyper->minimum,
+                      hyper->maximum, hyper->exclusive ? ')' : ']');
+}
+
+/* dry: only tells whether it could. */
+static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int dry)
+{
+    if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        if (value != 0.0 && rule->no_sign)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name, rule->no_sign);
+        if (o->settled)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
+    }
+    if (index < HSTEP_COMMON_HYPERS) {
+        if (dry) return HALFSTEP_OK;
+        g->hyper[index] = value;
+        if (index == HSTEP_LR && !g->lr_was_set) {
+            g->first_lr = value;
+            g->lr_was_set = 1;
+        }
+        return HALFSTEP_OK;
+    }
+    const char *share = hstep_rules[g->recipe.rule].share, *name = hstep_rule_hyper(g->recipe.rule, index).name;
+    if (share && o->settled && !strcmp(name, share) && value != g->own[index - HSTEP_COMMON_HYPERS])
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot change once the states exist", name);
+    struct hstep_group changed = *g;
+    changed.own[index - HSTEP_COMMON_HYPERS] = value;
+    int other_states = 0;
+    for (int i = 0; i < hstep_rule_states(g->recipe.rule); i++)
+        other_states |= hstep_state_needed(&changed, i) != hstep_state_needed(g, i);
+    if (other_states && o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
+    /* All tensors of the group can follow, or nothing changes. */
+    for (int pass = 0; other_states && pass < (dry ? 1 : 2); pass++)
+        for (int i = 0; i < o->n_tensors; i++) {
+            struct hstep_tensor *t = &o->tensors[i], trial = *t;
+            if (t->group != (int)(g - o->groups)) continue;
+            int error = hstep_choose_states(o, &changed, o->labels[i].name, pass ? t : &trial);
+            if (error) return error;
+        }
+    if (!dry) *g = changed;
+    return HALFSTEP_OK;
+}
+
+static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
+{
+    int error;
+    if (group != HALFSTEP_ALL_GROUPS) {
+        if ((error = hstep_check_group(o, group))) return error;
+        struct hstep_group *g = &o->groups[group];
+        int index = hstep_find_hyper(g->recipe.rule, name);
+        if (index < 0)
+            return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'",
+                              hstep_rules[g->recipe.rule].name, name);
+        if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s belongs to the optimizer, not to a group", name);
+        struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
+        if ((error = check_bounds(o, &hyper, value))) return error;
+        return set_group_hyper(o, g, index, value, 0);
+    }
+    int index = hstep_find_hyper(-1, name);
+    if (index == HSTEP_GRADIENT_SCALE || index == HSTEP_CLIP_NORM) {
+        if ((error = check_bounds(o, &hstep_common_hypers[index], value))) return error;
+        *(index == HSTEP_GRADIENT_SCALE ? &o->gradient_scale : &o->clip_norm) = value;
+        return HALFSTEP_OK;
+    }
+    /* All groups or none: bounds and order are tried on every group first. */
+    int found = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < o->n_groups; i++) {
+            struct hstep_group *g = &o->groups[i];
+            index = hstep_find_hyper(g->recipe.rule, name);
+            if (index < 0) continue;
+            found = 1;
+            struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
+            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass)))
+                return error;
+        }
+    if (!found) return hstep_fail(o, HALFSTEP_ERROR_NAME, "no group has a hyper-parameter '%s'", name);
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = set_hyper(o, group, name, value);
+    hstep_fp_leave(fp);
+    return result ? result : hstep_send_at_once(o);
+}
+
+int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *name, double *value)
+{
+    if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
+    if (group == HALFSTEP_ALL_GROUPS) {
+        int index = hstep_find_hyper(-1, name);
+        if (index == HSTEP_GRADIENT_SCALE) *value = o->gradient_scale;
+        else if (index == HSTEP_CLIP_NORM) *value = o->clip_norm;
+        else return hstep_fail(o, HALFSTEP_ERROR_NAME, "the optimizer has no hyper-parameter '%s'", name);
+        return HALFSTEP_OK;
+    }
+    int error = hstep_check_group(o, group);
+    if (error) return error;
+    const struct hstep_group *g = &o->groups[group];
+    int index = hstep_find_hyper(g->recipe.rule, name);
+    if (index < 0 || (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name,
+                          name);
+    if (index >= HSTEP_COMMON_HYPERS) *value = g->own[index - HSTEP_COMMON_HYPERS];
+    else if (index == HSTEP_REFERENCE_LR && g->hyper[index] == 0.0) *value = g->first_lr;
+    else *value = g->hyper[index];
+    return HALFSTEP_OK;
+}
+
+/* Where a choice is kept; NULL if it does not exist at that level. */
+static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choice)
+{
+    if (group == HALFSTEP_ALL_GROUPS)
+        return !strcmp(choice, "scan")        ? &o->scan
+               : !strcmp(choice, "clip")      ? &o->clip
+               : !strcmp(choice, "missing")   ? &o->missing
+               : !strcmp(choice, "generator") ? &o->generator
+                                              : NULL;
+    return !strcmp(choice, "decay")      ? &o->groups[group].decay
+           : !strcmp(choice, "schedule") ? &o->groups[group].schedule
+                                         : NULL;
+}
+
+int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
+{
+    if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
+    int error;
+    if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
+    if (!halfstep_choice_value(choice, 0)) return hstep_fail(o, HALFSTEP_ERROR_NAME, "there is no choice '%s'", choice);
+    int *place = choice_place(o, group, choice), found = hstep_choice_find(choice, value);
+    if (found < 0) return hstep_fail(o, HALFSTEP_ERROR_NAME, "'%s' is no value of '%s'", value, choice);
+    if (place) {
+        *place = found;
+        return HALFSTEP_OK;
+    }
+    if (group != HALFSTEP_ALL_GROUPS)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "'%s' belongs to the optimizer, not to a group", choice);
+    for (int i = 0; i < o->n_groups; i++) *choice_place(o, i, choice) = found;
+    return HALFSTEP_OK;
+}
+
+const char *halfstep_get_choice(const halfstep_optimizer *o, int32_t group, const char *choice)
+{
+    if (!o || !choice || (group != HALFSTEP_ALL_GROUPS && (group < 0 || group >= o->n_groups))) return NULL;
+    const int *place = choice_place((halfstep_optimizer *)o, group, choice);
+    return place ? halfstep_choice_value(choice, *place) : NULL;
+}
+
+int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
+{
+    if (!o || !lr) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_group(o, group);
+    if (error || (error = hstep_fetch(o))) return error;
+    struct hstep_fp fp = hstep_fp_enter();
+    *lr = hstep_group_lr(&o->groups[group]);
+    hstep_fp_leave(fp);
+    return HALFSTEP_OK;
+}
+
+/* ---- What happened ---- */
+
+/* Those that return no code tell what was known before, where the device does not answer. */
+
+uint64_t halfstep_skipped_steps(const halfstep_optimizer *o)
+{
+    if (!o) return 0;
+    hstep_fetch(o);
+    return atomic_load(&o->skipped);
+}
+
+int halfstep_set_skipped_steps(halfstep_optimizer *o, uint64_t skipped)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_count(o, "", "skipped steps", skipped);
+    if (error || (error = hstep_fetch(o))) return error;
+    atomic_store(&o->skipped, skipped);
+    hstep_counts_changed(o);
+    return HALFSTEP_OK;
+}
+
+const char *halfstep_nonfinite_tensor(const halfstep_optimizer *o)
+{
+    if (o) hstep_fetch(o);
+    int tensor = o ? atomic_load(&o->nonfinite_tensor) : -1;
+    return tensor < 0 ? "" : o->labels[tensor].name;
+}
+
+int32_t halfstep_gradient_too_large(const halfstep_optimizer *o)
+{
+    if (o) hstep_fetch(o);
+    return o ? atomic_load(&o->gradient_too_large) : 0;
+}
+
+double halfstep_gradient_norm(const halfstep_optimizer *o)
+{
+    if (!o) return 0.0;
+    hstep_fetch(o);
+    return o->gradient_norm;
+}
+
+int halfstep_set_gradient_norm(halfstep_optimizer *o, double norm)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    if (!(norm >= 0.0 && norm < INFINITY)) return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%g is no gradient norm", norm);
+    int error = hstep_fetch(o);
+    if (error) return error;
+    o->gradient_norm = o->round_norm = norm;
+    hstep_counts_changed(o);
+    return HALFSTEP_OK;
+}
+
+int halfstep_get_group_steps(const halfstep_optimizer *o, int32_t group, uint64_t *steps)
+{
+    if (!o || !steps) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_group(o, group);
+    if (!error) error = hstep_fetch(o);
+    if (!error) *steps = o->groups[group].steps;
+    return error;
+}
+
+int halfstep_set_group_steps(halfstep_optimizer *o, int32_t group, uint64_t steps)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_group(o, group);
+    if (error || (error = hstep_check_count(o, "", "group steps", steps)) || (error = hstep_fetch(o))) return error;
+    o->groups[group].steps = steps;
+    hstep_counts_changed(o);
+    return HALFSTEP_OK;
+}
+
+uint64_t halfstep_get_seed(const halfstep_optimizer *o) { return o ? o->seed : 0; }
+
+int halfstep_set_seed(halfstep_optimizer *o, uint64_t seed)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    o->seed = seed;
+    return HALFSTEP_OK;
+}
+
+/* ---- Tools of the trade ---- */
+
+int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
+                             double final_fraction, double decay_start, double power, double *factor)
+{
+    if (!name || !factor) return HALFSTEP_ERROR_ARGUMENT;
+    int kind = hstep_choice_find("schedule", name);
+    if (kind < 0) return HALFSTEP_ERROR_NAME;
+    const double values[] = {warmup_steps, total_steps, final_fraction, decay_start, power};
+    const int rows[] = {HSTEP_WARMUP_STEPS, HSTEP_TOTAL_STEPS, HSTEP_FINAL_FRACTION, HSTEP_DECAY_START, HSTEP_POWER};
+    for (int i = 0; i < 5; i++)
+        if (!(values[i] >= hstep_common_hypers[rows[i]].minimum && values[i] <= hstep_common_hypers[rows[i]].maximum))
+            return HALFSTEP_ERROR_RANGE;
+    struct hstep_schedule schedule = {.kind = kind,
+                                      .warmup = (uint64_t)warmup_steps,
+                                      .total = (uint64_t)total_steps,
+                                      .final = final_fraction,
+                                      .decay_start = decay_start,
+                                      .power = power};
+    struct hstep_fp fp = hstep_fp_enter();
+    *factor = hstep_schedule_factor(&schedule, step);
+    hstep_fp_leave(fp);
+    return HALFSTEP_OK;
+}
+
+int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
+                          uint64_t first, uint32_t *out, size_t n)
+{
+    if (!generator || (n && !out)) return HALFSTEP_ERROR_ARGUMENT;
+    int row = hstep_choice_find("generator", generator);
+    if (row < 0) return HALFSTEP_ERROR_NAME;
+    struct hstep_key key = hstep_key_write(hstep_generator_id(row), seed, id, write, (uint32_t)slot);
+    hstep_random_words(hstep_generator_id(row), &key, first, n, out);
+    return HALFSTEP_OK;
+}

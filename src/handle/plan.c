@@ -1,0 +1,146 @@
+/* Settling: from what was added to what steps need, once. */
+#include <stdlib.h>
+
+#include "handle/optimizer.h"
+#include "tables/layout.h"
+
+static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)
+{
+    return bytes ? o->device->allocate(&o->context, bytes, (void **)place) : HALFSTEP_OK;
+}
+
+/* Arrays of the handle in the memory of the device, or themselves. */
+static int share(const halfstep_optimizer *o, void *ours, uint64_t bytes, void *place)
+{
+    if (!o->device->shared) return allocate(o, bytes, place);
+    *(void **)place = ours;
+    return HALFSTEP_OK;
+}
+
+int hstep_first_plan(halfstep_optimizer *o)
+{
+    uint64_t limbs = HSTEP_EXACT_LIMBS * sizeof(int64_t);
+    int error;
+    if ((error = allocate(o, limbs, &o->plan.round_squares)) || (error = allocate(o, limbs, &o->plan.statistics)) ||
+        (error = allocate(o, sizeof *o->verdict, &o->verdict)))
+        return error;
+    return o->device->zero(&o->context, o->plan.round_squares, limbs);
+}
+
+/* Whether the updates of two tensors that have made as many steps differ in nothing but words, grids and scalars:
+ * hstep_repeat_update() relies on it. */
+static int are_alike(const struct hstep_tensor *a, const struct hstep_tensor *b)
+{
+    int alike = a->group == b->group && a->fused == b->fused && a->adjusted == b->adjusted && a->matrix == b->matrix &&
+                a->pairs == b->pairs && (a->ndim >= 2 && a->row_length > 1) == (b->ndim >= 2 && b->row_length > 1);
+    for (int s = 0; alike && s < HSTEP_SLOTS; s++)
+        alike = a->slot[s].format == b->slot[s].format && a->slot[s].root == b->slot[s].root;
+    return alike;
+}
+
+/* The first tensor whose totals are tensor i's too. Nearly always there is one number for all. */
+static int share_of(const halfstep_optimizer *o, int i)
+{
+    const struct hstep_rule *rule = &hstep_rules[o->tensors[i].rule];
+    if (!rule->totals) return i;
+    int number = hstep_find_hyper(o->tensors[i].rule, rule->share) - HSTEP_COMMON_HYPERS, first = 0;
+    double value = o->groups[o->tensors[i].group].own[number];
+    while (first < i &&
+           (o->tensors[first].rule != o->tensors[i].rule || o->groups[o->tensors[first].group].own[number] != value))
+        first++;
+    return first;
+}
+
+static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *workspace)
+{
+    *n_chunks = 0;
+    *workspace = 0;
+    o->sums = o->matrices = o->factored = o->totals = o->parts = 0;
+    for (int i = 0; i < o->n_tensors; i++) {
+        struct hstep_tensor *t = &o->tensors[i];
+        t->cautious = o->groups[t->group].hyper[HSTEP_CAUTIOUS] != 0.0;
+        hstep_lay_out(t);
+        t->first_chunk = *n_chunks;
+        t->chunks = hstep_cut_tensor(t, i, NULL);
+        *n_chunks += t->chunks;
+        t->first_sum = o->sums;
+        o->sums += t->sums;
+        o->matrices += t->matrix;
+        o->factored += t->pairs > 0;
+        o->totals += hstep_rules[t->rule].totals;
+        t->share = share_of(o, i);
+        o->parts += !hstep_is_whole(t);
+        t->fused = o->device->find_fused(&o->context, t, 0);
+        t->adjusted = o->device->find_fused(&o->context, t, 1);
+        t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
+        size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
+        if (floats > *workspace) *workspace = floats;
+    }
+}
+
+int hstep_settle(halfstep_optimizer *o)
+{
+    if (o->settled) return HALFSTEP_OK;
+    const struct hstep_device *device = o->device;
+    int64_t n_chunks;
+    size_t workspace;
+    lay_out_all(o, &n_chunks, &workspace);
+    struct hstep_plan plan = o->plan;
+    plan.n_tensors = o->n_tensors;
+    plan.n_groups = o->n_groups;
+    plan.chunks = NULL;
+    plan.tasks = NULL;
+    plan.statistics = NULL;
+    int64_t statistics_count = hstep_sums_offset(o->n_tensors) + (int64_t)o->sums * HSTEP_EXACT_LIMBS;
+    uint64_t chunk_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->chunks, count = (uint64_t)o->n_tensors + 1,
+             task_bytes = (uint64_t)(n_chunks + 1) * sizeof *o->tasks;
+    o->chunks = malloc((size_t)chunk_bytes);
+    o->tasks = malloc((size_t)task_bytes);
+    int error = o->chunks && o->tasks ? hstep_settle_late(o) : HALFSTEP_ERROR_MEMORY;
+    for (int i = 0; !error && i < o->n_tensors; i++)
+        hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
+    if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;
+    if (error || (error = share(o, o->chunks, chunk_bytes, &plan.chunks)) ||
+        (error = share(o, o->tasks, task_bytes, &plan.tasks)) ||
+        (error = share(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
+        (error = share(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
+        (error = allocate(o, count * sizeof *plan.updates, &plan.updates)) ||
+        (error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates)) ||
+        (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||
+        (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
+        (!device->shared &&
+         ((error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)) ||
+          (error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes)))) ||
+        (device->settle && (error = device->settle(&o->context, &plan)))) {
+        int64_t *first = o->plan.statistics;
+        o->plan = plan;
+        hstep_release_plan(o);
+        o->plan = (struct hstep_plan){.statistics = first, .round_squares = plan.round_squares, .ledger = plan.ledger};
+        if (error != HALFSTEP_ERROR_MEMORY) return hstep_why(o, error);
+        return hstep_fail(o, error, "no memory for the plan of %d tensors", o->n_tensors);
+    }
+    device->release(&o->context, o->plan.statistics);
+    o->plan = plan;
+    o->unshared = o->totals > 0;
+    o->workspace_bytes = workspace * sizeof *plan.workspace;
+    o->settled = 1;
+    return HALFSTEP_OK;
+}
+
+void hstep_release_plan(halfstep_optimizer *o)
+{
+    struct hstep_plan *plan = &o->plan;
+    if (!o->device->shared) {
+        o->device->release(&o->context, (void *)(uintptr_t)plan->chunks);
+        o->device->release(&o->context, (void *)(uintptr_t)plan->tasks);
+        o->device->release(&o->context, plan->tensors);
+        o->device->release(&o->context, plan->groups);
+    }
+    o->device->release(&o->context, plan->updates);
+    o->device->release(&o->context, plan->statistics);
+    o->device->release(&o->context, plan->workspace);
+    free(o->chunks);
+    free(o->tasks);
+    o->chunks = NULL;
+    o->tasks = NULL;
+}

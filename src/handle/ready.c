@@ -1,0 +1,192 @@
+/* What a step must find before anything of it is done: bound states, gradients and weights, and nothing that would need
+ * to know the elements of a tensor that other processes hold. */
+#include "handle/ready.h"
+
+#include "decide/prepare.h"
+
+/* What steps look for in every tensor, and hardly ever find, is counted when the handle is settled or remembered: a
+ * thousand small tensors would pay for each look. */
+static int check_bound(const struct hstep_request *s)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    if (!o->settled) {
+        if (o->n_tensors || o->device->late)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+        return HALFSTEP_OK;
+    }
+    int error = o->bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
+    if (error) return error;
+    if (!c->single && !o->bound) o->bound = 1;
+    const struct hstep_tensor *t = &o->tensors[c->first];
+    for (int i = 0; c->weights && i < c->n; i++)
+        if (!c->weights[i] && c->gradients[i] && t[i].runs)
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
+                              o->labels[c->first + i].name);
+    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < c->n; i++)
+        if (!c->gradients[i])
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
+    return HALFSTEP_OK;
+}
+
+/* What one call does all by itself must not depend on the elements of a tensor that other processes hold. */
+static int check_alone(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; o->parts && i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        if (!c->gradients[i - c->first] || hstep_is_whole(t)) continue;
+        const char *what = hstep_needs_sums(t, c->micro) ? "its update needs sums over all of it"
+                           : hstep_is_clipped(c)         ? "clipping needs the norm of all of it"
+                           : o->scan != HSTEP_SCAN_NONE  ? "the scan has to see all of it"
+                                                         : NULL;
+        if (what)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and %s: step it by begin and finish", o->labels[i].name,
+                              what);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Sums over a tensor can be made by the way only where all of it is. */
+static int check_norms(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; o->parts && !*s->norms_made && i < c->first + c->n; i++)
+        if (c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro) && !hstep_is_whole(&o->tensors[i]))
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s' is a part of one: %s() comes before finish",
+                              o->labels[i].name, c->single ? "halfstep_step_tensor_norms" : "halfstep_step_norms");
+    return HALFSTEP_OK;
+}
+
+/* Micro-steps keep the gradient only where a state does. */
+static int check_accumulates(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int i = c->first; c->micro && i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        const struct hstep_group *g = &o->groups[t->group];
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        int state = hstep_rule_state(g->recipe.rule, rule->keeps);
+        if (!c->gradients[i - c->first]) continue;
+        if (state < 0 || !hstep_state_needed(g, state))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': %s%s%s keeps no gradient, micro-steps would lose it", o->labels[i].name,
+                              rule->name, state < 0 ? "" : " without ", state < 0 ? "" : rule->state[state].unless);
+        if (g->decay == HSTEP_DECAY_L2 && g->hyper[HSTEP_WEIGHT_DECAY] != 0.0)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s': with micro-steps l2 decay would reach only the last gradient of a step",
+                              o->labels[i].name);
+        if (t->pairs)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': %s takes no micro-steps of matrices",
+                              o->labels[i].name, rule->name);
+        if (hstep_needs_sums(t, 1) && !hstep_is_whole(t))
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                              "tensor '%s' is a part of one, and a scale of its states a sum over all",
+                              o->labels[i].name);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Sums over all tensors are made in one call for all. */
+static int check_single(const struct hstep_request *s)
+{
+    const struct hstep_call *c = &s->call;
+    const struct hstep_rule *rule = c->single ? &hstep_rules[s->o->tensors[c->first].rule] : NULL;
+    if (!rule || !rule->totals || c->micro) return HALFSTEP_OK;
+    return hstep_fail(s->o, HALFSTEP_ERROR_UNSUPPORTED,
+                      "tensor '%s': %s needs sums over all tensors first: step them together",
+                      s->o->labels[c->first].name, rule->name);
+}
+
+/* A rule with sums over all tensors makes one estimate of lr for all of them. */
+static int check_rates(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    for (int i = 0; o->totals && i < o->n_groups; i++) {
+        const struct hstep_group *g = &o->groups[i], *other = o->groups;
+        const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
+        int number = rule->totals ? hstep_find_hyper(g->recipe.rule, rule->share) - HSTEP_COMMON_HYPERS : 0;
+        double lr = rule->totals ? hstep_group_lr(g) : 0.0;
+        if (lr == 0.0) continue;
+        while (other->recipe.rule != g->recipe.rule || other->own[number] != g->own[number] ||
+               hstep_group_lr(other) == 0.0)
+            other++;
+        if (hstep_group_lr(other) != lr)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE,
+                              "%s: groups %d and %d share one estimate of lr, so theirs must be equal or 0, not %g and "
+                              "%g: give them another %s for an estimate of each",
+                              rule->name, (int)(other - o->groups), i, hstep_group_lr(other), lr, rule->share);
+    }
+    return HALFSTEP_OK;
+}
+
+/* Decay of more than the whole weight in a step is a mistake about the lr that it refers to, as is a reference that the
+ * caller never gave and that was the start of a warm-up. */
+#define MOST_ABOVE_FIRST_LR 10.0
+
+static int check_decay(const struct hstep_request *s, const struct hstep_group *g, const char *tensor)
+{
+    double lr = hstep_group_lr(g), reference = hstep_reference_lr(g), decay = g->hyper[HSTEP_WEIGHT_DECAY];
+    if (g->decay != HSTEP_DECAY_FULLY || decay == 0.0 || reference == 0.0) return HALFSTEP_OK;
+    if (lr / reference * decay > 1.0)
+        return hstep_fail(
+            s->o, HALFSTEP_ERROR_RANGE,
+            "tensor '%s': fully-decoupled decay of lr / reference_lr * weight_decay = %g / %g * %g = %g is "
+            "above 1: set reference_lr to the lr at which weight_decay is meant",
+            tensor, lr, reference, decay, lr / reference * decay);
+    if (g->hyper[HSTEP_REFERENCE_LR] == 0.0 && lr > MOST_ABOVE_FIRST_LR * reference)
+        return hstep_fail(s->o, HALFSTEP_ERROR_RANGE,
+                          "tensor '%s': fully-decoupled decay refers to the lr as first set, %g, which cannot be meant "
+                          "where lr = %g: set reference_lr to the lr at which weight_decay is meant",
+                          tensor, reference, lr);
+    return HALFSTEP_OK;
+}
+
+/* Why constants cannot be worked out. */
+static int check_preparable(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    int preparable = 1;
+    for (int i = 0; i < o->n_groups; i++) preparable &= hstep_is_preparable(&o->groups[i]);
+    for (int i = c->first; !preparable && i < c->first + c->n; i++) {
+        const struct hstep_tensor *t = &o->tensors[i];
+        int code;
+        const char *why = c->gradients[i - c->first] ? hstep_unpreparable(&o->groups[t->group], t, &code) : NULL;
+        if (why) return hstep_fail(o, code, "tensor '%s': %s", o->labels[i].name, why);
+        if (c->gradients[i - c->first] && (code = check_decay(s, &o->groups[t->group], o->labels[i].name))) return code;
+    }
+    return HALFSTEP_OK;
+}
+
+/* Pointers of callers, where the device takes only its own. */
+static int check_memory(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    for (int weights = 0; o->device->owns && weights < (c->weights ? 2 : 1); weights++) {
+        const void *const *memory = weights ? (const void *const *)c->weights : c->gradients;
+        for (int i = 0, error = HALFSTEP_OK; i < c->n; i++, error = HALFSTEP_OK) {
+            i += o->device->owns(&o->context, memory + i, c->n - i, &error);
+            if (i == c->n || !c->gradients[i] || !o->tensors[c->first + i].runs) continue;
+            return hstep_fail(o, error, "the %s of tensor '%s': %s", weights ? "weights" : "gradient",
+                              o->labels[c->first + i].name, o->device->why());
+        }
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
+{
+    int error = check_bound(s);
+    if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
+        (part != HSTEP_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (part == HSTEP_FINISH && (error = check_norms(s))) || (part == HSTEP_ALONE && (error = check_alone(s))) ||
+        (error = check_memory(s)))
+        return error;
+    return HALFSTEP_OK;
+}

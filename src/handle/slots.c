@@ -1,0 +1,347 @@
+/* Where states live, and reading and writing slots as fp32. */
+#include <string.h>
+
+#include "base/structs.h"
+#include "decide/prepare.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+#include "tables/layout.h"
+
+static int check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
+{
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    int states = hstep_rule_states(o->tensors[tensor].rule);
+    if (slot < 0 || slot >= HALFSTEP_SLOT_STATE + states)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no slot %d", o->labels[tensor].name, (int)slot);
+    return HALFSTEP_OK;
+}
+
+static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
+{
+    if (slot == HALFSTEP_SLOT_WEIGHT) return "weight";
+    if (slot == HALFSTEP_SLOT_GRADIENT) return "gradient";
+    return hstep_rules[o->tensors[tensor].rule].state[slot - HALFSTEP_SLOT_STATE].name;
+}
+
+/* Of what a slot stores of the part held here. */
+static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int64_t *columns)
+{
+    *rows = t->n_rows;
+    *columns = t->n_columns;
+    hstep_extend(t->slot[slot].extent, rows, columns);
+}
+
+int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
+{
+    if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    halfstep_slot_info ours = {.format = s->format,
+                               .name = slot_name(o, tensor, slot),
+                               .code_bytes = s->code_bytes,
+                               .extra_bytes = s->extra_bytes,
+                               .blocks_per_row = hstep_blocks_per_row(t, s->format),
+                               .fell_back = s->fell_back,
+                               .grid = s->root != 0,
+                               .code = s->code,
+                               .extra = s->extra,
+                               .precise = s->precise};
+    shape_of(t, slot, &ours.rows, &ours.columns);
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+/* Calls back for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
+static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **place, uint64_t bytes), void *arg)
+{
+    for (int i = 0; i < o->n_tensors; i++)
+        for (int s = 0; s < HSTEP_SLOTS; s++) {
+            struct hstep_slot *slot = &o->tensors[i].slot[s];
+            if (s >= HALFSTEP_SLOT_STATE && slot->code_bytes) visit(arg, &slot->code, slot->code_bytes);
+            if (s != HALFSTEP_SLOT_GRADIENT && slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
+        }
+}
+
+struct layout {
+    char *base;
+    uint64_t offset;
+};
+
+static void place_stream(void *arg, char **place, uint64_t bytes)
+{
+    struct layout *layout = arg;
+    if (layout->base) *place = layout->base + layout->offset;
+    uint64_t room = (bytes + 63) / 64 * 64;
+    /* Streams at exact power-of-two distances fight for the same cache sets and halve the speed. */
+    if (bytes >= 1 << 20) room += 4096 + 64;
+    /* All of them may be more than a number holds; no memory is as large. */
+    layout->offset = layout->offset > UINT64_MAX - room ? UINT64_MAX : layout->offset + room;
+}
+
+int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
+{
+    if (!o || !bytes) return HALFSTEP_ERROR_ARGUMENT;
+    struct layout layout = {NULL, 0};
+    each_stream(o, place_stream, &layout);
+    *bytes = layout.offset;
+    return HALFSTEP_OK;
+}
+
+/* whose: begins the sentence. */
+static int check_owned(const halfstep_optimizer *o, const void *memory, const char *whose)
+{
+    int error = hstep_check_owned(o, memory);
+    return error ? hstep_fail(o, error, "%s: %s", whose, o->device->why()) : HALFSTEP_OK;
+}
+
+static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
+{
+    struct layout touched = {memory, 0}, layout = {memory, 0};
+    if (o->device->touch && o->n_tensors) {
+        each_stream(o, place_stream, &touched);
+        o->device->touch(&o->context, &o->plan);
+    }
+    int error = hstep_fetch(o);
+    if (error || (error = hstep_wait(o, o->device->zero(&o->context, memory, bytes)))) return error;
+    hstep_changed(o, 0, o->n_tensors);
+    each_stream(o, place_stream, &layout);
+    for (int i = 0; i < o->n_tensors; i++)
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
+    hstep_show(o, 0, o->n_tensors);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t needed;
+    halfstep_state_bytes(o, &needed);
+    if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the states need memory");
+    if ((uintptr_t)memory % 64)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for states must be 64-byte aligned");
+    if (bytes < needed)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
+                          (unsigned long long)needed, (unsigned long long)bytes);
+    int error = needed ? check_owned(o, memory, "memory for states") : HALFSTEP_OK;
+    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
+    o->device->release(&o->context, o->memory);
+    o->memory = NULL;
+    return HALFSTEP_OK;
+}
+
+int halfstep_allocate_states(halfstep_optimizer *o)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t bytes;
+    halfstep_state_bytes(o, &bytes);
+    if (bytes > SIZE_MAX / 2)
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes", (unsigned long long)bytes);
+    void *memory;
+    int error = o->device->allocate(&o->context, bytes, &memory);
+    if (error == HALFSTEP_ERROR_MEMORY)
+        return hstep_fail(o, error, "no memory for %llu bytes of states", (unsigned long long)bytes);
+    if (error) return hstep_why(o, error);
+    if ((error = hstep_settle(o)) || (error = place_all(o, memory, bytes))) {
+        o->device->release(&o->context, memory);
+        return error;
+    }
+    o->device->release(&o->context, o->memory);
+    o->memory = memory;
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *code, void *extra)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    struct hstep_slot *s = &o->tensors[tensor].slot[slot];
+    const char *name = o->labels[tensor].name;
+    if (slot < HALFSTEP_SLOT_STATE && code)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': weights and gradients are given at each step",
+                          name);
+    if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s needs memory", name, slot_name(o, tensor, slot));
+    if ((code && (error = check_owned(o, code, name))) || (extra && (error = check_owned(o, extra, name))) ||
+        (error = hstep_settle(o)) || (error = hstep_fetch(o)))
+        return error;
+    hstep_changed(o, tensor, 1);
+    s->code = code;
+    s->extra = extra;
+    return HALFSTEP_OK;
+}
+
+int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
+{
+    for (int i = first; i < first + n; i++)
+        for (int s = 0; s < HSTEP_SLOTS; s++) {
+            const struct hstep_slot *slot = &o->tensors[i].slot[s];
+            if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
+                return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[i].name,
+                                  slot_name(o, i, s));
+        }
+    return HALFSTEP_OK;
+}
+
+/* ---- Reading and writing ---- */
+
+static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                      int64_t n_rows, const void *values)
+{
+    int error = check_slot(o, tensor, slot);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    int64_t rows, columns;
+    shape_of(t, slot, &rows, &columns);
+    if (first_row < 0 || n_rows < 0 || first_row > rows || n_rows > rows - first_row)
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not among the %lld held here",
+                          o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)rows);
+    if (s->format < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
+                          slot_name(o, tensor, slot));
+    if (!n_rows || !columns) return HALFSTEP_OK;
+    if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
+    if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
+                          slot_name(o, tensor, slot));
+    return HALFSTEP_OK;
+}
+
+static struct hstep_access access_of(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data,
+                                     int64_t first_row, int64_t n_rows)
+{
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    void *place = slot < HALFSTEP_SLOT_STATE ? (void *)(uintptr_t)data : t->slot[slot].code;
+    int64_t rows, columns;
+    shape_of(t, slot, &rows, &columns);
+    return (struct hstep_access){&o->context, t, slot, place, first_row * columns, (first_row + n_rows) * columns};
+}
+
+static int read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                     int64_t n_rows, float *out)
+{
+    int error = check_rows(o, tensor, slot, data, first_row, n_rows, out);
+    if (error || (error = hstep_fetch(o))) return error;
+    struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
+    if (slot < HALFSTEP_SLOT_STATE && a.end > a.first && (error = check_owned(o, data, o->labels[tensor].name)))
+        return error;
+    return hstep_why(o, o->device->read(&a, out));
+}
+
+static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const float *in, int64_t n)
+{
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_slot *s = &t->slot[slot];
+    int block = hstep_formats[s->format].block;
+    for (int64_t i = 0; i < n && (block || s->nonneg); i++) {
+        uint32_t bits;
+        memcpy(&bits, in + i, 4);
+        if ((bits & 0x7fffffff) >= 0x7f800000)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite",
+                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+        if (s->nonneg && in[i] < 0.0f)
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative",
+                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+    }
+    return HALFSTEP_OK;
+}
+
+static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
+                      int64_t n_rows, const float *in)
+{
+    int error = check_rows(o, tensor, slot, data, first_row, n_rows, in);
+    if (error || (error = hstep_fetch(o))) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_format *f = &hstep_formats[t->slot[slot].format];
+    struct hstep_access a = access_of(o, tensor, slot, data, first_row, n_rows);
+    int64_t first = a.first, end = a.end, whole = t->n_rows * t->n_columns; /* of formats that vectors have not */
+    if ((error = check_values(o, tensor, slot, in, end - first))) return error;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT && (first % f->block || (end % f->block && end != whole)))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': rows %lld + %lld are not whole blocks of %d ('%s')",
+                          o->labels[tensor].name, (long long)first_row, (long long)n_rows, f->block, f->name);
+    if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': '%s' has one scale, so all of %s is written at once",
+                          o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
+    if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
+        return error;
+    return hstep_wait(o, o->device->write(&a, in));
+}
+
+static int read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
+                        int64_t n_rows, float *out)
+{
+    int error = read_slot(o, tensor, HALFSTEP_SLOT_WEIGHT, weight, first_row, n_rows, out);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_group *g = &o->groups[t->group];
+    for (int i = 0; i < hstep_rule_states(t->rule) && t->full_steps; i++) {
+        const struct hstep_state *state = &hstep_rules[t->rule].state[i];
+        if (state->role != HALFSTEP_ROLE_WEIGHT || !state->beta) continue;
+        float part = (float)(1.0 - 1.0 / hstep_state_beta(g, i));
+        float other[HSTEP_TILE];
+        struct hstep_access all = access_of(o, tensor, HALFSTEP_SLOT_STATE + i, NULL, first_row, n_rows), a = all;
+        if (all.first < all.end && !a.data)
+            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': %s has no memory yet", o->labels[tensor].name,
+                              state->name);
+        for (a.first = all.first; a.first < all.end; a.first = a.end) {
+            a.end = all.end - a.first > HSTEP_TILE ? a.first + HSTEP_TILE : all.end;
+            if ((error = o->device->read(&a, other))) return hstep_why(o, error);
+            for (int64_t j = 0; j < a.end - a.first; j++) {
+                float *w = &out[a.first - all.first + j];
+                *w = *w + part * (other[j] - *w);
+            }
+        }
+    }
+    return HALFSTEP_OK;
+}
+
+/* The public faces. */
+
+int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
+                       int64_t n_rows, float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = read_slot(o, tensor, slot, data, first_row, n_rows, out);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
+                        int64_t n_rows, const float *in)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = write_slot(o, tensor, slot, data, first_row, n_rows, in);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
+                          int64_t n_rows, float *out)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = read_average(o, tensor, weight, first_row, n_rows, out);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *data, uint64_t *count)
+{
+    if (!o || !count) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    struct hstep_access a = access_of(o, tensor, HALFSTEP_SLOT_WEIGHT, data, 0, t->n_rows);
+    if (a.end && !data)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL weights", o->labels[tensor].name);
+    *count = 0;
+    if (hstep_formats[t->slot[HALFSTEP_SLOT_WEIGHT].format].code_bits != 16 || !a.end) return HALFSTEP_OK;
+    if ((error = check_owned(o, data, o->labels[tensor].name))) return error;
+    return hstep_why(o, o->device->saturated(&a, count));
+}

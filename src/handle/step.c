@@ -1,0 +1,511 @@
+/* One step over all tensors: statistics, sums, decision, update, in calls to the device. All, one tensor, halves and
+ * micro-steps are the same steps, with a public face each. Over 500 lines because of those faces, which are checked
+ * and undone by the same few functions. */
+#include "base/lock.h"
+#include "decide/prepare.h"
+#include "handle/optimizer.h"
+#include "handle/ready.h"
+#include "kernels/dispatch.h"
+#include "tables/layout.h"
+
+/* ---- What a call is about ---- */
+
+static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
+{
+    struct hstep_plan plan = o->plan;
+    if (o->device->shared) hstep_send_bound(o);
+    /* Of a handle without tensors, which may never settle. */
+    if (!o->settled) {
+        plan.groups = o->groups;
+        plan.n_groups = o->n_groups;
+    }
+    return (struct hstep_request){
+        .o = o,
+        .call = {.context = &o->context,
+                 .plan = plan,
+                 .seed = o->seed,
+                 .generator = o->generator,
+                 .scan = o->scan,
+                 .clip = o->clip,
+                 .gradient_scale = o->gradient_scale,
+                 .clip_norm = o->clip_norm,
+                 .round_norm = o->round_norm,
+                 .first = first,
+                 .n = n,
+                 .micro = micro,
+                 .gradients = gradients,
+                 .tensors = o->tensors},
+    };
+}
+
+/* The sums of tensors of a handle, settled or not. */
+static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
+{
+    int64_t sums = 0;
+    if (o->settled && (!o->sums || n == o->n_tensors)) return o->sums;
+    for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
+    for (int i = first; i < first + n && !o->settled; i++) {
+        struct hstep_tensor t = o->tensors[i];
+        t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
+        hstep_lay_out(&t);
+        sums += t.sums;
+    }
+    return sums;
+}
+
+/* Numbers in the statistics: of sums alone, and all. */
+static int64_t sums_count(const struct hstep_request *s)
+{
+    return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
+}
+static int64_t statistics_count(const struct hstep_request *s) { return hstep_sums_offset(s->call.n) + sums_count(s); }
+
+/* ---- Memory of the device ---- */
+
+/* Tensors of a request, and groups where all are stepped, to a device with memory of its own; or what it made of
+ * them. */
+static int hand_over(const struct hstep_request *s, int back)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    if (o->device->shared) return HALFSTEP_OK;
+    struct hstep_tensor *ours = o->tensors + c->first, *theirs = c->plan.tensors + c->first;
+    uint64_t bytes = (uint64_t)c->n * sizeof *ours, group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
+    int error = o->device->copy(&o->context, back ? ours : theirs, back ? theirs : ours, bytes);
+    if (!error && !(back && c->single))
+        error = o->device->copy(&o->context, back ? o->groups : c->plan.groups, back ? c->plan.groups : o->groups,
+                                group_bytes);
+    return error;
+}
+
+/* Waits, and tells what was decided. */
+static int wait_for_verdict(const struct hstep_request *s, struct hstep_verdict *verdict)
+{
+    const halfstep_optimizer *o = s->o;
+    int error = hand_over(s, 1);
+    if (!error) error = o->device->copy(&o->context, verdict, s->call.verdict, sizeof *verdict);
+    return hstep_wait(o, error);
+}
+
+/* ---- Steps ---- */
+
+static int begin(const struct hstep_request *s)
+{
+    const struct hstep_call *c = &s->call;
+    *s->norms_made = 0;
+    int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
+    return error ? error : s->o->device->scan(c);
+}
+
+static int zero_sums(const struct hstep_request *s)
+{
+    const struct hstep_call *c = &s->call;
+    int64_t count = sums_count(s);
+    if (!count) return HALFSTEP_OK;
+    return s->o->device->zero(c->context, c->statistics + hstep_sums_offset(c->n),
+                              (uint64_t)count * sizeof *c->statistics);
+}
+
+/* Sums of n tensors, but for those that make vectors first, and so their sums by the way (factor()). */
+static int sum_tensors(const struct hstep_request *s, int first, int n)
+{
+    const struct hstep_tensor *tensors = s->o->tensors;
+    int error = HALFSTEP_OK;
+    for (int i = first, end; !error && i < first + n; i = end) {
+        for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
+        }
+        if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
+    }
+    return error;
+}
+
+/* What finish will refuse is skipped, and needs no sums. */
+static int norms(const struct hstep_request *s)
+{
+    const struct hstep_device *device = s->o->device;
+    const struct hstep_call *c = &s->call;
+    int64_t count = sums_count(s);
+    int error;
+    if (!count) return HALFSTEP_OK;
+    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_tensors(s, c->first, c->n)) ||
+        (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
+        return error;
+    *s->norms_made = 1;
+    return HALFSTEP_OK;
+}
+
+static int transform(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
+    int looked = 0;
+    struct hstep_prepare p = {.own = &own, .own_was_asked = &looked};
+    float k[HSTEP_MAX_SCALARS];
+    hstep_prepare_rule(&o->groups[t->group], &p, k);
+    const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};
+    return o->device->transform(&s->call, &m);
+}
+
+/* Three passes: the direction into the workspace, its transformation, the change of the weight. */
+static int update_matrix(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    if (!c->gradients[tensor - c->first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
+    /* Only calls of halfstep_step_tensor() on other threads can meet here. */
+    hstep_lock(&o->workspace_lock);
+    int error = o->device->update(c, tensor, 1, HSTEP_PASS_DIRECTION);
+    if (!error && !c->micro && !(error = transform(s, tensor)))
+        error = o->device->update(c, tensor, 1, HSTEP_PASS_CHANGE);
+    hstep_unlock(&o->workspace_lock);
+    return error;
+}
+
+/* The vectors of a matrix, the sums that are made with them, and its update. */
+static int update_factored(const struct hstep_request *s, int tensor)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    int error = HALFSTEP_OK;
+    if (!c->gradients[tensor - c->first] || !t->runs) return HALFSTEP_OK;
+    hstep_lock(&o->workspace_lock);
+    for (int pair = 0; !error && pair < t->pairs; pair++) {
+        error = o->device->cross(c, tensor, pair);
+        if (!error && !pair && hstep_needs_sums(t, 0) && !(error = o->device->sum(c, tensor, 1)))
+            error = o->device->decide_sums(c, tensor, 1);
+    }
+    if (!error) error = o->device->update(c, tensor, 1, HSTEP_PASS_UPDATE);
+    hstep_unlock(&o->workspace_lock);
+    return error;
+}
+
+static int update_tensors(const struct hstep_request *s, int first, int n)
+{
+    const halfstep_optimizer *o = s->o;
+    if (o->tensors[first].pairs) return update_factored(s, first);
+    int matrices = 0, error;
+    for (int i = first; o->matrices && i < first + n; i++) matrices += o->tensors[i].matrix;
+    if (matrices < n && (error = o->device->update(&s->call, first, n, HSTEP_PASS_UPDATE))) return error;
+    for (int i = first; matrices && i < first + n; i++)
+        if (o->tensors[i].matrix && (error = update_matrix(s, i))) return error;
+    return HALFSTEP_OK;
+}
+
+/* Tensors that a second pass should still find in the cache are handled together. */
+#define BATCH_ELEMENTS ((int64_t)1 << 18)
+
+/* The first of the tensors before `end` that are updated together: a matrix with vectors is by itself. */
+static int start_of_batch(const struct hstep_request *s, int end)
+{
+    const halfstep_optimizer *o = s->o;
+    int first = end;
+    int64_t elements = 0;
+    do {
+        first--;
+        elements += o->tensors[first].n_rows * o->tensors[first].n_columns;
+    } while (first > s->call.first && !o->tensors[first].pairs && !o->tensors[first - 1].pairs &&
+             (!o->sums || elements < BATCH_ELEMENTS));
+    return first;
+}
+
+/* Updates of everything that is prepared. With rules of two passes, their sums come first, unless they are made. From
+ * the last tensor on, whose gradient the scan has left in the caches. */
+static int update_all(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
+    if (!c->n) return HALFSTEP_OK;
+    if (totals && ((!*s->norms_made && (error = sum_tensors(s, c->first, c->n))) ||
+                   (error = o->device->decide_sums(c, c->first, c->n))))
+        return error;
+    if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
+    for (int end = c->first + c->n, first; end > c->first; end = first) {
+        int sums = 0;
+        first = start_of_batch(s, end);
+        for (int i = first; i < end && !o->tensors[i].pairs; i++)
+            sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
+        if ((sums && !made && (error = o->device->sum(c, first, end - first))) ||
+            (sums && !totals && (error = o->device->decide_sums(c, first, end - first))) ||
+            (error = update_tensors(s, first, end - first)))
+            return error;
+    }
+    return HALFSTEP_OK;
+}
+
+/* What a refused step, or a tensor that was left out, is told as. */
+static int refuse(const struct hstep_request *s, const struct hstep_verdict *v)
+{
+    halfstep_optimizer *o = s->o;
+    atomic_fetch_add(&o->skipped, v->refused ? 1 : (uint64_t)v->offenders);
+    atomic_store(&o->nonfinite_tensor, v->offender);
+    atomic_store(&o->gradient_too_large, v->too_large);
+    return hstep_fail_gradient(o, v->offender, v->too_large);
+}
+
+/* The decision and the update. weights are NULL in a micro-step. */
+static int submit(const struct hstep_request *s)
+{
+    const struct hstep_device *device = s->o->device;
+    int error;
+    if ((error = device->decide(&s->call)) || (!*s->norms_made && (error = zero_sums(s))) || (error = update_all(s)))
+        return error;
+    return device->count(&s->call);
+}
+
+static int finish(const struct hstep_request *s)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_call *c = &s->call;
+    struct hstep_verdict verdict;
+    int error = submit(s);
+    if (error) return hstep_wait(o, error);
+    if ((error = wait_for_verdict(s, &verdict))) return error;
+    *s->norms_made = 0;
+    hstep_show(o, c->first, c->n);
+    if (!verdict.refused && !c->micro && !c->single) o->gradient_norm = verdict.norm;
+    return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
+}
+
+/* The same on a late device, which works on statistics of its own: those of the caller may be its memory or the
+ * process's, for which there is a wait. */
+static int make_late(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+{
+    halfstep_optimizer *o = s->o;
+    const struct hstep_device *device = o->device;
+    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *own;
+    int error = hstep_send(o);
+    if (error) return error;
+    s->call.statistics = own;
+    if (call != HSTEP_BEGIN) atomic_store(&o->ahead, 1);
+    if (device->records && device->records(&o->context)) o->captured = 1;
+    error = hstep_send_bound(o);
+    if (!error && (call == HSTEP_NORMS || call == HSTEP_FINISH))
+        error = device->copy(&o->context, own, statistics, bytes);
+    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
+    if (!error && call == HSTEP_NORMS) error = norms(s);
+    if (call == HSTEP_BEGIN || call == HSTEP_NORMS) {
+        if (!error) error = device->copy(&o->context, statistics, own, bytes);
+        return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
+    }
+    if (!error) error = submit(s);
+    *s->norms_made = 0;
+    return hstep_why(o, error);
+}
+
+/* statistics: written by HSTEP_BEGIN and HSTEP_NORMS, read by HSTEP_FINISH. own: room of the device for as many. */
+static int make(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+{
+    const halfstep_optimizer *o = s->o;
+    int error = hstep_check_ready(s, call);
+    if (error || (o->unshared && (error = hstep_fetch(o)))) return error;
+    hstep_share_scalars(s->o);
+    if (o->device->late) return make_late(s, call, statistics, own);
+    s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
+    error = hand_over(s, 0);
+    if (!error && call == HSTEP_FINISH)
+        error = o->device->copy(&o->context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
+    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
+    if (!error && call == HSTEP_NORMS) error = norms(s);
+    return error || call == HSTEP_BEGIN || call == HSTEP_NORMS ? hstep_wait(o, error) : finish(s);
+}
+
+/* ---- The public faces: arguments, and the floating-point environment of what is computed here ---- */
+
+int64_t halfstep_norms_offset(const halfstep_optimizer *o) { return o ? hstep_sums_offset(o->n_tensors) : 0; }
+
+int64_t halfstep_statistics_count(const halfstep_optimizer *o)
+{
+    if (!o) return 0;
+    return hstep_sums_offset(o->n_tensors) + count_sums(o, 0, o->n_tensors) * HSTEP_EXACT_LIMBS;
+}
+
+int64_t halfstep_tensor_norms_offset(void) { return hstep_sums_offset(1); }
+
+int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t tensor)
+{
+    if (!o || tensor < 0 || tensor >= o->n_tensors) return 0;
+    return hstep_sums_offset(1) + count_sums(o, tensor, 1) * HSTEP_EXACT_LIMBS;
+}
+
+static int call_all(halfstep_optimizer *o, enum hstep_part call, int micro, void *const *weights,
+                    const void *const *gradients, const int64_t *statistics)
+{
+    if (!o || (call != HSTEP_ALONE && !statistics) ||
+        (o->n_tensors && (!gradients || (!weights && !micro && call != HSTEP_BEGIN))))
+        return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_request s = request_of(o, 0, o->n_tensors, micro, gradients);
+    s.norms_made = &o->norms_made;
+    s.call.weights = weights;
+    s.call.verdict = o->verdict;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = make(&s, call, (int64_t *)(uintptr_t)statistics, o->plan.statistics);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int32_t tensor, void *weight,
+                    const void *gradient, const int64_t *statistics)
+{
+    if (!o || (call != HSTEP_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
+    int result = hstep_check_tensor(o, tensor);
+    if (result) return result;
+    struct hstep_room here, *room = &here;
+    if ((result = hstep_take_room(o, tensor, &room)))
+        return result == HALFSTEP_ERROR_MEMORY
+                   ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
+                   : hstep_why(o, result);
+    struct hstep_request s = request_of(o, tensor, 1, micro, &gradient);
+    s.norms_made = &o->labels[tensor].norms_made;
+    s.call.single = 1;
+    s.call.weights = micro || call == HSTEP_BEGIN ? NULL : &weight;
+    s.call.verdict = &room->verdict;
+    struct hstep_fp fp = hstep_fp_enter();
+    result = make(&s, call, (int64_t *)(uintptr_t)statistics, room->statistics);
+    hstep_fp_leave(fp);
+    hstep_leave_room(o, room);
+    return result;
+}
+
+int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
+{
+    return call_all(o, HSTEP_BEGIN, 0, NULL, gradients, statistics);
+}
+
+int halfstep_step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
+{
+    return call_all(o, HSTEP_NORMS, 0, weights, gradients, statistics);
+}
+
+int halfstep_step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients,
+                         const int64_t *statistics)
+{
+    return call_all(o, HSTEP_FINISH, 0, weights, gradients, statistics);
+}
+
+int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
+{
+    return call_all(o, HSTEP_ALONE, 0, weights, gradients, NULL);
+}
+
+int halfstep_step_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient, int64_t *statistics)
+{
+    return call_one(o, HSTEP_BEGIN, 0, tensor, NULL, gradient, statistics);
+}
+
+int halfstep_step_tensor_norms(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
+                               int64_t *statistics)
+{
+    return call_one(o, HSTEP_NORMS, 0, tensor, weight, gradient, statistics);
+}
+
+int halfstep_step_tensor_finish(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
+                                const int64_t *statistics)
+{
+    return call_one(o, HSTEP_FINISH, 0, tensor, weight, gradient, statistics);
+}
+
+int halfstep_step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient)
+{
+    return call_one(o, HSTEP_ALONE, 0, tensor, weight, gradient, NULL);
+}
+
+int halfstep_accumulate_states(halfstep_optimizer *o, const void *const *gradients)
+{
+    return call_all(o, HSTEP_ALONE, 1, NULL, gradients, NULL);
+}
+
+int halfstep_accumulate_states_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
+{
+    return call_all(o, HSTEP_BEGIN, 1, NULL, gradients, statistics);
+}
+
+int halfstep_accumulate_states_finish(halfstep_optimizer *o, const void *const *gradients, const int64_t *statistics)
+{
+    return call_all(o, HSTEP_FINISH, 1, NULL, gradients, statistics);
+}
+
+int halfstep_accumulate_states_tensor(halfstep_optimizer *o, int32_t tensor, const void *gradient)
+{
+    return call_one(o, HSTEP_ALONE, 1, tensor, NULL, gradient, NULL);
+}
+
+int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient,
+                                            int64_t *statistics)
+{
+    return call_one(o, HSTEP_BEGIN, 1, tensor, NULL, gradient, statistics);
+}
+
+int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tensor, const void *gradient,
+                                             const int64_t *statistics)
+{
+    return call_one(o, HSTEP_FINISH, 1, tensor, NULL, gradient, statistics);
+}
+
+/* ---- Rounds of release ---- */
+
+static int end_round_late(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
+{
+    if (!o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
+    int error = hstep_send(o);
+    if (error) return error;
+    s->call.verdict = o->verdict;
+    atomic_store(&o->ahead, 1);
+    if (statistics) {
+        s->call.statistics = o->plan.statistics;
+        error = o->device->copy(&o->context, o->plan.statistics, statistics, HSTEP_EXACT_LIMBS * sizeof *statistics);
+    }
+    return hstep_why(o, error ? error : o->device->end_round(&s->call));
+}
+
+/* statistics: limbs of the squares of all parts; NULL: the handle's own. */
+static int end_round(halfstep_optimizer *o, const int64_t *statistics)
+{
+    struct hstep_verdict verdict;
+    struct hstep_request s = request_of(o, 0, 0, 0, NULL);
+    if (o->device->late) return end_round_late(o, &s, statistics);
+    s.call.statistics = (int64_t *)(uintptr_t)statistics;
+    s.call.verdict = o->verdict;
+    struct hstep_fp fp = hstep_fp_enter();
+    int error = hand_over(&s, 0);
+    if (!error) error = o->device->end_round(&s.call);
+    error = error ? hstep_wait(o, error) : wait_for_verdict(&s, &verdict);
+    hstep_fp_leave(fp);
+    if (error) return error;
+    if (verdict.refused) return hstep_fail(o, HALFSTEP_NONFINITE, "the norm of the round is not finite");
+    o->gradient_norm = o->round_norm = verdict.norm;
+    return HALFSTEP_OK;
+}
+
+int halfstep_end_round(halfstep_optimizer *o)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    for (int i = 0; i < o->n_tensors && o->clip_norm > 0.0; i++)
+        if (!hstep_is_whole(&o->tensors[i]))
+            return hstep_fail(
+                o, HALFSTEP_ERROR_UNSUPPORTED,
+                "tensor '%s' is a part of one, and the norm of the round needs all of it: end the round by "
+                "begin and finish",
+                o->labels[i].name);
+    return end_round(o, NULL);
+}
+
+int64_t halfstep_round_statistics_count(void) { return HSTEP_EXACT_LIMBS; }
+
+int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
+{
+    if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
+    const uint64_t bytes = HSTEP_EXACT_LIMBS * sizeof *statistics;
+    int64_t *own = o->device->late ? o->plan.statistics : statistics;
+    int error = o->device->copy(&o->context, own, o->plan.round_squares, bytes);
+    if (!error) error = o->device->carry(&o->context, own, 1);
+    if (!error && own != statistics) error = o->device->copy(&o->context, statistics, own, bytes);
+    return hstep_wait(o, error);
+}
+
+int halfstep_end_round_finish(halfstep_optimizer *o, const int64_t *statistics)
+{
+    return !o || !statistics ? HALFSTEP_ERROR_ARGUMENT : end_round(o, statistics);
+}

@@ -1,0 +1,427 @@
+/* Tensors of a handle: their shapes, formats, counters and scalars, checked here so that a step has nothing left to
+ * refuse but gradients. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/grid.h"
+#include "base/structs.h"
+#include "decide/prepare.h"
+#include "handle/optimizer.h"
+#include "kernels/dispatch.h"
+#include "tables/layout.h"
+
+static void size_slot(const struct hstep_tensor *t, struct hstep_slot *slot)
+{
+    if (slot->format < 0) return;
+    int64_t rows = t->n_rows, columns = t->n_columns;
+    hstep_extend(slot->extent, &rows, &columns);
+    slot->code_bytes = hstep_code_bytes(slot->format, rows, columns);
+    slot->extra_bytes = hstep_extra_bytes(slot->format, rows, columns);
+}
+
+/* Whether the part held here can be cut into the blocks of a format. */
+static int check_blocks(const halfstep_optimizer *o, const char *name, const struct hstep_tensor *t, int format)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    int64_t end = t->first_column + t->n_columns, block = f->block;
+    if (f->geometry == HALFSTEP_GEOMETRY_ROWS && (t->first_column % block || (end % block && end != t->row_length)))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': columns %lld + %lld do not fall on blocks of %d ('%s' states)", name,
+                          (long long)t->first_column, (long long)t->n_columns, f->block, f->name);
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT &&
+        (t->n_columns != t->row_length || t->first_row * t->row_length % block || t->n_rows * t->row_length % block))
+        return hstep_fail(
+            o, HALFSTEP_ERROR_SHAPE,
+            "tensor '%s': rows %lld + %lld of %lld do not fall on blocks of %d flattened elements ('%s' states)", name,
+            (long long)t->first_row, (long long)t->n_rows, (long long)t->row_length, f->block, f->name);
+    return HALFSTEP_OK;
+}
+
+/* What becomes of a state's format: another one where that is a block format and the state is a PRECISE_STATE under
+ * these hyper-parameters. */
+static int precise_format(const struct hstep_group *g, int state, int format)
+{
+    const struct hstep_state *s = &hstep_rules[g->recipe.rule].state[state];
+    if (!s->option || !hstep_formats[format].block) return format;
+    return g->own[hstep_find_hyper(g->recipe.rule, s->option) - HSTEP_COMMON_HYPERS] != 0.0 ? s->precise : format;
+}
+
+/* The formats of a tensor's states under the group's hyper-parameters. */
+int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
+                        struct hstep_tensor *t)
+{
+    int flat = 0, longest = 0, error;
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++) {
+        struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
+        *slot = (struct hstep_slot){.format = HSTEP_FORMAT_NONE, .grid = 1.0f};
+        if (i >= hstep_rule_states(g->recipe.rule) || !hstep_state_needed(g, i) ||
+            !hstep_state_of_shape(g->recipe.rule, i, t->ndim, t->rows, t->row_length))
+            continue;
+        int format = hstep_eligible_format(g->recipe.state[i], g->recipe.weight, t->ndim, t->rows, t->row_length);
+        slot->fell_back = format != g->recipe.state[i];
+        slot->format = precise_format(g, i, format);
+        slot->precise = slot->format != format;
+        slot->extent = hstep_rules[g->recipe.rule].state[i].extent;
+        slot->nonneg = hstep_rules[g->recipe.rule].state[i].role == HALFSTEP_ROLE_NONNEG;
+        slot->root = slot->nonneg ? hstep_formats[slot->format].root : 0;
+        size_slot(t, slot);
+        const struct hstep_format *f = &hstep_formats[slot->format];
+        if (!f->block || f->geometry == HALFSTEP_GEOMETRY_TENSOR) continue;
+        if ((error = check_blocks(o, name, t, slot->format))) return error;
+        flat |= f->geometry == HALFSTEP_GEOMETRY_FLAT ? 1 : 2;
+        if (f->block > longest) longest = f->block;
+    }
+    if (flat == 3 && t->row_length % longest)
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': states in blocks of rows and of the flattened tensor need rows of whole blocks",
+                          name);
+    return HALFSTEP_OK;
+}
+
+/* Keeps index space, bytes of any format and their sums within int64. */
+#define MAX_ELEMENTS ((int64_t)1 << 52)
+
+static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
+{
+    if (d->ndim < 0 || d->rows < 0 || d->row_length < 0 || d->row_length > MAX_ELEMENTS ||
+        d->rows > MAX_ELEMENTS / (d->row_length + 31))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': %lld rows of %lld elements are no shape", d->name,
+                          (long long)d->rows, (long long)d->row_length);
+    if (d->ndim <= 1 && d->row_length != 1 && !(d->rows == 1 && d->row_length >= 4096) && d->rows && d->row_length)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
+                          (int)d->ndim, d->ndim == 1 ? "" : "s");
+    t->first_row = d->first_row;
+    t->n_rows = d->n_rows;
+    t->first_column = d->first_column;
+    t->n_columns = d->n_columns;
+    if (!d->first_row && !d->n_rows && !d->first_column && !d->n_columns) {
+        t->n_rows = d->rows;
+        t->n_columns = d->row_length;
+    }
+    if (t->first_row < 0 || t->n_rows < 0 || t->first_row > d->rows || t->n_rows > d->rows - t->first_row)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': rows %lld + %lld are not within its %lld rows",
+                          d->name, (long long)t->first_row, (long long)t->n_rows, (long long)d->rows);
+    if (t->first_column < 0 || t->n_columns < 0 || t->first_column > d->row_length ||
+        t->n_columns > d->row_length - t->first_column)
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE, "tensor '%s': columns %lld + %lld are not within its rows of %lld",
+                          d->name, (long long)t->first_column, (long long)t->n_columns, (long long)d->row_length);
+    return HALFSTEP_OK;
+}
+
+static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
+{
+    int gradient = halfstep_format_find(d->gradient);
+    if (gradient < 0)
+        return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': no gradient format is called '%s'", d->name,
+                          d->gradient ? d->gradient : "(null)");
+    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
+    if (!(hstep_formats[gradient].roles & (HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0))))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients", d->name,
+                          d->gradient);
+    t->slot[HALFSTEP_SLOT_WEIGHT].format = o->groups[t->group].recipe.weight;
+    t->slot[HALFSTEP_SLOT_GRADIENT].format = gradient;
+    size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
+    size_slot(t, &t->slot[HALFSTEP_SLOT_GRADIENT]);
+    return hstep_choose_states(o, &o->groups[t->group], d->name, t);
+}
+
+static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
+{
+    if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor needs a name");
+    if (o->settled)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
+                          d->name);
+    struct hstep_tensor t = {
+        .group = d->group, .fused = -1, .adjusted = -1, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+    int error = hstep_check_group(o, d->group);
+    if (error || (error = check_shape(o, d, &t))) return error;
+    t.rule = o->groups[t.group].recipe.rule;
+    if ((error = choose_formats(o, d, &t))) return error;
+    t.id = d->id ? d->id : hstep_hash_name(d->name);
+    for (int i = 0; i < o->n_tensors; i++)
+        if (o->tensors[i].id == t.id)
+            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
+                              "tensors '%s' and '%s' have one id, %016llx: they would share "
+                              "their random bits",
+                              o->labels[i].name, d->name, (unsigned long long)t.id);
+
+    if ((hstep_is_matrix(t.rule, t.ndim, t.rows, t.row_length) || hstep_pairs(t.rule, t.ndim, t.rows, t.row_length)) &&
+        t.n_rows && t.n_columns && (t.n_rows != t.rows || t.n_columns != t.row_length))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': %s steps matrices whole, not %lld x %lld of %lld x %lld", d->name,
+                          hstep_rules[o->groups[t.group].recipe.rule].name, (long long)t.n_rows, (long long)t.n_columns,
+                          (long long)t.rows, (long long)t.row_length);
+
+    size_t length = strlen(d->name) + 1;
+    struct hstep_label label = {0};
+    if (hstep_grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) ||
+        hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) ||
+        !(label.name = malloc(length)))
+        return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "no memory for tensor '%s'", d->name);
+    memcpy(label.name, d->name, length);
+    o->labels[o->n_tensors] = label;
+    o->tensors[o->n_tensors] = t;
+    *index = o->n_tensors++;
+    return HALFSTEP_OK;
+}
+
+int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *given, int32_t *index)
+{
+    halfstep_tensor d = {0};
+    if (!o || !given || !index || !hstep_take_struct(&d, sizeof d, given) || d.reserved) return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = add_tensor(o, &d, index);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name) : 0; }
+
+int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
+
+int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_tensor *d)
+{
+    if (!o || !d) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, index);
+    if (error) return error;
+    const struct hstep_tensor *t = &o->tensors[index];
+    halfstep_tensor ours = {.group = t->group,
+                            .name = o->labels[index].name,
+                            .id = t->id,
+                            .ndim = t->ndim,
+                            .rows = t->rows,
+                            .row_length = t->row_length,
+                            .first_row = t->first_row,
+                            .n_rows = t->n_rows,
+                            .first_column = t->first_column,
+                            .n_columns = t->n_columns,
+                            .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
+    return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
+{
+    for (int i = 0; o && name && i < o->n_tensors; i++)
+        if (!strcmp(o->labels[i].name, name)) return i;
+    return -1;
+}
+
+/* ---- Counters and scalars ---- */
+
+int halfstep_get_counters(const halfstep_optimizer *o, int32_t tensor, halfstep_counters *c)
+{
+    if (!o || !c) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error || (error = hstep_fetch(o))) return error;
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    halfstep_counters ours = {
+        .id = t->id, .state_steps = t->state_steps, .full_steps = t->full_steps, .writes = t->writes};
+    return hstep_give_struct(c, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+/* The host's copies, rounded to nearest whatever mode the caller is in. */
+static void show(const halfstep_optimizer *o, int tensor)
+{
+    struct hstep_fp fp = hstep_fp_enter();
+    hstep_show(o, tensor, 1);
+    hstep_fp_leave(fp);
+}
+
+int halfstep_set_counters(halfstep_optimizer *o, int32_t tensor, const halfstep_counters *given)
+{
+    halfstep_counters counters = {0}, *c = &counters;
+    if (!o || !given || !hstep_take_struct(c, sizeof *c, given)) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    char of[HSTEP_DETAIL_BYTES];
+    snprintf(of, sizeof of, "tensor '%s': ", o->labels[tensor].name);
+    if ((error = hstep_check_count(o, of, "state_steps", c->state_steps)) ||
+        (error = hstep_check_count(o, of, "full_steps", c->full_steps)) ||
+        (error = hstep_check_count(o, of, "writes", c->writes)))
+        return error;
+    for (int i = 0; c->id && i < o->n_tensors; i++)
+        if (i != tensor && o->tensors[i].id == c->id)
+            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->labels[i].name,
+                              (unsigned long long)c->id);
+    if ((error = hstep_fetch(o))) return error;
+    hstep_changed(o, tensor, 1);
+    struct hstep_tensor *t = &o->tensors[tensor];
+    if (c->id) t->id = c->id;
+    t->state_steps = c->state_steps;
+    t->full_steps = c->full_steps;
+    t->writes = c->writes;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error || (error = hstep_fetch(o))) return error;
+    o->labels[tensor].step = step;
+    o->shows = 1;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_counters(halfstep_optimizer *o, int32_t tensor, int64_t *state_steps, int64_t *full_steps,
+                           int64_t *writes)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error || (error = hstep_fetch(o))) return error;
+    int64_t **count = o->labels[tensor].count;
+    count[0] = state_steps;
+    count[1] = full_steps;
+    count[2] = writes;
+    o->shows = 1;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, double *grid)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    if (slot < HALFSTEP_SLOT_STATE || slot >= HSTEP_SLOTS || !t->slot[slot].root)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': slot %d has no grid", o->labels[tensor].name,
+                          (int)slot);
+    if ((error = hstep_fetch(o))) return error;
+    o->labels[tensor].grid[slot] = grid;
+    o->shows = 1;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+/* Its row among those of the rule, or -1. */
+static int find_scalar(const struct hstep_rule *rule, int count, const char *name)
+{
+    for (int i = 0; i < count; i++)
+        if (!strcmp(rule->scalar[i].name, name)) return i;
+    return -1;
+}
+
+/* The slot whose grid goes by this name, "STATE.grid", or NULL. */
+static struct hstep_slot *find_grid(struct hstep_tensor *t, const struct hstep_rule *rule, const char *name)
+{
+    for (int i = 0; i < HALFSTEP_MAX_STATES && rule->state[i].name; i++) {
+        size_t length = strlen(rule->state[i].name);
+        struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_STATE + i];
+        if (slot->root && !strncmp(name, rule->state[i].name, length) && !strcmp(name + length, ".grid")) return slot;
+    }
+    return NULL;
+}
+
+void hstep_share_scalars(halfstep_optimizer *o)
+{
+    if (!o->unshared || !o->settled) return;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < o->n_tensors; i++) {
+            const int share = o->tensors[i].share, from = pass ? share : i, to = pass ? i : share;
+            double *ours = o->tensors[from].scalar, *theirs = o->tensors[to].scalar;
+            if (!memcmp(ours, theirs, sizeof o->tensors[i].scalar) || (!pass && !(ours[0] > theirs[0]))) continue;
+            memcpy(theirs, ours, sizeof o->tensors[i].scalar);
+            hstep_changed(o, to, 1);
+            hstep_show(o, to, 1);
+        }
+    o->unshared = 0;
+}
+
+static int fail_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
+{
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': %s keeps no '%s'", o->labels[tensor].name,
+                      hstep_rules[t->rule].name, name);
+}
+
+int halfstep_get_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
+{
+    if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    int number = t->rule, row = find_scalar(&hstep_rules[number], hstep_rule_scalars(number), name);
+    const struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
+    if (row < 0 && !slot) return fail_scalar(o, tensor, name);
+    if ((error = hstep_fetch(o))) return error;
+    if (!slot) hstep_share_scalars((halfstep_optimizer *)(uintptr_t)o); /* which changes nothing that counts */
+    *value = slot ? (double)slot->grid : t->scalar[row];
+    return HALFSTEP_OK;
+}
+
+int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name, double value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    struct hstep_tensor *t = &o->tensors[tensor];
+    int number = t->rule, row = find_scalar(&hstep_rules[number], hstep_rule_scalars(number), name);
+    struct hstep_slot *slot = find_grid(t, &hstep_rules[number], name);
+    if (row < 0 && !slot) return fail_scalar(o, tensor, name);
+    if (slot) {
+        if (!hstep_is_grid(value))
+            return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %.9g is no fp32 number in [%g, 1]",
+                              o->labels[tensor].name, name, value, (double)HSTEP_GRID_LEAST);
+        if ((error = hstep_fetch(o))) return error;
+        hstep_changed(o, tensor, 1);
+        slot->grid = (float)value;
+        show(o, tensor);
+        return HALFSTEP_OK;
+    }
+    const struct hstep_scalar *scalar = &hstep_rules[number].scalar[row];
+    if (!(value >= scalar->minimum && value <= scalar->maximum))
+        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': %s = %g is not in [%g, %g]", o->labels[tensor].name,
+                          name, value, scalar->minimum, scalar->maximum);
+    if ((error = hstep_fetch(o))) return error;
+    hstep_changed(o, tensor, 1);
+    t->scalar[row] = value;
+    o->unshared |= hstep_rules[number].totals;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_bind_scalar(halfstep_optimizer *o, int32_t tensor, const char *name, double *value)
+{
+    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_check_tensor(o, tensor);
+    if (error) return error;
+    int rule = o->tensors[tensor].rule, row = find_scalar(&hstep_rules[rule], hstep_rule_scalars(rule), name);
+    if (row < 0) return fail_scalar(o, tensor, name);
+    if ((error = hstep_fetch(o))) return error;
+    o->labels[tensor].scalar[row] = value;
+    o->shows = 1;
+    show(o, tensor);
+    return HALFSTEP_OK;
+}
+
+int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gradients, uint64_t *weight_extras,
+                    uint64_t *states, int32_t *fell_back)
+{
+    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    uint64_t sum[4] = {0};
+    int32_t fallen = 0;
+    for (int i = 0; i < o->n_tensors; i++) {
+        const struct hstep_slot *slot = o->tensors[i].slot;
+        int fell = 0;
+        sum[0] += slot[HALFSTEP_SLOT_WEIGHT].code_bytes;
+        sum[1] += slot[HALFSTEP_SLOT_GRADIENT].code_bytes;
+        sum[2] += slot[HALFSTEP_SLOT_WEIGHT].extra_bytes;
+        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
+            sum[3] += slot[s].code_bytes + slot[s].extra_bytes;
+            fell |= slot[s].fell_back;
+        }
+        fallen += fell;
+    }
+    sum[3] += o->workspace_bytes;
+    if (weights) *weights = sum[0];
+    if (gradients) *gradients = sum[1];
+    if (weight_extras) *weight_extras = sum[2];
+    if (states) *states = sum[3];
+    if (fell_back) *fell_back = fallen;
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,619 @@
+/* Loops of whole steps over tiles that stay in the first cache. For kernels.c.
+ *
+ * A tile goes through short loops, each with a chain of instructions that a processor sees to its end while it waits
+ * for the divider: what comes before the weight (gradient and states decoded, the rule, states encoded), the weight,
+ * and the codes of block states. Only the first is compiled for each rule and recipe; the others are shared. The loops
+ * are here, and those by format alone with their tables; fused_steps.h pairs them with rules and recipes. Over 500
+ * lines because the loops share what one tile keeps from loop to loop. */
+#ifndef HSTEP_FUSED_H
+#define HSTEP_FUSED_H
+
+#include "kernels/tiles.h"
+
+/* Sixteen groups: their maxima fill one vector of the widest instruction set. */
+#define FUSED_TILE 512
+#define FUSED_GROUPS (FUSED_TILE / HSTEP_GROUP)
+
+/* Of a state that is stored as the weight is: fp32 scratch, which the driver decodes and encodes. */
+#define FUSED_AS_WEIGHT (-2)
+
+/* What one state keeps of a tile: new values, or what a block format makes of them; scales are the stored ones as fp32,
+ * so that a loop reads them at no cost. */
+struct fused_state {
+    HSTEP_ALIGNED float stash[FUSED_TILE];
+    HSTEP_ALIGNED float old[FUSED_TILE]; /* of one that is stored as the weight is */
+    HSTEP_ALIGNED float scales[FUSED_GROUPS];
+    HSTEP_ALIGNED float inverses[FUSED_GROUPS];
+    HSTEP_ALIGNED uint32_t maxima[FUSED_GROUPS][VL];
+};
+
+struct fused_room {
+    HSTEP_ALIGNED float weight[FUSED_TILE];
+    HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, of a rule in parts, */
+    HSTEP_ALIGNED float root[FUSED_TILE];     /* and what that is divided by */
+    HSTEP_ALIGNED float gradient[FUSED_TILE]; /* as the rule takes it, of rows that take any */
+    struct fused_state state[HSTEP_FUSED_STATES];
+};
+
+/* Random words of one slot on their way through a loop. */
+struct fused_words {
+    vi x, k1, factor, offset;
+};
+
+V_OP struct fused_words fused_words_from(const struct hstep_fused *a, int slot, int64_t element)
+{
+    const struct hstep_key *key = &a->key[slot];
+    return (struct fused_words){mixer_start(key, (a->index + (uint64_t)element) / 2), vi_set(key->k[1]),
+                                vi_set(key->factor), vi_set(key->offset)};
+}
+
+/* Words of an element format. Block codes take the mixer's as they are, and do not pay for factor and offset. */
+V_OP vi fused_words(struct fused_words *w) { return lattice_of(mixer_next(&w->x, w->k1), w->factor, w->offset); }
+
+/* ---- What comes before the weight ---- */
+
+/* One state on its way through the first loop of a tile. */
+struct fused_slot {
+    char *code, *extra; /* of the tile */
+    struct fused_words words;
+    vi largest;    /* of the group's magnitudes */
+    vf grid, onto; /* of a second moment */
+    struct fused_state *room;
+};
+
+/* Formats come as functions, by name: a switch over all of them that leaves one case costs more to compile than what is
+ * left. Roles are constants at every call, and calls are written out instead of looped over, so that nothing of a
+ * choice is left. */
+V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_room *room, const int state,
+                                   const int bits, const int extra_bits, int64_t t)
+{
+    const int slot = HALFSTEP_SLOT_STATE + state;
+    return (struct fused_slot){.code = a->code[slot] + t * bits / 8,
+                               .extra = a->extra[slot] + t * extra_bits / 8,
+                               .room = &room->state[state]};
+}
+
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra_dtype, ...)                                        \
+    enum { FUSED_BLOCK_##fn = 0 };                                                                                 \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
+                                            const int nonneg, int64_t t, int64_t n)                                \
+    {                                                                                                              \
+        struct fused_slot s = fused_begin(a, room, state, HSTEP_BITS_##dtype, HSTEP_BITS_##extra_dtype, t);        \
+        (void)nonneg, (void)n;                                                                                     \
+        s.words = fused_words_from(a, HALFSTEP_SLOT_STATE + state, t);                                             \
+        return s;                                                                                                  \
+    }                                                                                                              \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
+    {                                                                                                              \
+        (void)nonneg;                                                                                              \
+        fn##_decode(s->code, s->extra, r, e, o);                                                                   \
+    }                                                                                                              \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
+    {                                                                                                              \
+        (void)nonneg;                                                                                              \
+        fn##_encode(s->code, s->extra, r, e, o, fused_words(&s->words), 1);                                        \
+    }
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)                    \
+    enum { FUSED_BLOCK_##fn = block };                                                                             \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
+                                            const int nonneg, int64_t t, int64_t n)                                \
+    {                                                                                                              \
+        struct fused_slot s = fused_begin(a, room, state, bits, 0, t);                                             \
+        s.largest = vi_set(0);                                                                                     \
+        if (nonneg && (root)) {                                                                                    \
+            s.grid = v_set(a->grid[HALFSTEP_SLOT_STATE + state]);                                                  \
+            s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                                  \
+        }                                                                                                          \
+        s.extra += t / (block) * hstep_scale_bytes(HSTEP_SCALE_##scale);                                           \
+        load_scales(HSTEP_SCALE_##scale, block, s.extra, s.room->scales, n);                                       \
+        return s;                                                                                                  \
+    }                                                                                                              \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
+    {                                                                                                              \
+        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->room->scales[r / (block)]), r, e, o);             \
+        if (nonneg && (root)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                                    \
+    }                                                                                                              \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
+    {                                                                                                              \
+        vf stashed_e = fn##_stash(e, nonneg), stashed_o = fn##_stash(o, nonneg);                                   \
+        if (nonneg && (root)) {                                                                                    \
+            stashed_e = onto_grid(root, stashed_e, s->onto);                                                       \
+            stashed_o = onto_grid(root, stashed_o, s->onto);                                                       \
+        }                                                                                                          \
+        v_store(s->room->stash + r, stashed_e);                                                                    \
+        v_store(s->room->stash + r + VL, stashed_o);                                                               \
+        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));                \
+        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                        \
+        vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);                                                    \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+/* Of gradients in the room. */
+V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
+{
+    const float *x = (const float *)(const void *)s->code + r;
+    (void)nonneg;
+    *e = v_load(x);
+    *o = v_load(x + VL);
+}
+
+typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
+typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
+
+/* States of a rule, one byte each: the role, and this where variant v of the rule stores it only if bit i of v is set,
+ * i counting such states. */
+#define FUSED_CONDITIONAL 16
+
+V_OP int fused_role(const int j, const int states, const int variant)
+{
+    const int conditional = states >> 4 & 0x01010101, before = conditional & ((1 << 8 * j) - 1);
+    const int i = (before & 1) + (before >> 8 & 1) + (before >> 16 & 1);
+    if (conditional >> 8 * j & 1 && !(variant >> i & 1)) return 0;
+    return states >> 8 * j & 15;
+}
+
+/* One state by its role, 0 where it is not stored. f1 and f2 are of signed states and of second moments, fg of states
+ * of gradients. plain: scratch is in the order of memory, and what is stored as weights is f32. */
+V_OP struct fused_slot state_start(const int role, fused_starter *f1, fused_starter *f2, fused_starter *fg,
+                                   const struct hstep_fused *a, struct fused_room *room, const int state, int64_t t,
+                                   int64_t n)
+{
+    if (role == HALFSTEP_ROLE_SIGNED) return f1(a, room, state, 0, t, n);
+    if (role == HALFSTEP_ROLE_NONNEG) return f2(a, room, state, 1, t, n);
+    if (role == HALFSTEP_ROLE_GRADIENT) return fg(a, room, state, 0, t, n);
+    /* Codes of states of weights are touched only where they are f32. */
+    return fused_begin(a, room, state, 32, 0, role ? t : 0);
+}
+
+V_OP void state_load(const int role, const int plain, fused_loader *f1, fused_loader *f2, fused_loader *fg,
+                     const struct fused_slot *s, int64_t r, vf *e, vf *o)
+{
+    if (!role) {
+        *e = *o = v_set(0.0f);
+    } else if (plain) {
+        *e = v_loadu(s->code + 4 * r);
+        *o = v_loadu(s->code + 4 * (r + VL));
+    } else if (role == HALFSTEP_ROLE_WEIGHT) {
+        *e = v_load(s->room->old + r);
+        *o = v_load(s->room->old + r + VL);
+    } else if (role == HALFSTEP_ROLE_SIGNED) {
+        f1(s, 0, r, e, o);
+    } else if (role == HALFSTEP_ROLE_NONNEG) {
+        f2(s, 1, r, e, o);
+    } else {
+        fg(s, 0, r, e, o);
+    }
+}
+
+V_OP void plain_apply(char *code, int64_t r, vf e, vf o, vf de, vf d_o)
+{
+    v_storeu(code + 4 * r, v_sub(e, v_add(de, v_set(0.0f))));
+    v_storeu(code + 4 * (r + VL), v_sub(o, v_add(d_o, v_set(0.0f))));
+}
+
+V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_storer *f2, fused_storer *fg,
+                      struct fused_slot *s, int64_t r, vf e, vf o)
+{
+    if (!role) return;
+    if (role == HALFSTEP_ROLE_WEIGHT && plain) {
+        plain_apply(s->code, r, v_loadu(s->code + 4 * r), v_loadu(s->code + 4 * (r + VL)), e, o);
+    } else if (plain) {
+        v_storeu(s->code + 4 * r, v_from_bits(hstep_flush(v_bits(e))));
+        v_storeu(s->code + 4 * (r + VL), v_from_bits(hstep_flush(v_bits(o))));
+    } else if (role == HALFSTEP_ROLE_WEIGHT) {
+        v_store(s->room->stash + r, e);
+        v_store(s->room->stash + r + VL, o);
+    } else if (role == HALFSTEP_ROLE_SIGNED) {
+        f1(s, 0, r, e, o);
+    } else if (role == HALFSTEP_ROLE_NONNEG) {
+        f2(s, 1, r, e, o);
+    } else {
+        fg(s, 0, r, e, o);
+    }
+}
+
+/* What kind of parts a variant of a rule has, by that of the rule. */
+V_OP int fused_parts(const int kind, const int variant)
+{
+    return kind == HSTEP_PARTS_UNLESS_OPTION ? (variant ? 0 : HSTEP_PARTS_ROOT) : kind;
+}
+
+/* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
+struct fused_what {
+    int parts, states, variant, gradient, first, second, blocks;
+};
+
+V_OP int is_f32_state(const int role, const struct fused_what w)
+{
+    return role == HALFSTEP_ROLE_NONNEG ? w.second == HSTEP_FORMAT_f32
+                                        : !role || role == HALFSTEP_ROLE_WEIGHT || w.first == HSTEP_FORMAT_f32;
+}
+
+V_OP int fused_mode(const struct fused_what w, const int roles)
+{
+    const int clamp = (w.blocks & 1 && roles & HALFSTEP_ROLE_SIGNED) || (w.blocks & 2 && roles & HALFSTEP_ROLE_NONNEG);
+    return (clamp ? RULE_CLAMP : 0) | (w.variant ? RULE_OPTION : 0);
+}
+
+/* Of rules that are not in parts. */
+V_OP vf whole_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+{
+    (void)k, (void)s, (void)mode;
+    *root = g;
+    return g;
+}
+
+V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+                     vf (*rule)(const vf *, vf, vf, vf *, int), vf (*start)(const vf *, vf, vf *, int, vf *),
+                     fused_loader *lg, fused_starter *b1, fused_loader *l1, fused_storer *w1, fused_starter *b2,
+                     fused_loader *l2, fused_storer *w2, int64_t t, int64_t n)
+{
+    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
+    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
+    /* No 16-bit neighbour asks for pairs: elements stay in memory order and need no shuffles. */
+    const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
+    /* As hstep_fused_format() says. */
+    fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
+    fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
+    fused_storer *const w3 = !(w.blocks & 1) ? w1 : wide ? fused_store_f32 : fused_store_bf16_sr;
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
+    char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+
+    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+        for (int64_t r = b; r < b + HSTEP_GROUP; r += PAIR) {
+            vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES];
+            if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
+            else lg(&g, 0, r, &ge, &go);
+            state_load(r0, plain, l1, l2, l3, &s0, r, &se[0], &so[0]);
+            state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
+            state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
+            state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            if (w.parts == HSTEP_PARTS_ROOT || (w.parts == HSTEP_PARTS_ROOTLESS && !plain)) {
+                vf re, ro;
+                v_store(room->change + r, start(k, ge, se, mode, &re));
+                v_store(room->change + r + VL, start(k, go, so, mode, &ro));
+                if (w.parts == HSTEP_PARTS_ROOT) {
+                    v_store(room->root + r, re);
+                    v_store(room->root + r + VL, ro);
+                }
+            } else {
+                vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
+                vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+                vf de = rule(k, we, ge, se, mode), d_o = rule(k, wo, go, so, mode);
+                if (plain) {
+                    plain_apply(weight, r, we, wo, de, d_o);
+                } else {
+                    v_store(room->change + r, de);
+                    v_store(room->change + r + VL, d_o);
+                }
+            }
+            state_store(r0, plain, w1, w2, w3, &s0, r, se[0], so[0]);
+            state_store(r1, plain, w1, w2, w3, &s1, r, se[1], so[1]);
+            state_store(r2, plain, w1, w2, w3, &s2, r, se[2], so[2]);
+            state_store(r3, plain, w1, w2, w3, &s3, r, se[3], so[3]);
+        }
+}
+
+/* ---- Sums over the tensor that come before its update ---- */
+
+/* One sum on its way. */
+struct fused_sum {
+    va lanes;
+    vi largest;
+};
+
+V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
+
+V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *scratch)
+{
+    if (plain) {
+        v_store(scratch, e);
+        v_store(scratch + VL, o);
+        vp_load_f32(scratch, &e, &o);
+    }
+    va_add_product(&s->lanes, part, e, e);
+    va_add_product(&s->lanes, part, o, o);
+    s->largest = vi_max(s->largest, vi_max(v_bits(v_abs(e)), v_bits(v_abs(o))));
+}
+
+V_OP double fused_total(const struct fused_sum *s)
+{
+    double lanes[16];
+    va_store(s->lanes, lanes);
+    return vi_hmax(s->largest) < 0x7f800000 ? hstep_tree_sum(lanes) : 0.0;
+}
+
+/* Of the squares of n elements, at most 256, from t on, in the order that docs/numerics.md gives them: in pairs. A sum
+ * of squares that are not all finite counts as 0. The weight is in the room. */
+V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+                      void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int count, fused_loader *lg,
+                      fused_starter *b1, fused_loader *l1, fused_starter *b2, fused_loader *l2, int64_t t, int64_t n,
+                      double *sums)
+{
+    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
+    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
+    /* What is all in the order of memory becomes pairs where it is summed. */
+    const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
+    const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    /* As in fused_rule(). */
+    fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
+    fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
+    struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
+                                       ? (char *)room->gradient
+                                       : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
+    vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
+    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+        for (int part = 0; part < PAIRS; part++) {
+            const int64_t r = b + part * PAIR;
+            vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES], xe[HSTEP_MAX_NORMS], xo[HSTEP_MAX_NORMS];
+            if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
+            else lg(&g, 0, r, &ge, &go);
+            state_load(r0, plain, l1, l2, l3, &s0, r, &se[0], &so[0]);
+            state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
+            state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
+            state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
+            vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
+            vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            norms(k, we, ge, se, xe, mode);
+            norms(k, wo, go, so, xo, mode);
+            if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, room->state[0].stash + r);
+            if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, room->state[1].stash + r);
+            if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, room->state[2].stash + r);
+            if (count > 3) fused_square(&sum3, part, xe[3], xo[3], plain, room->state[3].stash + r);
+        }
+    if (count > 0) sums[0] = fused_total(&sum0);
+    if (count > 1) sums[1] = fused_total(&sum1);
+    if (count > 2) sums[2] = fused_total(&sum2);
+    if (count > 3) sums[3] = fused_total(&sum3);
+}
+
+/* ---- Gradients that are changed before the rule sees them ---- */
+
+/* As gradient_tile() does it. The weight is in the room where l2 is above 0. */
+V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
+                         void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
+                         struct fused_room *room, int64_t t, int64_t n)
+{
+    const char *code = a->code[HALFSTEP_SLOT_GRADIENT] + t * bits / 8;
+    const char *extra = a->extra[HALFSTEP_SLOT_GRADIENT] + t * extra_bits / 8;
+    const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
+    const vf s = v_set(a->gradient_scale), c = v_set(a->mean), l = v_set(a->l2);
+    const int centered = a->mean != 0.0f, decayed = a->l2 != 0.0f;
+    for (int64_t r = 0; r < n; r += PAIR) {
+        vf ge, go;
+        if (plain) ge = v_loadu(code + 4 * r), go = v_loadu(code + 4 * (r + VL));
+        else decode(code, extra, r, &ge, &go);
+        ge = v_mul(ge, s);
+        go = v_mul(go, s);
+        if (centered) ge = v_sub(ge, c), go = v_sub(go, c);
+        if (decayed) {
+            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r)));
+            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL)));
+        }
+        v_store(room->gradient + r, ge);
+        v_store(room->gradient + r + VL, go);
+    }
+}
+
+typedef void fused_gradient_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+
+#if VL > 1
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                            \
+    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)      \
+    {                                                                                                                \
+        fused_gradient(columns_of(HSTEP_FORMAT_##fn).bits, columns_of(HSTEP_FORMAT_##fn).extra_bits, 0, fn##_decode, \
+                       a, room, t, n);                                                                               \
+    }
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+static fused_gradient_function *const fused_gradients[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) fused_gradient_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+/* Where all is f32, in the order of memory. */
+static void fused_gradient_plain(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)
+{
+    fused_gradient(32, 0, 1, f32_decode, a, room, t, n);
+}
+#endif
+
+/* ---- The weight, and states that are stored as it is ---- */
+
+V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, const float *old, const float *change,
+                      int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    char *code = a->code[slot] + t * c.bits / 8, *extra = a->extra[slot] + t * c.extra_bits / 8;
+    struct fused_words words = fused_words_from(a, slot, t);
+    for (int64_t r = 0; r < n; r += PAIR)
+        apply_any(format, code, extra, r, v_load(old + r), v_load(old + r + VL), v_load(change + r),
+                  v_load(change + r + VL), fused_words(&words));
+}
+
+/* The weight under a rule in parts. */
+V_OP void fused_end(const int bits, const int extra_bits, const int plain,
+                    void (*decode)(const char *, const char *, int64_t, vf *, vf *),
+                    void (*apply)(char *, char *, int64_t, vf, vf, vf, vf, vi), vf (*end)(const vf *, vf, vf, vf),
+                    const struct hstep_fused *a, const struct fused_room *room, int64_t t, int64_t n)
+{
+    char *code = a->code[HALFSTEP_SLOT_WEIGHT] + t * bits / 8;
+    char *extra = a->extra[HALFSTEP_SLOT_WEIGHT] + t * extra_bits / 8;
+    struct fused_words words = fused_words_from(a, HALFSTEP_SLOT_WEIGHT, t);
+    const vf zero = v_set(0.0f);
+    vf k[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    for (int64_t r = 0; r < n; r += PAIR) {
+        vf we, wo;
+        if (plain) we = v_loadu(code + 4 * r), wo = v_loadu(code + 4 * (r + VL));
+        else decode(code, extra, r, &we, &wo);
+        vf de = end(k, we, v_load(room->change + r), v_load(room->root + r));
+        vf d_o = end(k, wo, v_load(room->change + r + VL), v_load(room->root + r + VL));
+        /* Zeros as in apply_any(). */
+        if (plain) plain_apply(code, r, we, wo, de, d_o);
+        else apply(code, extra, r, we, wo, v_add(de, zero), v_add(d_o, zero), fused_words(&words));
+    }
+}
+
+/* The change alone. */
+V_OP void fused_change(vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, struct fused_room *room,
+                       int64_t n)
+{
+    vf k[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
+    for (int64_t r = 0; r < n; r += VL)
+        v_store(room->change + r, end(k, v_load(room->weight + r), v_load(room->change + r), v_load(room->root + r)));
+}
+
+typedef void fused_end_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+
+typedef void fused_summer(const struct hstep_fused *, struct fused_room *, int64_t, int64_t, double *);
+typedef void fused_tile(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+typedef void fused_apply_function(const struct hstep_fused *, int, const float *, const float *, int64_t, int64_t);
+
+#if VL > 1
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                      \
+    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change, \
+                                 int64_t t, int64_t n)                                                         \
+    {                                                                                                          \
+        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                            \
+    }
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+#endif
+
+/* ---- Codes of block states ---- */
+
+V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+                       int slot, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    HSTEP_ALIGNED uint32_t maxima[16];
+    block_maxima(room->maxima, n / HSTEP_GROUP, maxima);
+    encode_scales(format, nonneg, maxima, a->extra[slot] + t / c.block * hstep_scale_bytes(c.scale), room->inverses, n);
+}
+
+V_OP void fused_codes(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+                      int slot, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(format);
+    char *code = a->code[slot] + t * c.bits / 8;
+    struct fused_words words = fused_words_from(a, slot, t);
+    fused_scales(format, nonneg, a, room, slot, t, n);
+    for (int64_t r = 0; r < n; r += PAIR)
+        encode_codes(format, nonneg, room->stash, room->inverses, code, r,
+                     c.stochastic ? mixer_next(&words.x, words.k1) : vi_set(0x80008000));
+}
+
+/* Of a signed state and of a second moment in one loop: the one often waits for roots that the other does not need. */
+V_OP void fused_both(const int first, const int second, const struct hstep_fused *a, struct fused_room *room, int j0,
+                     int j1, int64_t t, int64_t n)
+{
+    const struct columns c0 = columns_of(first), c1 = columns_of(second);
+    const int p = HALFSTEP_SLOT_STATE + j0, q = HALFSTEP_SLOT_STATE + j1;
+    struct fused_state *const s0 = &room->state[j0], *const s1 = &room->state[j1];
+    char *code0 = a->code[p] + t * c0.bits / 8, *code1 = a->code[q] + t * c1.bits / 8;
+    struct fused_words words0 = fused_words_from(a, p, t), words1 = fused_words_from(a, q, t);
+    const vi half = vi_set(0x80008000);
+    fused_scales(first, 0, a, s0, p, t, n);
+    fused_scales(second, 1, a, s1, q, t, n);
+    for (int64_t r = 0; r < n; r += PAIR) {
+        encode_codes(first, 0, s0->stash, s0->inverses, code0, r,
+                     c0.stochastic ? mixer_next(&words0.x, words0.k1) : half);
+        encode_codes(second, 1, s1->stash, s1->inverses, code1, r,
+                     c1.stochastic ? mixer_next(&words1.x, words1.k1) : half);
+    }
+}
+
+typedef void fused_both_function(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef void fused_codes_function(const struct hstep_fused *, struct fused_state *, int, int64_t, int64_t);
+
+#if VL > 1
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...)                                                                          \
+    static void fused_codes_##fn##_0(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
+                                     int64_t n)                                                                  \
+    {                                                                                                            \
+        fused_codes(HSTEP_FORMAT_##fn, 0, a, room, slot, t, n);                                                  \
+    }                                                                                                            \
+    static void fused_codes_##fn##_1(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
+                                     int64_t n)                                                                  \
+    {                                                                                                            \
+        fused_codes(HSTEP_FORMAT_##fn, 1, a, room, slot, t, n);                                                  \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+/* ---- By format, at run time ---- */
+
+static fused_apply_function *const fused_appliers[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) fused_apply_##fn,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+static fused_codes_function *const fused_coders[HSTEP_FORMATS][2] = {
+#define ELEMENT_FORMAT(id, name, fn, ...) {NULL, NULL},
+#define BLOCK_FORMAT(id, name, fn, ...) {fused_codes_##fn##_0, fused_codes_##fn##_1},
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+static void (*const fused_decoders[HSTEP_FORMATS])(float *, const char *, const char *, int64_t) = {
+#define ELEMENT_FORMAT(id, name, fn, ...) decode_##fn##_0,
+#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+
+static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(a->format[from]);
+    memcpy(a->code[to] + t * c.bits / 8, a->code[from] + t * c.bits / 8, (size_t)(n * c.bits / 8));
+    if (c.extra_bits)
+        memcpy(a->extra[to] + t * c.extra_bits / 8, a->extra[from] + t * c.extra_bits / 8,
+               (size_t)(n * c.extra_bits / 8));
+}
+
+/* Of the weight, or of a state that is stored as it is. */
+static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
+{
+    const struct columns c = columns_of(a->format[slot]);
+    fused_decoders[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
+}
+#endif
+#endif

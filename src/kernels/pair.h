@@ -1,0 +1,199 @@
+/* What one pair of vectors goes through, even elements and odd ones: no loop, no memory but the streams it is given.
+ * For kernels.c, and whatever else compiles rules and formats, after its vocabulary (vec/README.md). */
+#ifndef HSTEP_PAIR_H
+#define HSTEP_PAIR_H
+
+#include "base/scale.h"
+#include "kernels/kernels.h"
+
+#define HSTEP_INCLUDE_FORMATS
+#include "formats/formats.def"
+#undef HSTEP_INCLUDE_FORMATS
+
+#define PAIR (2 * VL)
+#define PAIRS (16 / VL) /* in a group of 32 */
+
+/* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
+
+/* Of formats.def; block: elements that share a scale, 0 for element formats. extra_bits: of an element's second
+ * stream. */
+struct columns {
+    int bits, extra_bits, block, scale, stochastic, root;
+};
+
+V_OP struct columns columns_of(const int format)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
+    case HSTEP_FORMAT_##fn: return (struct columns){HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, sr, 0};
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
+    case HSTEP_FORMAT_##fn: return (struct columns){bits, 0, block, HSTEP_SCALE_##scale, sr, root};
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: return (struct columns){0, 0, 0, 0, 0, 0};
+    }
+}
+
+V_OP int is_block(const int format) { return columns_of(format).block != 0; }
+
+/* Whether a state lies on a grid that decays with it. */
+V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns_of(format).root != 0; }
+
+/* Formats that decode or encode a pair at once say so, with NAME_DECODE and NAME_ENCODE; others take one vector after
+ * the other. */
+#define HSTEP_PAIR(way) , way
+#define PAIR_WAY(what, marked) PAIR_PICK(what, marked, SINGLY, )
+#define PAIR_PICK(what, ...) PAIR_SECOND(what, __VA_ARGS__)
+#define PAIR_SECOND(what, a, b, ...) what##_##b
+#define DECODE_PAIRED(fn) fn##_decode_pair(code, i, scale, e, o, nonneg)
+#define DECODE_SINGLY(fn)                 \
+    vi ce, co;                            \
+    fn##_load(code, i, &ce, &co, nonneg); \
+    *e = fn##_value(ce, scale, nonneg);   \
+    *o = fn##_value(co, scale, nonneg)
+#define ENCODE_PAIRED(fn) fn##_encode_pair(code, i, v_load(stash + i), v_load(stash + i + VL), inverse, words, nonneg)
+#define ENCODE_SINGLY(fn)                                                                             \
+    fn##_store(code, i, fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg), \
+               fn##_code(v_load(stash + i + VL), inverse, vi_shr(words, 16), nonneg))
+
+/* Elements i .. i + PAIR - 1 of a block format, which share a scale. */
+V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...)    \
+    case HSTEP_FORMAT_##fn: {              \
+        PAIR_WAY(DECODE, fn##_DECODE)(fn); \
+        break;                             \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: *e = *o = v_set(0.0f);
+    }
+}
+
+V_OP void load_any(const int format, const int nonneg, const char *code, const char *extra, int64_t i, vf *e, vf *o)
+{
+    const struct columns c = columns_of(format);
+    if (c.block) {
+        load_scaled(format, nonneg, code, v_from_bits(vi_set(hstep_scale_load(c.scale, extra, i / c.block))), i, e, o);
+        return;
+    }
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_decode(code, extra, i, e, o); break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: *e = *o = v_set(0.0f);
+    }
+}
+
+V_OP void store_any(const int format, char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_encode(code, extra, i, e, o, words, state); break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+}
+
+V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we, vf wo, vf de, vf d_o, vi words)
+{
+    /* -0 would turn a weight of -0 into +0: a change of nothing must change nothing. */
+    de = v_add(de, v_set(0.0f));
+    d_o = v_add(d_o, v_set(0.0f));
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: fn##_apply(code, extra, i, we, wo, de, d_o, words); break;
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+}
+
+V_OP vf stash_any(const int format, vf x, const int nonneg)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, ...) \
+    case HSTEP_FORMAT_##fn: return fn##_stash(x, nonneg);
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: return x;
+    }
+}
+
+/* What is stashed of a second moment, on its grid. It ends where the largest code of a block, which may be rounded up,
+ * still decodes to a finite number. */
+V_OP vf onto_grid(const int root, vf stashed, vf factor)
+{
+    return v_min(v_mul(stashed, factor), v_set(root == 2 ? 0x1.6a09e6p63f : 0x1p127f));
+}
+
+/* What a block's maximum is taken over: signed values themselves, of others what is stashed. */
+V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg ? stashed : v_abs(x)); }
+
+/* Codes of stashed elements i .. i + PAIR - 1. */
+V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,
+                       int64_t i, vi words)
+{
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...) \
+    case HSTEP_FORMAT_##fn: {                                             \
+        vf inverse = v_set(inverses[i / (block)]);                        \
+        PAIR_WAY(ENCODE, fn##_ENCODE)(fn);                                \
+        break;                                                            \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+}
+
+/* ---- Cautious updates (Liang et al. 2024, algorithm 1) ---- */
+
+/* Where the update and the gradient have one sign, and neither is 0. A product of the two might underflow. */
+V_OP vm agrees(vf update, vf g) { return v_gt(v_mul(v_sign(update), g), v_set(0.0f)); }
+
+V_OP vf cautious_change(vf update, vf g, vf w, vf scale, vf decay)
+{
+    return v_add(v_select(agrees(update, g), v_mul(update, scale), v_set(0.0f)), v_mul(decay, w));
+}
+
+/* ---- Random words ---- */
+
+/* hstep_mixer_word() on VL consecutive words; `x` runs on by VL steps per call. */
+V_OP vi mixer_start(const struct hstep_key *key, uint64_t pair)
+{
+    uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
+    return vi_add(vi_set(key->k[0]), vi_mul(vi_add(vi_set(first), vi_iota()), vi_set(HSTEP_MIXER_STEP)));
+}
+
+V_OP vi mixer_next(vi *x, vi k1)
+{
+    vi y = *x;
+    *x = vi_add(y, vi_set(HSTEP_MIXER_STEP * VL));
+    y = vi_xor(y, vi_shr(y, 16));
+    y = vi_mul(y, vi_set(HSTEP_MIXER_MUL1));
+    y = vi_xor(y, vi_xor(vi_shr(y, 15), k1));
+    y = vi_mul(y, vi_set(HSTEP_MIXER_MUL2));
+    return vi_xor(y, vi_shr(y, 16));
+}
+
+/* hstep_lattice_word() of VL mixer words. */
+V_OP vi lattice_of(vi h, vi factor, vi offset) { return vi_add16(vi_mul16(h, factor), offset); }
+
+#endif

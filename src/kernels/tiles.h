@@ -1,0 +1,466 @@
+/* Tile functions: loops over up to 256 elements in fp32 scratch, any format and rule with any other. For kernels.c. */
+#ifndef HSTEP_TILES_H
+#define HSTEP_TILES_H
+
+#include "kernels/pair.h"
+
+#define HSTEP_INCLUDE_RULES
+#include "rules/rules.def"
+#undef HSTEP_INCLUDE_RULES
+
+/* ---- Scales of blocks ---- */
+
+/* A full tile's are a known number, which a compiler turns into few vectors. */
+V_OP void store_scales(const int scale, const int64_t block, char *extra, const uint32_t *scales, int64_t n)
+{
+    if (n == 512)
+        for (int64_t b = 0; b < 512 / block; b++) hstep_scale_store(scale, extra, b, scales[b]);
+    else
+        for (int64_t b = 0; b * block < n; b++) hstep_scale_store(scale, extra, b, scales[b]);
+}
+
+V_OP void load_scales(const int scale, const int64_t block, const char *extra, float *scales, int64_t n)
+{
+    if (n == 512 && block <= 512) {
+        uint32_t patterns[16];
+        for (int64_t b = 0; b < 512 / block; b++) patterns[b] = hstep_scale_load(scale, extra, b);
+        memcpy(scales, patterns, (size_t)(512 / block) * 4);
+    } else {
+        for (int64_t b = 0; b * block < n; b++) {
+            uint32_t pattern = hstep_scale_load(scale, extra, b);
+            memcpy(scales + b, &pattern, 4);
+        }
+    }
+}
+
+/* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
+#define SCALES_ROWS(fn, nonneg, block, scale)                                                                         \
+    if (block > HSTEP_GROUP)                                                                                          \
+        for (int64_t b = 0; b * block < n; b++) {                                                                     \
+            uint32_t largest = 0;                                                                                     \
+            for (int j = 0; j < block / HSTEP_GROUP; j++)                                                             \
+                if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j]; \
+            maxima[b] = largest;                                                                                      \
+        }                                                                                                             \
+    for (int b = 0; b < 16; b += VL) {                                                                                \
+        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                           \
+        vi_store(scales + b, patterns);                                                                               \
+        v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                        \
+    }                                                                                                                 \
+    store_scales(HSTEP_SCALE_##scale, block, extra, scales, n);
+#define SCALES_FLAT SCALES_ROWS
+/* The scale is given. */
+#define SCALES_TENSOR(fn, nonneg, block, scale) \
+    (void)maxima, (void)scales, (void)n;        \
+    v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg));
+
+/* maxima and inverses have room for 16; inverses[b] belongs to block b. */
+V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
+{
+    HSTEP_ALIGNED uint32_t scales[16];
+    switch (format) {
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
+    case HSTEP_FORMAT_##fn: {                                                              \
+        SCALES_##geometry(fn, nonneg, block, scale);                                       \
+        break;                                                                             \
+    }
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+    default: break;
+    }
+}
+
+/* One row of lane maxima per group; this takes 16 rows down to 16 maxima. */
+V_OP void block_maxima(uint32_t (*rows)[VL], int64_t used, uint32_t *maxima)
+{
+    for (int64_t b = used; b < 16; b++) vi_store(rows[b], vi_set(0));
+    for (int b = 0; b < 16; b += VL) vi_store(maxima + b, vi_hmax_rows(rows[b]));
+}
+
+/* ---- Tile functions ---- */
+
+V_OP void decode_tile(const int format, const int nonneg, float *x, const char *code, const char *extra, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += PAIR) {
+        vf e, o;
+        load_any(format, nonneg, code, extra, i, &e, &o);
+        v_store(x + i, e);
+        v_store(x + i + VL, o);
+    }
+}
+
+V_OP void encode_tile(const int format, const int nonneg, const float *x, char *code, char *extra,
+                      const uint32_t *words, int64_t n, const int state, float onto)
+{
+    if (!is_block(format)) {
+        for (int64_t i = 0; i < n; i += PAIR)
+            store_any(format, code, extra, i, v_load(x + i), v_load(x + i + VL), vi_load(words + i / 2), state);
+        return;
+    }
+    HSTEP_ALIGNED float stash[HSTEP_TILE], inverses[16];
+    HSTEP_ALIGNED uint32_t rows[16][VL], maxima[16];
+    for (int64_t b = 0; b * HSTEP_GROUP < n; b++) {
+        vi largest = vi_set(0);
+        for (int64_t i = b * HSTEP_GROUP; i < (b + 1) * HSTEP_GROUP; i += VL) {
+            vf stashed = stash_any(format, v_load(x + i), nonneg);
+            if (has_grid(format, nonneg)) stashed = onto_grid(columns_of(format).root, stashed, v_set(onto));
+            v_store(stash + i, stashed);
+            largest = vi_max(largest, magnitude_of(v_load(x + i), stashed, nonneg));
+        }
+        vi_store(rows[b], largest);
+    }
+    block_maxima(rows, n / HSTEP_GROUP, maxima);
+    encode_scales(format, nonneg, maxima, extra, inverses, n);
+    for (int64_t i = 0; i < n; i += PAIR)
+        encode_codes(format, nonneg, stash, inverses, code, i, vi_load(words + i / 2));
+}
+
+#define TILE_FUNCTIONS(fn, nonneg)                                                                                \
+    static void decode_##fn##_##nonneg(float *x, const char *code, const char *extra, int64_t n)                  \
+    {                                                                                                             \
+        decode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, n);                                                \
+    }                                                                                                             \
+    static void encode_##fn##_##nonneg(const float *x, char *code, char *extra, const uint32_t *words, int64_t n, \
+                                       int state, float onto)                                                     \
+    {                                                                                                             \
+        if (state) encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                     \
+        else encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                           \
+    }
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                             \
+    TILE_FUNCTIONS(fn, 0)                                                                                             \
+    static void apply_##fn(const float *w, const float *d, char *code, char *extra, const uint32_t *words, int64_t n) \
+    {                                                                                                                 \
+        for (int64_t i = 0; i < n; i += PAIR)                                                                         \
+            apply_any(HSTEP_FORMAT_##fn, code, extra, i, v_load(w + i), v_load(w + i + VL), v_load(d + i),            \
+                      v_load(d + i + VL), vi_load(words + i / 2));                                                    \
+    }
+#define BLOCK_FORMAT(id, name, fn, ...) TILE_FUNCTIONS(fn, 0) TILE_FUNCTIONS(fn, 1)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+/* Formats whose scale is a sum over the tensor: the values whose squares are summed, and the scale. */
+#define NORM_ROWS(fn)
+#define NORM_FLAT(fn)
+#define NORM_TENSOR(fn)                                                                    \
+    static void norm_##fn##_0(const float *x, float *out, int64_t n)                       \
+    {                                                                                      \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 0)); \
+    }                                                                                      \
+    static void norm_##fn##_1(const float *x, float *out, int64_t n)                       \
+    {                                                                                      \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1)); \
+    }
+#define ELEMENT_FORMAT(id, name, fn, ...)
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+/* How many states a row has: the length of a list with one entry each. */
+#define STATE(...) 0
+#define PRECISE_STATE STATE
+#define ROW_STATE STATE
+#define COLUMN_STATE STATE
+#define STATES(...) (int)sizeof((char[]){__VA_ARGS__})
+#define HYPERS(...)
+#define SCALARS(...)
+
+V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states, const int mode, const float *k,
+                    const float *w, const float *g, float *d, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES];
+        for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
+        v_store(d + i, rule(kv, v_load(w + i), v_load(g + i), sv, mode));
+        for (int j = 0; j < states; j++) v_store(s[j] + i, sv[j]);
+    }
+}
+
+V_OP void norms_tile(void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int states, const int count,
+                     const int mode, const float *k, const float *w, const float *g, float *const *x, float *const *s,
+                     int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES], xv[HSTEP_MAX_NORMS];
+        for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
+        norms(kv, v_load(w + i), v_load(g + i), sv, xv, mode);
+        for (int j = 0; j < states; j++) v_store(s[j] + i, sv[j]);
+        for (int j = 0; j < count; j++) v_store(x[j] + i, xv[j]);
+    }
+}
+
+/* The direction of a matrix step, in the order of elements, and the change that the transformed one makes. */
+V_OP void direction_tile(vf (*direction)(const vf *, vf, vf *, int), const int mode, const float *k, const float *g,
+                         float *u, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES] = {v_load(s[0] + i)};
+        v_store(u + i, direction(kv, v_load(g + i), sv, mode));
+        v_store(s[0] + i, sv[0]);
+    }
+}
+
+V_OP void change_tile(vf (*change)(const vf *, vf, vf), const float *k, const float *w, const float *u, float *d,
+                      int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) v_store(d + i, change(kv, v_load(w + i), v_load(u + i)));
+}
+
+/* Of a pair of vectors: what is summed over rows and columns, and the vector that the means make. */
+V_OP void cross_tile(vf (*cross)(const vf *, vf, vf, vf *, int, int), const int states, const int pair, const int mode,
+                     const float *k, const float *w, const float *g, float *x, float *const *s, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf sv[HALFSTEP_MAX_STATES];
+        for (int j = 0; j < states; j++) sv[j] = v_load(s[j] + i);
+        v_store(x + i, cross(kv, v_load(w + i), v_load(g + i), sv, mode, pair));
+    }
+}
+
+V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, const float *k, float *x,
+                      const float *mean, int64_t n)
+{
+    vf kv[HSTEP_MAX_SCALARS];
+    for (int j = 0; j < HSTEP_MAX_SCALARS; j++) kv[j] = v_set(k[j]);
+    for (int64_t i = 0; i < n; i += VL) v_store(x + i, vector(kv, v_load(x + i), v_load(mean + i), pair));
+}
+
+#define RULE_FUNCTION(id, fn, states, mode)                                                                   \
+    static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
+                                   int64_t n)                                                                 \
+    {                                                                                                         \
+        rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                 \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
+    RULE_FUNCTION(id, fn, states, 0)                                 \
+    RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2) RULE_FUNCTION(id, fn, states, 3)
+#include "rules/rules.def"
+#undef RULE
+
+#define NO_NORMS(id, fn, states)
+#define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
+#define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
+#define NORMS_3(id, fn, states) NORMS_FUNCTION(id, fn, states, 3, 0) NORMS_FUNCTION(id, fn, states, 3, 1)
+#define TOTALS_3(share) NORMS_3
+#define NORMS_FUNCTION(id, fn, states, count, mode)                                                                   \
+    static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x, float *const *s, \
+                                    int64_t n)                                                                        \
+    {                                                                                                                 \
+        norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                                \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
+#include "rules/rules.def"
+#undef RULE
+#undef NO_NORMS
+#undef NORMS_1
+#undef NORMS_2
+#undef NORMS_3
+#undef TOTALS_3
+
+#define ELEMENTWISE(id, fn, states)
+#define RAW_GRADIENT(id, fn, states)
+#define FACTORED_1(id, fn, states) FACTORED_TILES(id, fn, states, 0)
+#define FACTORED_2(id, fn, states) FACTORED_TILES(id, fn, states, 0) FACTORED_TILES(id, fn, states, 1)
+#define CROSS_FUNCTION(id, fn, states, pair, mode)                                                     \
+    static void cross_##id##_##pair##_##mode(const float *k, const float *w, const float *g, float *x, \
+                                             float *const *s, int64_t n)                               \
+    {                                                                                                  \
+        cross_tile(fn##_cross, states, pair, mode, k, w, g, x, s, n);                                  \
+    }
+#define FACTORED_TILES(id, fn, states, pair)                                                 \
+    CROSS_FUNCTION(id, fn, states, pair, 0)                                                  \
+    CROSS_FUNCTION(id, fn, states, pair, 1)                                                  \
+    static void vector_##id##_##pair(const float *k, float *x, const float *mean, int64_t n) \
+    {                                                                                        \
+        vector_tile(fn##_vector, pair, k, x, mean, n);                                       \
+    }
+#define MATRIX(name) MATRIX_TILES
+#define MATRIX_TILES(id, fn, states)                                                                     \
+    static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n) \
+    {                                                                                                    \
+        direction_tile(fn##_direction, 0, k, g, u, s, n);                                                \
+    }                                                                                                    \
+    static void direction_##id##_1(const float *k, const float *g, float *u, float *const *s, int64_t n) \
+    {                                                                                                    \
+        direction_tile(fn##_direction, 1, k, g, u, s, n);                                                \
+    }                                                                                                    \
+    static void change_##id(const float *k, const float *w, const float *u, float *d, int64_t n)         \
+    {                                                                                                    \
+        change_tile(fn##_change, k, w, u, d, n);                                                         \
+    }
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    kind(id, fn, (states))
+#include "rules/rules.def"
+#undef RULE
+#undef ELEMENTWISE
+#undef RAW_GRADIENT
+#undef FACTORED_1
+#undef FACTORED_2
+#undef MATRIX
+
+static void gradient_tile(float *g, const float *w, float scale, float mean, float l2, int64_t n)
+{
+    vf s = v_set(scale), c = v_set(mean), l = v_set(l2);
+    for (int64_t i = 0; i < n; i += VL) {
+        vf x = v_mul(v_load(g + i), s);
+        if (mean != 0.0f) x = v_sub(x, c);
+        if (l2 != 0.0f) x = v_add(x, v_mul(l, v_load(w + i)));
+        v_store(g + i, x);
+    }
+}
+
+/* 1 where the update agrees with the gradient. */
+static void agreement_tile(const float *update, const float *g, float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(x + i, v_select(agrees(v_load(update + i), v_load(g + i)), v_set(1.0f), v_set(0.0f)));
+}
+
+static void cautious_tile(float *d, const float *g, const float *w, float scale, float decay, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(d + i, cautious_change(v_load(d + i), v_load(g + i), v_load(w + i), v_set(scale), v_set(decay)));
+}
+
+static void accumulate_tile(float *g, const float *x, float scale, int64_t n)
+{
+    vf s = v_set(scale);
+    for (int64_t i = 0; i < n; i += VL) v_store(g + i, v_add(v_load(g + i), v_mul(v_load(x + i), s)));
+}
+
+static void scale_tile(float *x, float factor, int64_t n)
+{
+    vf f = v_set(factor);
+    for (int64_t i = 0; i < n; i += VL) v_store(x + i, v_mul(v_load(x + i), f));
+}
+
+V_OP uint32_t maximum_of(const int format, const char *code, int64_t n)
+{
+    vi m = vi_set(0), limit = vi_set(0x7fffffff);
+    for (int64_t i = 0; i < n; i += PAIR) {
+        vf e, o;
+        load_any(format, 0, code, NULL, i, &e, &o);
+        m = vi_max(m, vi_max(vi_and(v_bits(e), limit), vi_and(v_bits(o), limit)));
+    }
+    return (uint32_t)vi_hmax(m);
+}
+
+V_OP void squares_of(const int format, const char *code, int64_t n, double *sums, uint32_t *maximum)
+{
+    va a = va_zero();
+    vi m = vi_set(0), limit = vi_set(0x7fffffff);
+    for (int64_t i = 0; i < n; i += HSTEP_GROUP)
+        for (int part = 0; part < PAIRS; part++) {
+            vf e, o;
+            load_any(format, 0, code, NULL, i + part * PAIR, &e, &o);
+            va_add_product(&a, part, e, e);
+            va_add_product(&a, part, o, o);
+            m = vi_max(m, vi_max(vi_and(v_bits(e), limit), vi_and(v_bits(o), limit)));
+        }
+    *maximum = (uint32_t)vi_hmax(m);
+    va_store(a, sums);
+}
+
+V_OP void sums_of(const int format, const char *code, int64_t n, double *sums)
+{
+    va a = va_zero();
+    for (int64_t i = 0; i < n; i += HSTEP_GROUP)
+        for (int part = 0; part < PAIRS; part++) {
+            vf e, o;
+            load_any(format, 0, code, NULL, i + part * PAIR, &e, &o);
+            va_add(&a, part, e);
+            va_add(&a, part, o);
+        }
+    va_store(a, sums);
+}
+
+#define ELEMENT_FORMAT(id, name, fn, ...)                                                                        \
+    static uint32_t maximum_##fn(const char *code, int64_t n) { return maximum_of(HSTEP_FORMAT_##fn, code, n); } \
+    static void squares_##fn(const char *code, int64_t n, double *sums, uint32_t *maximum)                       \
+    {                                                                                                            \
+        squares_of(HSTEP_FORMAT_##fn, code, n, sums, maximum);                                                   \
+    }                                                                                                            \
+    static void sums_##fn(const char *code, int64_t n, double *sums) { sums_of(HSTEP_FORMAT_##fn, code, n, sums); }
+#define BLOCK_FORMAT(id, name, fn, ...)
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+
+static void to_plain(const float *x, float *plain, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += PAIR) vp_store_f32(plain + i, v_load(x + i), v_load(x + i + VL));
+}
+
+static void from_plain(const float *plain, float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += PAIR) {
+        vf e, o;
+        vp_load_f32(plain + i, &e, &o);
+        v_store(x + i, e);
+        v_store(x + i + VL, o);
+    }
+}
+
+/* ---- Random words ---- */
+
+static void random_LATTICE(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+{
+    struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
+    vi x = mixer_start(&key, first), k1 = vi_set(key.k[1]), factor = vi_set(key.factor), offset = vi_set(key.offset);
+    for (int64_t i = 0; i < n; i += VL) vi_store(words + i, lattice_of(mixer_next(&x, k1), factor, offset));
+}
+
+static void random_MIXER(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+{
+    struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
+    vi x = mixer_start(&key, first), k1 = vi_set(key.k[1]);
+    for (int64_t i = 0; i < n; i += VL) vi_store(words + i, mixer_next(&x, k1));
+}
+
+static void random_PHILOX7(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+{
+    uint64_t block = first >> 2;
+    if (VL == 1 || (uint32_t)block > UINT32_MAX - HSTEP_TILE) {
+        for (int64_t i = 0; i < n; i += 4) hstep_philox_block(stream, block + (uint64_t)i / 4, words + i);
+        return;
+    }
+    /* VL blocks side by side, one per lane. */
+    for (int64_t i = 0; i < n; i += 4 * VL) {
+        vi a = vi_add(vi_set((uint32_t)block + (uint32_t)(i / 4)), vi_iota()), b = vi_set((uint32_t)(block >> 32));
+        vi c = vi_set(stream->k[2]), d = vi_set(stream->k[3]);
+        uint32_t k = stream->k[0], l = stream->k[1];
+        for (int round = 0; round < 7; round++) {
+            vi p = vi_mul(vi_set(0xD2511F53u), a), p_high = vi_mulhi(vi_set(0xD2511F53u), a);
+            vi q = vi_mul(vi_set(0xCD9E8D57u), c), q_high = vi_mulhi(vi_set(0xCD9E8D57u), c);
+            a = vi_xor(vi_xor(q_high, b), vi_set(k));
+            b = q;
+            c = vi_xor(vi_xor(p_high, d), vi_set(l));
+            d = p;
+            k += 0x9E3779B9u;
+            l += 0xBB67AE85u;
+        }
+        HSTEP_ALIGNED uint32_t lanes[4][VL];
+        vi_store(lanes[0], a);
+        vi_store(lanes[1], b);
+        vi_store(lanes[2], c);
+        vi_store(lanes[3], d);
+        int64_t blocks = (n - i) / 4 < VL ? (n - i) / 4 : VL;
+        for (int64_t j = 0; j < blocks; j++)
+            for (int w = 0; w < 4; w++) words[i + 4 * j + w] = lanes[w][j];
+    }
+}
+
+#endif

@@ -1,0 +1,163 @@
+/* Where the elements of a tensor lie. Nothing here looks at a value. */
+#include "tables/layout.h"
+
+int hstep_unit_of(int format)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    return f->geometry != HALFSTEP_GEOMETRY_TENSOR && f->block > HSTEP_GROUP ? f->block : HSTEP_GROUP;
+}
+
+int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
+{
+    int block =
+        format < 0 || hstep_formats[format].geometry != HALFSTEP_GEOMETRY_ROWS ? 0 : hstep_formats[format].block;
+    return block ? (t->n_columns + block - 1) / block : 0;
+}
+
+int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    if (f->code_bits >= 8 || f->geometry == HALFSTEP_GEOMETRY_FLAT) return element * f->code_bits / 8;
+    int64_t row = element / t->n_columns, column = element % t->n_columns;
+    return row * ((t->n_columns * f->code_bits + 7) / 8) + column * f->code_bits / 8;
+}
+
+int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    if (!f->block) return element * f->extra_bits / 8;
+    if (f->geometry == HALFSTEP_GEOMETRY_TENSOR) return 0;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) return element / f->block * f->scale_bits / 8;
+    int64_t row = element / t->n_columns, column = element % t->n_columns;
+    return (row * hstep_blocks_per_row(t, format) + column / f->block) * f->scale_bits / 8;
+}
+
+uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)
+{
+    int64_t row = t->first_row + element / t->n_columns, column = t->first_column + element % t->n_columns;
+    return (uint64_t)(row * t->row_length + column);
+}
+
+static int count_sums(const struct hstep_tensor *t)
+{
+    int sums = hstep_rules[t->rule].norms + t->cautious;
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+        sums += t->slot[s].format >= 0 && hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR;
+    return sums;
+}
+
+void hstep_lay_out(struct hstep_tensor *t)
+{
+    int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
+    t->unit = HSTEP_GROUP;
+    int flat = 0;
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
+        if (t->slot[s].format < 0) continue;
+        int unit = hstep_unit_of(t->slot[s].format);
+        if (unit > t->unit) t->unit = unit;
+        flat |= hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_FLAT;
+    }
+    t->index0 = (uint64_t)t->first_row * (uint64_t)stride + (uint64_t)t->first_column;
+    t->index_stride = stride;
+    /* Rows that follow each other in index space as they do in memory are one run. */
+    t->dense = columns == stride && (t->unit == HSTEP_GROUP || t->row_length % t->unit == 0);
+    if (flat) {
+        t->dense = 1;
+        t->index0 = (uint64_t)t->first_row * (uint64_t)t->row_length;
+        t->index_stride = hstep_row_stride(t->rows * t->row_length);
+    }
+    t->runs = t->dense ? 1 : rows;
+    t->run_length = t->dense ? rows * columns : columns;
+    if (!rows || !columns) t->runs = t->run_length = 0;
+    t->matrix = hstep_is_matrix(t->rule, t->ndim, t->rows, t->row_length);
+    /* Kernels of a rule without states take the list of one that is nothing. */
+    t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
+    t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
+    t->sums = count_sums(t);
+}
+
+int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
+{
+    int64_t n = 0;
+    if (!t->runs) return 0;
+    if (t->run_length < HSTEP_CHUNK) {
+        int64_t per_chunk = HSTEP_CHUNK / t->run_length;
+        for (int64_t run = 0; run < t->runs; run += per_chunk, n++)
+            if (out)
+                out[n] = (struct hstep_chunk){
+                    index, run, t->runs - run < per_chunk ? t->runs - run : per_chunk, 0, t->run_length, 0};
+        return n;
+    }
+    for (int64_t run = 0; run < t->runs; run++) {
+        /* Cuts at multiples of a chunk, in index space where units start there, which also keeps a chunk within one
+         * segment of random words; else in columns. */
+        uint64_t first = t->dense || t->unit == HSTEP_GROUP ? t->index0 + (uint64_t)(run * t->index_stride)
+                                                            : (uint64_t)t->first_column;
+        int64_t start = (int64_t)(first % (uint64_t)HSTEP_CHUNK);
+        for (int64_t offset = 0; offset < t->run_length; n++) {
+            int64_t length = HSTEP_CHUNK - (start + offset) % HSTEP_CHUNK;
+            if (length > t->run_length - offset) length = t->run_length - offset;
+            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, length, 0};
+            offset += length;
+        }
+    }
+    return n;
+}
+
+int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks)
+{
+    int64_t room = 0, count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t cost = chunks[i].runs * chunks[i].length + HSTEP_CHUNK_COST;
+        if (cost > room) {
+            tasks[count++] = i;
+            room = HSTEP_CHUNK;
+        }
+        room -= cost;
+        chunks[i].task = count - 1;
+    }
+    tasks[count] = n;
+    return count;
+}
+
+int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index)
+{
+    if (t->unit == HSTEP_GROUP) return (int64_t)(index % HSTEP_GROUP);
+    if (t->dense) return (int64_t)(index % (uint64_t)t->unit);
+    return (t->first_column + element % t->n_columns) % t->unit;
+}
+
+/* Read whole across the end of the task that holds the first element. */
+void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length)
+{
+    int64_t row = t->index_stride, ends[2] = {*offset, *offset + *length};
+    if (row < HSTEP_GROUP) return;
+    for (int i = 0; i < 2; i++) {
+        if (ends[i] == 0 || ends[i] == t->run_length) continue;
+        int64_t column = (int64_t)((start + (uint64_t)ends[i]) % (uint64_t)row), over = column % HSTEP_TILE;
+        if (!over) continue;
+        int64_t up = HSTEP_TILE - over;
+        if (up > row - column) up = row - column;
+        ends[i] += up < t->run_length - ends[i] ? up : t->run_length - ends[i];
+    }
+    *offset = ends[0];
+    *length = ends[1] - ends[0];
+}
+
+int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    p->element = p->n ? p->element + p->n : first;
+    p->skip = 0;
+    if (p->element >= end) return 0;
+    int64_t n = end - p->element;
+    if (f->geometry == HALFSTEP_GEOMETRY_FLAT) {
+        p->skip = (int)(p->element % f->block);
+        p->element -= p->skip;
+        n += p->skip;
+    } else if (f->block && n > t->n_columns - p->element % t->n_columns) {
+        n = t->n_columns - p->element % t->n_columns;
+    }
+    p->n = n > HSTEP_TILE ? HSTEP_TILE : (int)n;
+    return 1;
+}

@@ -1,0 +1,41 @@
+/* Where the elements of a tensor lie: units, runs, chunks and offsets. Integers only; devices compile layout.c too. */
+#ifndef HSTEP_LAYOUT_H
+#define HSTEP_LAYOUT_H
+
+#include "tables/tensor.h"
+
+/* Runs, index space, unit, kind and sums of a tensor whose slots are chosen, and of which it is known whether its group
+ * is cautious. */
+void hstep_lay_out(struct hstep_tensor *t);
+/* How many chunks a laid out tensor has, with `index` as its number; written where out is not NULL. */
+int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
+/* Makes tasks of chunks: how many. tasks: room for n + 1 numbers, the first chunk of each and at the end n. */
+int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);
+
+int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
+/* What is worked on as a whole: groups of 32 elements, or blocks where they are longer. */
+int hstep_unit_of(int format);
+/* Bytes from the start of a stream to an element held here; for block formats, the first of a block. */
+int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
+int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
+
+/* The number that an element held here has in the whole tensor, row by row. */
+uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
+/* How far into its unit an element lies. */
+int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
+/* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which
+ * begins at index `start`, to the chunks that are its own. */
+void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length);
+
+/* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
+ * asked for. */
+struct hstep_piece {
+    int64_t element;
+    int n, skip;
+};
+
+/* The next piece before element `end`, from a zeroed one: along each row for blocks of rows, else straight through
+ * memory. 0: none is left. */
+int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p);
+
+#endif

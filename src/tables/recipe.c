@@ -1,0 +1,172 @@
+/* Recipes, "rule/weight format/state formats", parsed against the tables and written in full. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "tables/tables.h"
+
+enum {
+    WEIGHT = HALFSTEP_ROLE_WEIGHT,
+    GRADIENT = HALFSTEP_ROLE_GRADIENT,
+};
+
+static int fail(int code, char *detail, size_t size, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    if (size) vsnprintf(detail, size, format, arguments);
+    va_end(arguments);
+    return code;
+}
+
+/* States that a recipe names a format for: all but copies of the weight and vectors. The last `optional` of them need
+ * not be named. */
+static int named_states(int rule, int *which, int *optional)
+{
+    int n = 0;
+    *optional = 0;
+    for (int i = 0; i < hstep_rule_states(rule); i++) {
+        const struct hstep_state *state = &hstep_rules[rule].state[i];
+        if (state->role == WEIGHT || state->extent != HALFSTEP_EXTENT_ELEMENTS) continue;
+        *optional += state->unless != NULL;
+        which[n++] = i;
+    }
+    return n;
+}
+
+/* An optional state that was not named is stored as the last one before it of its role. */
+static int inherited_format(const struct hstep_recipe *recipe, int state)
+{
+    const struct hstep_state *states = hstep_rules[recipe->rule].state;
+    for (int i = state - 1; i >= 0; i--)
+        if (states[i].role == states[state].role && states[i].extent == HALFSTEP_EXTENT_ELEMENTS)
+            return recipe->state[i];
+    return recipe->state[0];
+}
+
+/* The part of a recipe that names the formats of states. */
+static int parse_states(const char *text, const char *part, struct hstep_recipe *recipe, char *detail, size_t size)
+{
+    int which[HALFSTEP_MAX_STATES], optional, given = 0, formats[HALFSTEP_MAX_STATES];
+    int named = named_states(recipe->rule, which, &optional);
+    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
+    for (;; part++) {
+        size_t length = strcspn(part, "+/");
+        int format = hstep_find_format(part, length);
+        if (format < 0)
+            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
+                        part);
+        if (given >= named)
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': %s has %d state%s to name a format for",
+                        text, rule->name, named, named == 1 ? "" : "s");
+        formats[given++] = format;
+        part += length;
+        if (*part != '+') break;
+    }
+    if (*part)
+        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': nothing may follow the state formats", text);
+    if (given != 1 && given < named - optional)
+        return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size,
+                    "recipe '%s': give one state format, or one for each of the %d states of %s", text,
+                    named - optional, rule->name);
+    for (int i = 0; i < named; i++) {
+        int state = which[i], role = rule->state[state].role;
+        /* One format for all of them leaves out the states that hold gradients, if it cannot serve them. */
+        if (given == 1 && named > 1 && role == GRADIENT && !hstep_format_serves(formats[0], role)) continue;
+        recipe->state[state] = given == 1 ? formats[0] : i < given ? formats[i] : inherited_format(recipe, state);
+        if (!hstep_format_serves(recipe->state[state], role))
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store %s", text,
+                        hstep_formats[recipe->state[state]].name, rule->state[state].name);
+    }
+    return HALFSTEP_OK;
+}
+
+int hstep_recipe_parse(const char *text, struct hstep_recipe *recipe, char *detail, size_t size)
+{
+    size_t length = strcspn(text, "/");
+    recipe->rule = hstep_find_rule(text, length);
+    if (recipe->rule < 0)
+        return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no rule is called '%.*s'", text, (int)length,
+                    text);
+    const struct hstep_rule *rule = &hstep_rules[recipe->rule];
+    const char *part = text + length;
+
+    recipe->weight = HSTEP_FORMAT_f32;
+    if (*part) {
+        part++;
+        length = strcspn(part, "/");
+        recipe->weight = hstep_find_format(part, length);
+        if (recipe->weight < 0)
+            return fail(HALFSTEP_ERROR_NAME, detail, size, "recipe '%s': no format is called '%.*s'", text, (int)length,
+                        part);
+        if (!(hstep_formats[recipe->weight].roles & WEIGHT))
+            return fail(HALFSTEP_ERROR_UNSUPPORTED, detail, size, "recipe '%s': '%s' cannot store weights", text,
+                        hstep_formats[recipe->weight].name);
+        part += length;
+    }
+
+    for (int i = 0; i < HALFSTEP_MAX_STATES; i++)
+        recipe->state[i] = i >= hstep_rule_states(recipe->rule)                ? HSTEP_FORMAT_NONE
+                           : rule->state[i].role == WEIGHT                     ? recipe->weight
+                           : recipe->weight == HSTEP_FORMAT_f32                ? HSTEP_FORMAT_f32
+                           : rule->state[i].extent != HALFSTEP_EXTENT_ELEMENTS ? HSTEP_FORMAT_f32
+                                                                               : HSTEP_FORMAT_bf16_sr;
+    if (*part) return parse_states(text, part + 1, recipe, detail, size);
+    return rule->formats ? parse_states(text, rule->formats, recipe, detail, size) : HALFSTEP_OK;
+}
+
+int hstep_recipe_text(const struct hstep_recipe *r, char *text, size_t size)
+{
+    char full[160];
+    int n = snprintf(full, sizeof full, "%s/%s", hstep_rules[r->rule].name, hstep_formats[r->weight].name);
+    int which[HALFSTEP_MAX_STATES], optional, named = named_states(r->rule, which, &optional), same = 1, inherits = 1;
+    for (int i = 1; i < named; i++) {
+        same &= r->state[which[i]] == r->state[which[0]];
+        if (i >= named - optional) inherits &= r->state[which[i]] == inherited_format(r, which[i]);
+    }
+    int shown = same && named ? 1 : inherits ? named - optional : named;
+    for (int i = 0; i < shown; i++)
+        n += snprintf(full + n, sizeof full - (size_t)n, "%c%s", i ? '+' : '/', hstep_formats[r->state[which[i]]].name);
+    if ((size_t)n >= size) return HALFSTEP_ERROR_RANGE;
+    memcpy(text, full, (size_t)n + 1);
+    return HALFSTEP_OK;
+}
+
+int halfstep_recipe_full(const char *recipe, char *text, size_t size)
+{
+    struct hstep_recipe r;
+    if (!recipe || !text) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    return error ? error : hstep_recipe_text(&r, text, size);
+}
+
+/* With the rule's default hyper-parameters. */
+static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
+{
+    const char *unless = hstep_rules[rule].state[state].unless;
+    for (int i = 0; unless && i < hstep_rule_hypers(rule); i++)
+        if (!strcmp(hstep_rules[rule].hyper[i].name, unless)) return hstep_rules[rule].hyper[i].initial != 0.0;
+    return hstep_state_of_shape(rule, state, ndim, rows, row_length);
+}
+
+int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
+                          uint64_t *weight_extra, uint64_t *states)
+{
+    struct hstep_recipe r;
+    if (!recipe) return HALFSTEP_ERROR_ARGUMENT;
+    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    if (error) return error;
+    if (rows < 0 || row_length < 0 || (row_length && rows > (INT64_MAX >> 6) / row_length)) return HALFSTEP_ERROR_SHAPE;
+    if (weight) *weight = hstep_code_bytes(r.weight, rows, row_length);
+    if (weight_extra) *weight_extra = hstep_extra_bytes(r.weight, rows, row_length);
+    if (!states) return HALFSTEP_OK;
+    *states = 0;
+    for (int i = 0; i < hstep_rule_states(r.rule); i++) {
+        if (!needed_by_default(r.rule, i, ndim, rows, row_length)) continue;
+        int format = hstep_eligible_format(r.state[i], r.weight, ndim, rows, row_length);
+        int64_t height = rows, width = row_length;
+        hstep_extend(hstep_rules[r.rule].state[i].extent, &height, &width);
+        *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
+    }
+    return HALFSTEP_OK;
+}

@@ -1,0 +1,359 @@
+#include "tables/tables.h"
+
+#include <string.h>
+
+#include "base/rng.h"
+#include "base/scale.h"
+#include "base/schedule.h"
+#include "base/structs.h"
+#include "rules/transforms.h"
+#include "tables/tensor.h"
+
+enum {
+    WEIGHT = HALFSTEP_ROLE_WEIGHT,
+    GRADIENT = HALFSTEP_ROLE_GRADIENT,
+    SIGNED = HALFSTEP_ROLE_SIGNED,
+    NONNEG = HALFSTEP_ROLE_NONNEG,
+    ROWS = HALFSTEP_GEOMETRY_ROWS,
+    FLAT = HALFSTEP_GEOMETRY_FLAT,
+    TENSOR = HALFSTEP_GEOMETRY_TENSOR
+};
+
+/* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does
+ * not compile, and the message names it. */
+#define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
+#define ROW(condition, name, text) _Static_assert(condition, name ": " text);
+#define FORMAT_ROW(id, name, fn, roles)                                                                   \
+    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                 \
+    ROW((id) > 0, name, "ids count from 1")                                                               \
+    ROW(((roles) & ROLES) == (roles) && (roles) != 0, name, "roles are WEIGHT, GRADIENT, SIGNED, NONNEG") \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                                               \
+    FORMAT_ROW(id, name, fn, roles)                                                                                \
+    ROW(HSTEP_BITS_##dtype == 16 || HSTEP_BITS_##dtype == 32, name, "codes of single elements have 16 or 32 bits") \
+    ROW(HSTEP_BITS_##extra == 0 || HSTEP_BITS_##extra == 8 || HSTEP_BITS_##extra == 16, name,                      \
+        "a second stream has 8 or 16 bits")                                                                        \
+    ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                 \
+    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)           \
+    FORMAT_ROW(id, name, fn, roles)                                                                       \
+    ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")             \
+    ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                             \
+    ROW(HSTEP_BITS_##dtype == 8, name, "codes in blocks are stored in bytes")                             \
+    ROW((geometry) == TENSOR                                                                              \
+            ? (block) == 1 << 30                                                                          \
+            : (block) % HSTEP_GROUP == 0 && (block) > 0 && HSTEP_TILE % ((block) > 0 ? (block) : 1) == 0, \
+        name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                   \
+    ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")  \
+    ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                             \
+    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")                                             \
+    ROW((root) >= 0 && (root) <= 2, name, "the root of a grid is 0, 1 or 2")                              \
+    ROW((root) == 0 || (geometry) != TENSOR, name, "the scale of a whole tensor knows no grid")
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+#undef FORMAT_ROW
+#undef ROLES
+
+/* clang-format off */
+HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
+#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
+    {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, 0, #dtype, \
+     HSTEP_BITS_##extra ? #extra : NULL},
+#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
+    {id, name, title, roles, bits, 0, block, HSTEP_BITS_##scale, geometry, sr, root, #dtype, #scale},
+#include "formats/formats.def"
+#undef ELEMENT_FORMAT
+#undef BLOCK_FORMAT
+};
+/* clang-format on */
+
+HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
+#define STATE(name, role, beta, unless) PRECISE_STATE(name, role, beta, unless, NULL, NONE)
+#define PRECISE_STATE(name, role, beta, unless, option, format) \
+    {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS, option, HSTEP_FORMAT_##format}
+#define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS, NULL, HSTEP_FORMAT_NONE}
+#define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS, NULL, HSTEP_FORMAT_NONE}
+#define HYPER(name, title, initial, minimum, maximum, exclusive) {name, title, initial, minimum, maximum, exclusive}
+#define STATES(...) {__VA_ARGS__}
+#define HYPERS(...) {__VA_ARGS__}
+#define SCALARS(...) {__VA_ARGS__}
+#define SCALAR(name, minimum, maximum) {name, minimum, maximum}
+#define NO_NORMS 0, 0, NULL
+#define NORMS_1 1, 0, NULL
+#define NORMS_2 2, 0, NULL
+#define TOTALS_3(share) 3, 1, share
+#define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM, 0
+#define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM, 0
+#define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name, 0
+#define FACTORED_1 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 1
+#define FACTORED_2 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 2
+#define SIGN(decay) NULL
+#define NO_SIGN(reason) reason
+#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
+    {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign},
+#include "rules/rules.def"
+#undef RULE
+#undef NO_SIGN
+#undef SIGN
+#undef FACTORED_2
+#undef FACTORED_1
+#undef MATRIX
+#undef RAW_GRADIENT
+#undef ELEMENTWISE
+#undef TOTALS_3
+#undef NORMS_2
+#undef NORMS_1
+#undef NO_NORMS
+#undef SCALAR
+#undef SCALARS
+#undef STATES
+#undef HYPERS
+#undef COLUMN_STATE
+#undef ROW_STATE
+#undef PRECISE_STATE
+#undef STATE
+#undef HYPER
+};
+
+int hstep_rule_states(int rule)
+{
+    int n = 0;
+    while (hstep_rules[rule].state[n].name) n++;
+    return n;
+}
+
+int hstep_rule_hypers(int rule)
+{
+    int n = 0;
+    while (hstep_rules[rule].hyper[n].name) n++;
+    return n;
+}
+
+int hstep_rule_scalars(int rule)
+{
+    int n = 0;
+    while (hstep_rules[rule].scalar[n].name) n++;
+    return n;
+}
+
+int hstep_rule_state(int rule, const char *name)
+{
+    for (int i = 0; name && hstep_rules[rule].state[i].name; i++)
+        if (!strcmp(hstep_rules[rule].state[i].name, name)) return i;
+    return -1;
+}
+
+struct hstep_hyper hstep_rule_hyper(int rule, int index)
+{
+    if (index >= HSTEP_COMMON_HYPERS) return hstep_rules[rule].hyper[index - HSTEP_COMMON_HYPERS];
+    struct hstep_hyper hyper = hstep_common_hypers[index];
+    if (index == HSTEP_LR) hyper.initial = hstep_rules[rule].lr;
+    if (index == HSTEP_WEIGHT_DECAY) hyper.initial = hstep_rules[rule].weight_decay;
+    return hyper;
+}
+
+HSTEP_TABLE const struct hstep_hyper hstep_common_hypers[HSTEP_COMMON_HYPERS] = {
+    [HSTEP_LR] = {"lr", "learning rate", 1e-3, 0.0, 1e6, 0},
+    [HSTEP_WEIGHT_DECAY] = {"weight_decay", "coefficient of the decay mode", 0.0, 0.0, 1e6, 0},
+    [HSTEP_REFERENCE_LR] = {"reference_lr", "lr at which fully decoupled decay is weight_decay; 0: lr as first set",
+                            0.0, 0.0, 1e6, 0},
+    [HSTEP_MAXIMIZE] = {"maximize", "1: ascend", 0.0, 0.0, 1.0, 0},
+    [HSTEP_CENTRALIZE] = {"centralize", "fraction of the row mean taken from the gradient", 0.0, 0.0, 1.0, 0},
+    [HSTEP_CAUTIOUS] = {"cautious", "1: no element moves against its gradient (Liang et al. 2024)", 0.0, 0.0, 1.0, 0},
+    [HSTEP_WARMUP_STEPS] = {"warmup_steps", "steps of linear warm-up (preheat) of the schedule", 0.0, 0.0, 1e15, 0},
+    [HSTEP_TOTAL_STEPS] = {"total_steps", "length of the schedule", 0.0, 0.0, 1e15, 0},
+    [HSTEP_FINAL_FRACTION] = {"final_fraction", "of lr, at the end of the schedule", 0.0, 0.0, 1.0, 0},
+    [HSTEP_DECAY_START] = {"decay_start", "fraction of total_steps at which wsd begins to fall", 0.8, 0.0, 1.0, 0},
+    [HSTEP_POWER] = {"power", "exponent of inverse-power", -0.5, -16.0, 0.0, 0},
+    [HSTEP_GRADIENT_SCALE] = {"gradient_scale", "gradients are multiplied by it first", 1.0, 0.0, 1e30, 0},
+    [HSTEP_CLIP_NORM] = {"clip_norm", "largest global gradient norm; 0: no clipping", 0.0, 0.0, 1e15, 0},
+};
+
+int hstep_find_hyper(int rule, const char *name)
+{
+    for (int i = 0; i < HSTEP_COMMON_HYPERS + (rule < 0 ? 0 : hstep_rule_hypers(rule)); i++)
+        if (!strcmp(i < HSTEP_COMMON_HYPERS ? hstep_common_hypers[i].name : hstep_rule_hyper(rule, i).name, name))
+            return i;
+    return -1;
+}
+
+static HSTEP_TABLE const char *const decays[HSTEP_DECAYS + 1] = {"l2", "decoupled", "fully-decoupled", "proximal"};
+static HSTEP_TABLE const char *const scans[] = {"scan", "per-tensor", "known-finite", NULL};
+static HSTEP_TABLE const char *const clips[] = {"delayed", "per-tensor", NULL};
+static HSTEP_TABLE const char *const missings[] = {"skip", "error", NULL};
+
+const char *halfstep_choice_value(const char *choice, int32_t index)
+{
+    if (!choice || index < 0) return NULL;
+    if (!strcmp(choice, "schedule")) return hstep_schedule_name(index);
+    if (!strcmp(choice, "generator")) return hstep_generator_name(hstep_generator_id(index));
+    const char *const *values = !strcmp(choice, "decay")     ? decays
+                                : !strcmp(choice, "scan")    ? scans
+                                : !strcmp(choice, "clip")    ? clips
+                                : !strcmp(choice, "missing") ? missings
+                                                             : NULL;
+    if (!values) return NULL;
+    for (int i = 0; values[i]; i++)
+        if (i == index) return values[i];
+    return NULL;
+}
+
+int hstep_choice_find(const char *choice, const char *value)
+{
+    const char *name;
+    for (int i = 0; value && (name = halfstep_choice_value(choice, i)); i++)
+        if (!strcmp(name, value)) return i;
+    return -1;
+}
+
+static int find_part(const char *const *names, size_t stride, int n, const char *text, size_t length)
+{
+    for (int i = 0; i < n; i++) {
+        const char *name = *(const char *const *)((const char *)names + stride * (size_t)i);
+        if (strlen(name) == length && !memcmp(name, text, length)) return i;
+    }
+    return -1;
+}
+
+int hstep_find_rule(const char *text, size_t length)
+{
+    return find_part(&hstep_rules[0].name, sizeof hstep_rules[0], HSTEP_RULES, text, length);
+}
+
+int hstep_find_format(const char *text, size_t length)
+{
+    return find_part(&hstep_formats[0].name, sizeof hstep_formats[0], HSTEP_FORMATS, text, length);
+}
+
+static int has_matrix_shape(int ndim, int64_t rows, int64_t row_length)
+{
+    return ndim >= 2 && rows > 1 && row_length > 1;
+}
+
+int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length)
+{
+    return hstep_rules[rule].kind == HSTEP_MATRIX && has_matrix_shape(ndim, rows, row_length);
+}
+
+int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length)
+{
+    return has_matrix_shape(ndim, rows, row_length) ? hstep_rules[rule].pairs : 0;
+}
+
+int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length)
+{
+    const struct hstep_state *s = &hstep_rules[rule].state[state];
+    int special = hstep_is_matrix(rule, ndim, rows, row_length) || hstep_pairs(rule, ndim, rows, row_length);
+    return s->extent != HALFSTEP_EXTENT_ELEMENTS ? special : !special || s->role != NONNEG;
+}
+
+int hstep_format_serves(int format, int role)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    /* A state that holds gradients has either sign, and no block to share with a larger neighbour. */
+    return role == GRADIENT ? (f->roles & SIGNED) && !f->block : (f->roles & role) != 0;
+}
+
+int64_t hstep_row_stride(int64_t row_length) { return row_length < 32 ? row_length : (row_length + 31) / 32 * 32; }
+
+int hstep_eligible_format(int format, int weight_format, int ndim, int64_t rows, int64_t row_length)
+{
+    if (format < 0 || !hstep_formats[format].block) return format;
+    const struct hstep_format *f = &hstep_formats[format];
+    int eligible = 1, one_row = ndim <= 1 && rows == 1 && row_length >= 4096;
+    if (f->geometry == FLAT) eligible = rows * row_length >= 4096 && rows * row_length % f->block == 0;
+    if (f->geometry == ROWS) eligible = (ndim >= 2 || one_row) && row_length >= f->block;
+    if (eligible) return format;
+    return weight_format == HSTEP_FORMAT_f32 ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_bf16_sr;
+}
+
+uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    /* Half a byte can only be left over at the end of a row, or of everything. */
+    if (f->geometry == FLAT) return ((uint64_t)n_rows * (uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8;
+    return (uint64_t)n_rows * (((uint64_t)n_columns * (uint64_t)f->code_bits + 7) / 8);
+}
+
+uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns)
+{
+    const struct hstep_format *f = &hstep_formats[format];
+    uint64_t elements = (uint64_t)n_rows * (uint64_t)n_columns, block = (uint64_t)f->block;
+    if (!f->block) return elements * (uint64_t)f->extra_bits / 8;
+    uint64_t scales = f->geometry == TENSOR ? elements != 0
+                      : f->geometry == FLAT ? (elements + block - 1) / block
+                                            : (uint64_t)n_rows * (((uint64_t)n_columns + block - 1) / block);
+    return scales * (uint64_t)f->scale_bits / 8;
+}
+
+int32_t halfstep_rule_count(void) { return HSTEP_RULES; }
+int32_t halfstep_format_count(void) { return HSTEP_FORMATS; }
+int32_t halfstep_rule_find(const char *name) { return name ? hstep_find_rule(name, strlen(name)) : -1; }
+int32_t halfstep_format_find(const char *name) { return name ? hstep_find_format(name, strlen(name)) : -1; }
+
+int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
+{
+    if (!given || row < 0 || row >= HSTEP_RULES) return HALFSTEP_ERROR_ARGUMENT;
+    const struct hstep_rule *rule = &hstep_rules[row];
+    halfstep_rule_info ours = {0}, *info = &ours;
+    info->id = rule->id;
+    info->name = rule->name;
+    info->title = rule->title;
+    info->label = rule->label;
+    info->decay = rule->decay;
+    info->states = hstep_rule_states(row);
+    for (int i = 0; i < info->states; i++) {
+        info->state_role[i] = rule->state[i].role;
+        info->state_name[i] = rule->state[i].name;
+        info->state_extent[i] = rule->state[i].extent;
+        info->precise_if[i] = rule->state[i].option;
+        info->precise_format[i] = rule->state[i].option ? hstep_formats[rule->state[i].precise].name : NULL;
+        info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
+    }
+    info->scalars = hstep_rule_scalars(row);
+    for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
+    info->two_pass = rule->norms > 0;
+    info->totals = rule->totals ? rule->norms : 0;
+    info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
+    info->accumulates = rule->keeps != NULL;
+    info->cautious = !rule->no_sign;
+    info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
+    info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
+    return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
+{
+    if (!info || row < 0 || row >= HSTEP_FORMATS) return HALFSTEP_ERROR_ARGUMENT;
+    const struct hstep_format *format = &hstep_formats[row];
+    halfstep_format_info ours = {.id = format->id,
+                                 .name = format->name,
+                                 .title = format->title,
+                                 .roles = format->roles,
+                                 .code_bits = format->code_bits,
+                                 .extra_bits = format->extra_bits,
+                                 .block = format->block,
+                                 .scale_bytes = format->scale_bits / 8,
+                                 .geometry = format->geometry,
+                                 .stochastic = format->stochastic,
+                                 .grid = format->root != 0,
+                                 .code_dtype = format->code_dtype,
+                                 .extra_dtype = format->extra_dtype};
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}
+
+int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info)
+{
+    if (!info || rule < 0 || rule >= HSTEP_RULES || index < 0 || index >= HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule))
+        return HALFSTEP_ERROR_ARGUMENT;
+    struct hstep_hyper hyper = hstep_rule_hyper(rule, index);
+    halfstep_hyper_info ours = {.name = hyper.name,
+                                .title = hyper.title,
+                                .initial = hyper.initial,
+                                .minimum = hyper.minimum,
+                                .maximum = hyper.maximum,
+                                .exclusive_maximum = hyper.exclusive,
+                                .per_optimizer = index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS};
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+}

@@ -1,0 +1,180 @@
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep.h"
+#include "halfstep_io.h"
+
+#include "cli/commands.h"
+#include "common/args/args.h"
+#include "trainer/files/checkpoint.h"
+#include "trainer/files/model_files.h"
+#include "trainer/run/train.h"
+
+struct generate {
+    const char *checkpoint, *prompt;
+    int64_t bytes, threads;
+    double temperature;
+    uint64_t seed;
+    int json;
+};
+
+#define AT(member) offsetof(struct generate, member)
+
+static const struct option rows[] = {
+    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, OPTION_REQUIRED, NULL,
+     "what train lm --checkpoint saved"},
+    {"prompt", OPTION_STRING, AT(prompt), "TEXT", "", 0, 0, 0, NULL, "text to continue"},
+    {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "how many bytes to write"},
+    {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL, "0 always takes the likeliest byte"},
+    {"seed", OPTION_SEED, AT(seed), "N", "1", 0, 0, 0, NULL, "of the choices"},
+    {"threads", OPTION_INTEGER, AT(threads), "N", "0", 0, 1024, 0, NULL, "0: as many as there are processors"},
+    OPTION_JSON(struct generate),
+};
+
+static const struct command command = {
+    "generate",
+    "--checkpoint DIR [options]",
+    "Continues a text with a trained model. Computes in fp32 from the stored weights: the same bytes on every machine.",
+    NULL,
+    0,
+    0};
+
+static int averages(const halfstep_checkpoint *checkpoint)
+{
+    const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
+    struct recipe_parts parts;
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    recipe_split(recipe ? recipe : "", &parts);
+    return halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+}
+
+/* Where the rule speaks with an average of what it trains: in fp32. */
+static int load_averages(const char *checkpoint, const struct lm_config *shape, struct lm_weight *weights, char *error,
+                         size_t error_bytes)
+{
+    struct weight_source *source = weight_source_open(checkpoint, error, error_bytes);
+    int bad = !source;
+    for (int i = 0; !bad && i < lm_tensor_count(shape); i++) {
+        struct lm_tensor tensor;
+        lm_tensor_info(shape, i, &tensor);
+        float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        weights[i] = (struct lm_weight){values, LM_F32};
+        if (!values) snprintf(error, error_bytes, "out of memory");
+        bad = !values || weight_source_read(source, &tensor, values, error, error_bytes) != 0;
+    }
+    weight_source_close(source);
+    return bad ? -1 : 0;
+}
+
+/* In the type they are stored in. */
+static int load_weights(const struct model_tensors *model, const struct lm_config *shape, struct lm_weight *weights,
+                        char *error, size_t error_bytes)
+{
+    static const struct {
+        const char *name;
+        int dtype;
+    } types[] = {{"F32", LM_F32}, {"BF16", LM_BF16}, {"F16", LM_F16}};
+    for (int i = 0; i < lm_tensor_count(shape); i++) {
+        struct lm_tensor tensor;
+        const struct model_part *part;
+        uint64_t index;
+        halfstep_safetensor_info info;
+        lm_tensor_info(shape, i, &tensor);
+        if (model_tensors_find(model, &tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
+        size_t type = 0;
+        while (type < sizeof types / sizeof types[0] && strcmp(types[type].name, info.dtype) != 0) type++;
+        if (type == sizeof types / sizeof types[0]) {
+            snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", part->path, tensor.name,
+                     info.dtype);
+            return -1;
+        }
+        void *data = malloc(info.bytes);
+        weights[i] = (struct lm_weight){data, types[type].dtype};
+        if (!data) {
+            snprintf(error, error_bytes, "out of memory");
+            return -1;
+        }
+        if (halfstep_read_safetensor(part->file, index, 0, data, info.bytes, error, error_bytes) != HALFSTEP_OK)
+            return -1;
+    }
+    return 0;
+}
+
+static int print_text(const struct generate *g, const uint8_t *text, size_t n)
+{
+    if (g->json) {
+        struct document d;
+        json_t *object = document_begin(&d);
+        put_text(&d, object, "prompt", g->prompt);
+        put_bytes(&d, object, "text", text, n);
+        put_integer(&d, object, "bytes", (int64_t)n);
+        return document_print(&d);
+    }
+    print_bytes((const uint8_t *)g->prompt, strlen(g->prompt));
+    print_bytes(text, n);
+    putchar('\n');
+    return 0;
+}
+
+static int write_text(const struct generate *g, const struct lm_config *shape, const struct lm_weight *weights,
+                      char *error, size_t error_bytes)
+{
+    struct lm_options options = {.compute = LM_F32, .gradients = LM_F32, .threads = (int)g->threads};
+    uint8_t *text = malloc((size_t)g->bytes + 1);
+    struct lm *model = text ? lm_create(shape, &options, error, error_bytes) : NULL;
+    int status = model ? 0 : 1;
+    if (!text) snprintf(error, error_bytes, "out of memory");
+    if (model && lm_generate(model, weights, (const uint8_t *)g->prompt, strlen(g->prompt), g->temperature, g->seed,
+                             text, (size_t)g->bytes) != 0) {
+        snprintf(error, error_bytes, "%s", lm_error(model));
+        status = 1;
+    }
+    if (status == 0) status = print_text(g, text, (size_t)g->bytes);
+    lm_destroy(model);
+    free(text);
+    return status;
+}
+
+static int generate(const struct generate *g)
+{
+    char error[1024] = "", note[600];
+    halfstep_checkpoint *checkpoint = NULL;
+    struct model_tensors model = {NULL, 0, NULL};
+    struct lm_config shape;
+    if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
+        return failure(command.name, "%s", error);
+    const char *path = halfstep_checkpoint_path(checkpoint, "model.safetensors");
+    int status = 1;
+    struct lm_weight *weights = NULL;
+    int tensors = 0;
+    if (!path) {
+        snprintf(error, sizeof error, "%s: the checkpoint has no model.safetensors", g->checkpoint);
+    } else if (checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error) == 0 &&
+               model_tensors_open(path, &model, error, sizeof error) == 0 &&
+               model_tensors_check(&model, &shape, error, sizeof error) == 0) {
+        tensors = lm_tensor_count(&shape);
+        weights = calloc((size_t)tensors, sizeof *weights);
+        if (!weights) snprintf(error, sizeof error, "out of memory");
+        else if ((averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
+                                       : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
+            status = write_text(g, &shape, weights, error, sizeof error);
+    }
+    for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
+    free(weights);
+    model_tensors_close(&model);
+    halfstep_close_checkpoint(checkpoint);
+    return status && error[0] ? failure(command.name, "%s", error) : status;
+}
+
+int cmd_generate(int argc, char **argv)
+{
+    struct generate g;
+    struct args args;
+    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &g}};
+    int status = args_parse(&args, &command, groups, 1, argc, argv);
+    if (status != ARGS_RUN) return status;
+    status = generate(&g);
+    args_free(&args);
+    return status;
+}

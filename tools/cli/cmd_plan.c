@@ -1,0 +1,367 @@
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep.h"
+
+#include "cli/commands.h"
+#include "common/args/args.h"
+#include "common/args/recipes.h"
+#include "trainer/files/checkpoint.h"
+#include "trainer/run/train.h"
+
+struct plan {
+    double params;
+    uint64_t memory;
+    const char *gradients, *rule, *checkpoint;
+    struct string_list recipes;
+    int64_t width, depth, heads, context, layers;
+    int release, all, json;
+};
+
+#define AT(member) offsetof(struct plan, member)
+
+static const struct option option_rows[] = {
+    {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL, "parameters of the model, such as 7e9 or 7B"},
+    {"memory", OPTION_BYTES, AT(memory), "BYTES", NULL, 0, 0, 0, NULL, "memory to fit into: 24G is 24 * 2^30 bytes"},
+    {"rule", OPTION_CHOICE, AT(rule), "NAME", "adamw", 0, 0, 0, rule_name, "whose recipes to list"},
+    {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "only these, of any rule"},
+    {"all", OPTION_FLAG, AT(all), NULL, NULL, 0, 0, 0, NULL,
+     "every weight format with every state format that holds all states of the rule (default: those worth a look)"},
+    {"gradients", OPTION_CHOICE, AT(gradients), "FORMAT", NULL, 0, 0, 0, gradient_format_name,
+     "how gradients are stored (default: bf16 with 16-bit weights, otherwise f32)"},
+    {"release", OPTION_FLAG, AT(release), NULL, NULL, 0, 0, 0, NULL, "gradients live one layer at a time"},
+    {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
+     "with --release and --params: equal parts that gradients are released in"},
+    {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
+     "take the shape of this model instead of --params: a checkpoint, or a folder with config.json"},
+    {"width", OPTION_INTEGER, AT(width), "N", NULL, 2, 65536, 0, NULL,
+     "or the shape that train lm makes of these four"},
+    {"depth", OPTION_INTEGER, AT(depth), "N", "4", 1, 1024, 0, NULL, "layers"},
+    {"heads", OPTION_INTEGER, AT(heads), "N", "4", 1, 1024, 0, NULL, "attention heads"},
+    {"context", OPTION_INTEGER, AT(context), "N", "128", 1, 1 << 20, 0, NULL, "bytes that the model sees at once"},
+    OPTION_JSON(struct plan),
+};
+
+static const struct command command = {"plan",
+                                       "--params N [--memory BYTES] [options]",
+                                       "Forecasts the memory that training takes under each recipe: weights, gradients "
+                                       "and optimizer states. Activations come on "
+                                       "top; they depend on batch and context, not on the recipe.",
+                                       "  halfstep plan --params 7e9 --memory 24G --release\n",
+                                       0,
+                                       0};
+
+struct forecast {
+    char recipe[RECIPE_BYTES];
+    const char *gradients;
+    double weights, extras, states, gradient_bytes, total; /* bytes */
+};
+
+/* ---- Sizes ------------------------------------------------------------------------------------------------------- */
+
+static double gradient_bytes_of(const char *name)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(halfstep_format_find(name), &info) == HALFSTEP_OK ? info.code_bits / 8.0 : 0;
+}
+
+/* A model of known shape, tensor by tensor: small ones may fall back from block formats. */
+static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release)
+{
+    double largest = 0, layer = 0;
+    for (int i = 0; i < lm_tensor_count(shape); i++) {
+        struct lm_tensor t;
+        uint64_t weight, extra, states;
+        lm_tensor_info(shape, i, &t);
+        if (halfstep_recipe_bytes(f->recipe, t.ndim, t.rows, t.row_length, &weight, &extra, &states) != HALFSTEP_OK)
+            return -1;
+        double gradient = (double)(t.rows * t.row_length) * gradient_bytes;
+        f->weights += (double)weight;
+        f->extras += (double)extra;
+        f->states += (double)states;
+        f->gradient_bytes += gradient;
+        if (gradient > largest) largest = gradient;
+        if (strncmp(t.name, "model.layers.0.", 15) == 0) layer += gradient;
+    }
+    /* All layers are alike; an embedding may be larger than one. */
+    if (release) f->gradient_bytes = layer > largest ? layer : largest;
+    return 0;
+}
+
+/* A model of which only the size is known: as if it were one matrix with rows of 4096. */
+static int add_params(const struct plan *plan, struct forecast *f, double gradient_bytes)
+{
+    enum { ROWS = 4096, ROW_LENGTH = 4096 };
+    uint64_t weight, extra, states;
+    if (halfstep_recipe_bytes(f->recipe, 2, ROWS, ROW_LENGTH, &weight, &extra, &states) != HALFSTEP_OK) return -1;
+    double scale = plan->params / ((double)ROWS * ROW_LENGTH);
+    f->weights = (double)weight * scale;
+    f->extras = (double)extra * scale;
+    f->states = (double)states * scale;
+    f->gradient_bytes = plan->params * gradient_bytes / (plan->release ? (double)plan->layers : 1);
+    return 0;
+}
+
+static int make_forecast(const struct plan *plan, const struct lm_config *shape, const char *recipe, struct forecast *f)
+{
+    struct run_config config = {.recipe = recipe, .gradients = plan->gradients};
+    memset(f, 0, sizeof *f);
+    snprintf(f->recipe, sizeof f->recipe, "%s", recipe);
+    run_config_settle(&config);
+    f->gradients = config.gradients;
+    double bytes = gradient_bytes_of(f->gradients);
+    int bad = shape ? add_shape(shape, f, bytes, plan->release) : add_params(plan, f, bytes);
+    f->total = f->weights + f->extras + f->states + f->gradient_bytes;
+    return bad;
+}
+
+/* ---- Which recipes ----------------------------------------------------------------------------------------------- */
+
+/* A 16-bit weight rounded to nearest loses small updates: nobody's first choice. IEEE halves take the bytes of BF16. */
+static int worth_a_look(const char *weight)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    return halfstep_get_format_info(halfstep_format_find(weight), &info) == HALFSTEP_OK &&
+           (info.code_bits > 16 || info.stochastic || info.extra_bits) && strcmp(info.code_dtype, "F16") != 0;
+}
+
+struct listing {
+    const struct plan *plan;
+    const struct lm_config *shape;
+    struct forecast *list;
+    int n, room;
+};
+
+/* Adds a recipe unless it is impossible or there already. */
+static void add_recipe(struct listing *l, const char *weight, const char *states)
+{
+    char recipe[3 * RECIPE_BYTES], full[RECIPE_BYTES];
+    snprintf(recipe, sizeof recipe, "%s/%s%s%s", l->plan->rule, weight, states ? "/" : "", states ? states : "");
+    if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK || l->n == l->room) return;
+    for (int i = 0; i < l->n; i++)
+        if (strcmp(l->list[i].recipe, full) == 0) return;
+    if (make_forecast(l->plan, l->shape, full, &l->list[l->n]) == 0) l->n++;
+}
+
+/* The rule's recipes: with --all every weight format with every state format; otherwise the weight formats that keep
+ * small updates, with their default states, with 8-bit and with 4-bit ones. */
+static void list_recipes(struct listing *l)
+{
+    static const char *const compact[] = {"int8", "int4"};
+    const char *weight, *state;
+    for (int32_t w = 0; (weight = weight_format_name(w)) != NULL; w++) {
+        if (!l->plan->all && !worth_a_look(weight)) continue;
+        add_recipe(l, weight, NULL);
+        if (l->plan->all)
+            for (int32_t s = 0; (state = state_format_name(s)) != NULL; s++) add_recipe(l, weight, state);
+        else
+            for (size_t i = 0; i < sizeof compact / sizeof compact[0]; i++) add_recipe(l, weight, compact[i]);
+    }
+}
+
+static int by_size(const void *a, const void *b)
+{
+    const struct forecast *x = a, *y = b;
+    if (x->total != y->total) return x->total < y->total ? -1 : 1;
+    return strcmp(x->recipe, y->recipe);
+}
+
+/* ---- Output ------------------------------------------------------------------------------------------------------ */
+
+static int fits(const struct plan *plan, const struct forecast *f)
+{
+    return plan->memory > 0 && f->total <= (double)plan->memory;
+}
+
+static int print_object(const struct plan *plan, double params, const struct forecast *list, int n)
+{
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_integer(&d, object, "params", (int64_t)(params + 0.5));
+    if (plan->memory) put_integer(&d, object, "memory", (int64_t)plan->memory);
+    else put_null(&d, object, "memory");
+    put_flag(&d, object, "release", plan->release);
+    json_t *recipes = put_array(&d, object, "recipes");
+    for (int i = 0; i < n; i++) {
+        const struct forecast *f = &list[i];
+        json_t *row = put_object(&d, recipes, NULL);
+        put_text(&d, row, "recipe", f->recipe);
+        put_text(&d, row, "gradients", f->gradients);
+        json_t *bytes = put_object(&d, row, "bytes_per_param");
+        put_number(&d, bytes, "weights", f->weights / params);
+        put_number(&d, bytes, "weight_extras", f->extras / params);
+        put_number(&d, bytes, "gradients", f->gradient_bytes / params);
+        put_number(&d, bytes, "states", f->states / params);
+        put_number(&d, bytes, "total", f->total / params);
+        put_integer(&d, row, "total_bytes", (int64_t)(f->total + 0.5));
+        if (plan->memory) put_flag(&d, row, "fits", fits(plan, f));
+    }
+    return document_print(&d);
+}
+
+static void size_text(double bytes, char text[32])
+{
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    int unit = 0;
+    while (bytes >= 1024 && unit < 5) bytes /= 1024, unit++;
+    snprintf(text, 32, "%.2f %s", bytes, units[unit]);
+}
+
+/* A line for each recipe, as long as its memory, with | where the memory ends that was asked about. */
+static void print_bars(const struct plan *plan, const struct forecast *list, int n, int wide)
+{
+    enum { WIDTH = 48, PARTS = 4 };
+    static const struct {
+        const char *sign, *name;
+        size_t bytes;
+    } parts[PARTS] = {{"█", "weights", offsetof(struct forecast, weights)},
+                      {"▓", "extras", offsetof(struct forecast, extras)},
+                      {"▒", "gradients", offsetof(struct forecast, gradient_bytes)},
+                      {"░", "states", offsetof(struct forecast, states)}};
+    int used[PARTS] = {0};
+    char size[32];
+    double longest = plan->memory ? (double)plan->memory : 1;
+    for (int i = 0; i < n; i++)
+        if (list[i].total > longest) longest = list[i].total;
+    int limit = plan->memory ? (int)((double)plan->memory / longest * WIDTH + 0.5) : -1;
+    for (int i = 0; i < n; i++) {
+        const char *cells[WIDTH + 1] = {NULL};
+        double sum = 0;
+        int at = 0;
+        for (int part = 0; part < PARTS; part++) {
+            double bytes = *(const double *)((const char *)&list[i] + parts[part].bytes);
+            sum += bytes;
+            used[part] |= bytes > 0;
+            while (at < (int)(sum / longest * WIDTH + 0.5)) cells[at++] = parts[part].sign;
+        }
+        printf("%-*s  ", wide, list[i].recipe);
+        for (int cell = 0; cell < at || cell <= limit; cell++)
+            printf("%s%s", cell == limit ? "|" : "", cell < at ? cells[cell] : cell < limit ? " " : "");
+        printf("\n");
+    }
+    printf("%*s", wide, "");
+    for (int part = 0; part < PARTS; part++)
+        if (used[part]) printf("  %s %s", parts[part].sign, parts[part].name);
+    if (plan->memory) {
+        size_text((double)plan->memory, size);
+        printf("  | %s", size);
+    }
+    printf("\n\n");
+}
+
+/* A line for each rule whose states are not always in the block formats of these recipes. */
+static void print_precise_states(const struct forecast *list, int n)
+{
+    for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+        halfstep_rule_info info = {.struct_size = sizeof info};
+        char text[200];
+        if (halfstep_get_rule_info(row, &info) != HALFSTEP_OK) continue;
+        precise_states_text(&info, text, sizeof text);
+        int listed = 0;
+        for (int i = 0; i < n && *text && !listed; i++) {
+            size_t length = strlen(info.name);
+            listed = !strncmp(list[i].recipe, info.name, length) && list[i].recipe[length] == '/';
+        }
+        if (listed) printf("%s: %s.\n", info.name, text);
+    }
+}
+
+static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
+{
+    int fitting = 0, wide = 6;
+    char size[32], lacking[32];
+    for (int i = 0; i < n; i++)
+        if ((int)strlen(list[i].recipe) > wide) wide = (int)strlen(list[i].recipe);
+    printf("%.0f parameters%s. Bytes per parameter:\n\n", params, plan->release ? ", gradients released" : "");
+    printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", wide, "recipe", "in all",
+           plan->memory ? "  fits" : "");
+    for (int i = 0; i < n; i++) {
+        const struct forecast *f = &list[i];
+        printf("%-*s  %7.3f %7.3f  %4.3f %-4s %8.3f %8.3f  ", wide, f->recipe, f->weights / params, f->extras / params,
+               f->gradient_bytes / params, f->gradients, f->states / params, f->total / params);
+        size_text(f->total, size);
+        printf("%12s", size);
+        if (plan->memory) printf("  %s", fits(plan, f) ? "yes" : "no");
+        printf("\n");
+        fitting += fits(plan, f);
+    }
+    printf("\n");
+    if (n > 0) print_bars(plan, list, n, wide);
+    if (plan->memory) {
+        size_text((double)plan->memory, size);
+        printf("%d of %d recipes fit into %s.", fitting, n, size);
+        if (fitting == 0 && n > 0) {
+            size_text(list[0].total - (double)plan->memory, lacking);
+            printf(" The smallest lacks %s%s.", lacking, plan->release ? "" : "; --release may help");
+        }
+        printf("\n");
+    }
+    print_precise_states(list, n);
+    printf("Activations come on top: they depend on batch and context, not on the recipe.\n");
+    if (!plan->recipes.n && !plan->all) printf("Other rules: --rule, other formats: --all, anything: --recipes.\n");
+    return 0;
+}
+
+/* Whether a rule, or that of a recipe, can step one tensor after another. */
+static int is_released(const char *recipe)
+{
+    char rule[RECIPE_BYTES];
+    halfstep_rule_info info = {.struct_size = sizeof info};
+    snprintf(rule, sizeof rule, "%.*s", (int)strcspn(recipe, "/"), recipe);
+    return halfstep_get_rule_info(halfstep_rule_find(rule), &info) != HALFSTEP_OK || !info.totals;
+}
+
+static int plan_all(struct plan *plan, const struct args *args)
+{
+    enum { ROOM = 1024 };
+    char error[600];
+    struct lm_config shape = {
+        .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
+    int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
+    if (sources != 1)
+        return usage_error(command.name, "say the size of the model with one of --params, --checkpoint, --width");
+    if (plan->checkpoint) {
+        char note[600];
+        int status = checkpoint_read_shape(plan->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
+        if (status > 0)
+            snprintf(error, sizeof error, "%.500s: there is neither a checkpoint nor a config.json", plan->checkpoint);
+        if (status) return failure(command.name, "%s", error);
+    }
+    if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error(command.name, "%s", error);
+    for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
+        const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
+        if (!is_released(recipe))
+            return usage_error(command.name, "--release: %s needs the gradients of all tensors before it steps any",
+                               recipe);
+    }
+    int shaped = !args_given(args, "params");
+    double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
+    struct forecast *list = calloc(ROOM, sizeof *list);
+    if (!list) return failure(command.name, "out of memory");
+    int n = 0;
+    for (int i = 0; i < plan->recipes.n; i++)
+        if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
+    if (plan->recipes.n == 0) {
+        struct listing listing = {plan, shaped ? &shape : NULL, list, 0, ROOM};
+        list_recipes(&listing);
+        n = listing.n;
+    }
+    qsort(list, (size_t)n, sizeof *list, by_size);
+    int status = plan->json ? print_object(plan, params, list, n) : print_table(plan, params, list, n);
+    free(list);
+    return status;
+}
+
+int cmd_plan(int argc, char **argv)
+{
+    struct plan plan;
+    struct args args;
+    const struct option_group groups[] = {{"Options", option_rows, OPTION_COUNT(option_rows), &plan}};
+    int status = args_parse(&args, &command, groups, 1, argc, argv);
+    if (status != ARGS_RUN) return status;
+    status = plan_all(&plan, &args);
+    args_free(&args);
+    return status;
+}

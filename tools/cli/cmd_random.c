@@ -1,0 +1,101 @@
+#include <errno.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "halfstep.h"
+
+#include "cli/commands.h"
+#include "common/args/args.h"
+
+struct random {
+    const char *generator;
+    uint64_t seed, id;
+    double write, slot, first, count;
+};
+
+static const char *generator_name(int32_t index) { return halfstep_choice_value("generator", index); }
+
+#define AT(member) offsetof(struct random, member)
+
+static const struct option rows[] = {
+    {"generator", OPTION_CHOICE, AT(generator), "NAME", NULL, 0, 0, OPTION_REQUIRED, generator_name,
+     "source of the words"},
+    {"seed", OPTION_SEED, AT(seed), "N", "0", 0, 0, 0, NULL, "seed of the optimizer"},
+    {"id", OPTION_SEED, AT(id), "N", "1", 0, 0, 0, NULL, "id of the tensor"},
+    {"write", OPTION_NUMBER, AT(write), "N", "0", 0, 0x1p53, 0, NULL,
+     "write counter of the tensor (lattice: of the slot)"},
+    {"slot", OPTION_NUMBER, AT(slot), "N", "0", 0, 255, 0, NULL, "0 weight, 1 gradient, 2 and up states"},
+    {"first", OPTION_NUMBER, AT(first), "N", "0", 0, 0x1p53, 0, NULL, "first word (each serves a pair of elements)"},
+    {"count", OPTION_NUMBER, AT(count), "N", "0", 0, 0x1p53, 0, NULL, "how many words; 0: until the reader has enough"},
+};
+
+static const struct command command = {
+    "random",
+    "--generator NAME [options]",
+    "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical testers.",
+    "  halfstep random --generator mixer --seed 1 | dieharder -a -g 200\n",
+    0,
+    0};
+
+/* 0, 1 when the reader is gone, or -1. */
+static int write_all(const unsigned char *bytes, size_t n)
+{
+    while (n) {
+        ssize_t wrote = write(STDOUT_FILENO, bytes, n);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0) return errno == EPIPE ? 1 : -1;
+        bytes += wrote;
+        n -= (size_t)wrote;
+    }
+    return 0;
+}
+
+static int stream(const struct random *r)
+{
+    enum { WORDS = 1 << 15 };
+    static uint32_t words[WORDS];
+    static unsigned char bytes[4 * WORDS];
+    uint64_t first = (uint64_t)r->first, left = r->count > 0 ? (uint64_t)r->count : UINT64_MAX;
+    while (left) {
+        size_t n = left < WORDS ? (size_t)left : WORDS;
+        int error =
+            halfstep_random_words(r->generator, r->seed, r->id, (uint64_t)r->write, (int32_t)r->slot, first, words, n);
+        if (error != HALFSTEP_OK) return failure("random", "%s", halfstep_strerror(error));
+        for (size_t i = 0; i < 4 * n; i++) bytes[i] = (unsigned char)(words[i / 4] >> 8 * (i % 4));
+        int status = write_all(bytes, 4 * n);
+        if (status > 0) return 0;
+        if (status < 0) return failure("random", "cannot write to stdout: %s", strerror(errno));
+        first += n;
+        left -= n;
+    }
+    return 0;
+}
+
+static int whole(const char *name, double value)
+{
+    return value == (double)(uint64_t)value ? 0 : usage_error("random", "--%s %g is not a whole number", name, value);
+}
+
+int cmd_random(int argc, char **argv)
+{
+    struct random r;
+    struct args args;
+    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &r}};
+    int status = args_parse(&args, &command, groups, 1, argc, argv);
+    if (status != ARGS_RUN) return status;
+    status =
+        whole("write", r.write) || whole("slot", r.slot) || whole("first", r.first) || whole("count", r.count) ? 2 : 0;
+    if (!status && isatty(STDOUT_FILENO))
+        status = failure("random", "stdout is a terminal; pipe it into a tester or a file");
+    if (!status) {
+        /* A tester that has seen enough closes the pipe: that is success. */
+        signal(SIGPIPE, SIG_IGN);
+        status = stream(&r);
+    }
+    args_free(&args);
+    return status;
+}

@@ -1,0 +1,236 @@
+/* halfstep: trains, compares, plans and inspects models whose weights and optimizer states are stored in few bits. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "halfstep.h"
+
+#include "cli/commands.h"
+#include "common/args/args.h"
+
+static int cmd_completion(int argc, char **argv);
+static int cmd_man(int argc, char **argv);
+
+static const struct {
+    const char *name, *summary;
+    int (*run)(int argc, char **argv);
+    const char *kind[2]; /* of a command that has two: its second word */
+} commands[] = {
+    {"train", "train a language model (train lm) or a digit network (train mnist)", cmd_train, {"lm", "mnist"}},
+    {"generate", "continue a text with a trained model", cmd_generate, {NULL}},
+    {"compare", "train under several recipes (compare lm, compare mnist) and report", cmd_compare, {"lm", "mnist"}},
+    {"demo", "the comparison that shows what stochastic rounding is for", cmd_demo, {NULL}},
+    {"plan", "forecast the memory of every recipe, and which of them fit", cmd_plan, {NULL}},
+    {"bench", "time the optimizer step of each recipe", cmd_bench, {NULL}},
+    {"info", "instruction sets, threads, rules and formats", cmd_info, {NULL}},
+    {"inspect", "list what a checkpoint or safetensors file holds", cmd_inspect, {NULL}},
+    {"verify", "check that this machine computes the promised bits", cmd_verify, {NULL}},
+    {"random", "write raw random words to stdout, for statistical testers", cmd_random, {NULL}},
+    {"completion", "what makes a shell complete commands and options", cmd_completion, {NULL}},
+    {"man", "the manual page of all commands", cmd_man, {NULL}},
+};
+
+enum { COMMANDS = sizeof commands / sizeof commands[0] };
+
+static const char *command_name(void *context, int index)
+{
+    (void)context;
+    return index < COMMANDS ? commands[index].name : NULL;
+}
+
+static void print_help(FILE *out)
+{
+    fprintf(out, "Usage: halfstep COMMAND [options]\n\n"
+                 "Optimizer steps on weights and states stored in 32, 16, 8 or 4 bits and computed in fp32.\n\n");
+    for (int i = 0; i < COMMANDS; i++) fprintf(out, "  %-10s %s\n", commands[i].name, commands[i].summary);
+    fprintf(out, "\n  halfstep COMMAND --help    options of a command\n"
+                 "  halfstep --version         version of program and library\n");
+}
+
+static void print_version(void)
+{
+    int32_t v = halfstep_version();
+    printf("halfstep %d.%d.%d (ABI %d, %s)\n", v / 10000, v / 100 % 100, v % 100, halfstep_abi(), halfstep_isa());
+}
+
+static int unknown_command(const char *name)
+{
+    const char *near = args_suggest(name, command_name, NULL);
+    char shown[400];
+    plain_text(shown, sizeof shown, name);
+    fprintf(stderr, "halfstep: unknown %s %s%s%s%s (see halfstep --help)\n", name[0] == '-' ? "option" : "command",
+            shown, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
+    return 2;
+}
+
+/* ---- Shells and man(1) ---- */
+
+/* halfstep complete WORD...: what the last of these words may become. The scripts below ask for it. */
+static int complete(int n, char **words)
+{
+    if (n < 1) return 0;
+    char *word = words[n - 1];
+    for (int i = 0; i < COMMANDS; i++) {
+        if (n == 1) {
+            if (strncmp(commands[i].name, word, strlen(word)) == 0) puts(commands[i].name);
+            continue;
+        }
+        if (strcmp(commands[i].name, words[0]) != 0) continue;
+        int kinds = commands[i].kind[0] != NULL;
+        for (int k = 0; kinds && n == 2 && k < 2; k++)
+            if (strncmp(commands[i].kind[k], word, strlen(word)) == 0) puts(commands[i].kind[k]);
+        if (kinds && n == 2) return 0;
+        char *asked[6] = {words[0], words[1]};
+        char **rest = asked + 1 + kinds;
+        int last = n - 2;
+        while (last > 0 && words[last][0] != '-') last--;
+        rest[0] = (char[]){ARGS_CANDIDATES};
+        rest[1] = words[last];
+        rest[2] = words[n - 2];
+        rest[3] = word;
+        return commands[i].run(5 + kinds, asked);
+    }
+    return 0;
+}
+
+static const struct {
+    const char *name, *script;
+} shells[] = {
+    {"bash", "_halfstep() {\n"
+             "    local IFS=$'\\n'\n"
+             "    COMPREPLY=($(halfstep complete \"${COMP_WORDS[@]:1:COMP_CWORD}\" 2>/dev/null))\n"
+             "    [[ ${COMPREPLY-} == */ ]] && compopt -o nospace\n"
+             "}\n"
+             "complete -o default -F _halfstep halfstep\n"},
+    {"zsh", "#compdef halfstep\n"
+            "_halfstep() {\n"
+            "    local -a found\n"
+            "    found=(${(f)\"$(halfstep complete \"${(@)words[2,CURRENT]}\" 2>/dev/null)\"})\n"
+            "    if (( $#found )); then compadd -- $found; else _files; fi\n"
+            "}\n"
+            "compdef _halfstep halfstep\n"},
+    {"fish", "complete -c halfstep -a '(halfstep complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)'\n"},
+};
+
+static int cmd_completion(int argc, char **argv)
+{
+    static const struct command command = {
+        "completion",
+        "SHELL",
+        "Prints the script by which bash, zsh or fish completes commands, options and their values, recipes too.",
+        "  eval \"$(halfstep completion bash)\"                       in ~/.bashrc\n"
+        "  halfstep completion zsh >~/.zfunc/_halfstep               a folder of fpath\n"
+        "  halfstep completion fish >~/.config/fish/completions/halfstep.fish\n",
+        1,
+        1};
+    struct args args;
+    int status = args_parse(&args, &command, NULL, 0, argc, argv);
+    if (status != ARGS_RUN) return status;
+    const char *script = NULL;
+    for (size_t i = 0; i < sizeof shells / sizeof shells[0]; i++)
+        if (strcmp(args.word[0], shells[i].name) == 0) script = shells[i].script;
+    status = script ? 0 : usage_error("completion", "no shell '%s': there are bash, zsh and fish", args.word[0]);
+    if (script) fputs(script, stdout);
+    args_free(&args);
+    return status;
+}
+
+static int cmd_man(int argc, char **argv)
+{
+    static const struct command command = {
+        "man", "", "Prints the manual page, as man -l takes it: halfstep man | man -l -", NULL, 0, 0};
+    struct args args;
+    int status = args_parse(&args, &command, NULL, 0, argc, argv);
+    if (status != ARGS_RUN) return status;
+    args_free(&args);
+    int32_t v = halfstep_version();
+    printf(".TH HALFSTEP 1 \"\" \"halfstep %d.%d.%d\" \"User Commands\"\n.ad l\n.SH NAME\nhalfstep \\- training with "
+           "weights and optimizer "
+           "states in 16, 8 or 4 bits\n.SH SYNOPSIS\n.B halfstep\n\\fICOMMAND\\fR [\\fIoptions\\fR]\n.SH COMMANDS\n",
+           v / 10000, v / 100 % 100, v % 100);
+    for (int i = 0; i < COMMANDS; i++)
+        for (int k = 0; k < 2 && (k == 0 || commands[i].kind[k]); k++) {
+            char page[] = ARGS_MANUAL, name[32];
+            snprintf(name, sizeof name, "%s", commands[i].kind[k] ? commands[i].kind[k] : "");
+            char *words[3] = {argv[0], commands[i].kind[k] ? name : page, page};
+            status = commands[i].run(commands[i].kind[k] ? 3 : 2, words);
+            if (status) return status;
+        }
+    printf(".SH EXIT STATUS\n0; 1 after an error; 2 after a wrong command line.\n");
+    return 0;
+}
+
+/* Results that cannot be written (a full disk behind stdout) must not end as success. */
+static int finish(int status)
+{
+    int bad = fflush(stdout) != 0 || ferror(stdout);
+    if (bad && status == 0) {
+        fprintf(stderr, "halfstep: cannot write to stdout\n");
+        return 1;
+    }
+    return status;
+}
+
+/* A standard stream that is closed leaves its number to the next file that is opened, and a log would get the progress
+ * lines. What takes the place here fails as a closed stream does. */
+static int occupy_standard_streams(void)
+{
+    for (int fd = 0; fd <= 2; fd++) {
+        if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
+        if (open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd) return -1;
+    }
+    return 0;
+}
+
+/* The library goes on with the best kernels. Whoever asked for others would measure or check the wrong ones. */
+static int refuse_isa(void)
+{
+    const char *asked = getenv("HALFSTEP_ISA"), *separator = "";
+    char shown[400];
+    plain_text(shown, sizeof shown, asked ? asked : "");
+    fprintf(stderr,
+            "halfstep: HALFSTEP_ISA is %s, which this build or this processor does not have; there are: ", shown);
+    for (int32_t i = 0; i < halfstep_isa_count(); i++) {
+        if (!halfstep_isa_available(i)) continue;
+        fprintf(stderr, "%s%s", separator, halfstep_isa_name(i));
+        separator = ", ";
+    }
+    fprintf(stderr, "\n");
+    return 2;
+}
+
+int main(int argc, char **argv)
+{
+    if (occupy_standard_streams() != 0) return 1;
+    if (halfstep_abi() != HALFSTEP_ABI) {
+        fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d\n", halfstep_abi(), HALFSTEP_ABI);
+        return 1;
+    }
+    if (halfstep_isa_warning()) return refuse_isa();
+    if (argc < 2) {
+        print_help(stderr);
+        return 2;
+    }
+    const char *name = argv[1];
+    if (strcmp(name, "--version") == 0 || strcmp(name, "version") == 0) {
+        print_version();
+        return finish(0);
+    }
+    if (strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0 || (strcmp(name, "help") == 0 && argc == 2)) {
+        print_help(stdout);
+        return finish(0);
+    }
+    if (strcmp(name, "complete") == 0) return finish(complete(argc - 2, argv + 2));
+    int help = strcmp(name, "help") == 0;
+    if (help) name = argv[2];
+    for (int i = 0; i < COMMANDS; i++) {
+        if (strcmp(name, commands[i].name) != 0) continue;
+        if (!help) return finish(commands[i].run(argc - 1, argv + 1));
+        /* "help train lm" asks what "train lm --help" asks. */
+        char *words[3] = {argv[2], argc > 3 ? argv[3] : "--help", "--help"};
+        return finish(commands[i].run(argc > 3 ? 3 : 2, words));
+    }
+    return unknown_command(name);
+}

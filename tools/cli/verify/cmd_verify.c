@@ -1,0 +1,198 @@
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "halfstep.h"
+
+#include "cli/commands.h"
+#include "cli/verify/golden.h"
+#include "common/args/args.h"
+#include "common/hash.h"
+#include "trainer/run/train.h"
+
+/* tests/golden/hashes.txt, embedded by the build. */
+extern const char hstep_golden_hashes[];
+
+struct verify {
+    const char *isa, *write, *device;
+    int64_t threads, every;
+    int list, json;
+};
+
+static const char *available_isa(int32_t index)
+{
+    for (int32_t i = 0; i < halfstep_isa_count(); i++)
+        if (halfstep_isa_available(i) && index-- == 0) return halfstep_isa_name(i);
+    return NULL;
+}
+
+static const struct option rows[] = {
+    {"isa", OPTION_CHOICE, offsetof(struct verify, isa), "NAME", NULL, 0, 0, 0, available_isa,
+     "kernels to check (default: those in use)"},
+    {"threads", OPTION_INTEGER, offsetof(struct verify, threads), "N", "0", 0, 1024, 0, NULL,
+     "0: as many as a step would use"},
+    {"device", OPTION_STRING, offsetof(struct verify, device), "NAME", "cpu", 0, 0, 0, NULL,
+     "cpu; cuda or cuda:N, a GPU that computes the same bits"},
+    {"every", OPTION_INTEGER, offsetof(struct verify, every), "N", "1", 1, 1000000, 0, NULL,
+     "judge one case of N, for tools that make each take long"},
+    {"list", OPTION_FLAG, offsetof(struct verify, list), NULL, NULL, 0, 0, 0, NULL,
+     "print every case and the hash found"},
+    {"write", OPTION_STRING, offsetof(struct verify, write), "FILE", NULL, 0, 0, 0, NULL,
+     "write the hashes found to FILE instead of judging them"},
+    OPTION_JSON(struct verify),
+};
+
+static const struct command command = {
+    "verify",
+    "[options]",
+    "Steps a fixed problem under every rule, weight format, state format and gradient format, and compares the bits of "
+    "all "
+    "weights and states with the ones that every machine has to find.",
+    "Exit status 1 if any differs. In the JSON a recipe's hash is that of all its cases.\n",
+    0,
+    0};
+
+struct outcome {
+    uint64_t hash;
+    int known, right;
+};
+
+/* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a
+ * while. */
+struct list {
+    char *partial;
+    FILE *file;
+};
+
+static int open_list(struct list *list, const char *path)
+{
+    list->partial = malloc(strlen(path) + 5);
+    if (!list->partial) return failure("verify", "out of memory");
+    sprintf(list->partial, "%s.new", path);
+    list->file = fopen(list->partial, "w");
+    return list->file ? 0 : failure("verify", "cannot write %s: %s", path, strerror(errno));
+}
+
+static int write_list(struct list *list, const char *path, const struct golden_case *cases,
+                      const struct outcome *outcomes, int n)
+{
+    int bad = 0;
+    for (int i = 0; i < n && !bad; i++)
+        bad = fprintf(list->file, "%s %s %s %016" PRIx64 "\n", cases[i].recipe, cases[i].gradients, cases[i].generator,
+                      outcomes[i].hash) < 0;
+    bad |= fclose(list->file) != 0;
+    list->file = NULL;
+    if (!bad && rename(list->partial, path) == 0) return 0;
+    failure("verify", "cannot write %s: %s", path, strerror(errno));
+    unlink(list->partial);
+    return 1;
+}
+
+/* What did not come to be a list is removed. */
+static void close_list(struct list *list)
+{
+    if (list->file) {
+        fclose(list->file);
+        unlink(list->partial);
+    }
+    free(list->partial);
+}
+
+/* Cases of one recipe follow each other. */
+static int print_object(const struct golden_case *cases, const struct outcome *outcomes, int n, const char *device,
+                        int threads, int passed)
+{
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_text(&d, object, "isa", halfstep_isa());
+    put_text(&d, object, "device", device);
+    put_integer(&d, object, "threads", threads);
+    put_integer(&d, object, "passed", passed);
+    put_integer(&d, object, "failed", n - passed);
+    json_t *hashes = put_object(&d, object, "hashes");
+    for (int i = 0; i < n;) {
+        char text[24];
+        uint64_t hash = HASH_START;
+        int first = i;
+        for (; i < n && !strcmp(cases[i].recipe, cases[first].recipe); i++) hash = hash_word(hash, outcomes[i].hash);
+        snprintf(text, sizeof text, "%016" PRIx64, hash_finish(hash));
+        put_text(&d, hashes, cases[first].recipe, text);
+    }
+    return document_print(&d);
+}
+
+static int compute(const struct verify *v, const struct golden_case *cases, struct outcome *outcomes, int n)
+{
+    struct golden_layout layout = {.threads = (int32_t)v->threads, .device = v->device};
+    int live = isatty(2);
+    for (int i = 0; i < n; i++) {
+        char error[300];
+        uint64_t expected;
+        if (golden_run(&cases[i], &layout, &outcomes[i].hash, error, sizeof error)) {
+            if (live) fprintf(stderr, "\r\033[K");
+            return failure("verify", "%s", error);
+        }
+        outcomes[i].known = golden_expected(hstep_golden_hashes, &cases[i], &expected);
+        outcomes[i].right = outcomes[i].known && expected == outcomes[i].hash;
+        if (live && (i % 16 == 0 || i == n - 1)) fprintf(stderr, "\r%d of %d", i + 1, n);
+    }
+    if (live) fprintf(stderr, "\r\033[K");
+    return 0;
+}
+
+static int report(const struct verify *v, const struct golden_case *cases, const struct outcome *outcomes, int n)
+{
+    int passed = 0, threads = v->threads ? (int)v->threads : halfstep_default_threads();
+    for (int i = 0; i < n; i++) {
+        passed += outcomes[i].right;
+        if (v->json) continue;
+        const char *word = outcomes[i].right ? "ok" : outcomes[i].known ? "DIFFERS" : "NOT LISTED";
+        if (v->list || !outcomes[i].right)
+            printf("%-10s %s %s %s %016" PRIx64 "\n", word, cases[i].recipe, cases[i].gradients, cases[i].generator,
+                   outcomes[i].hash);
+    }
+    if (v->json && print_object(cases, outcomes, n, v->device, threads, passed)) return 1;
+    if (!v->json && strcmp(v->device, "cpu"))
+        printf("%s: %d of %d cases give the promised bits (%s)\n", passed == n ? "ok" : "FAILED", passed, n, v->device);
+    else if (!v->json)
+        printf("%s: %d of %d cases give the promised bits (%s kernels, %d thread%s)\n", passed == n ? "ok" : "FAILED",
+               passed, n, halfstep_isa(), threads, threads == 1 ? "" : "s");
+    return passed != n;
+}
+
+/* Keeps one of `every` cases and returns how many that are. */
+static int thin(struct golden_case *cases, int n, int64_t every)
+{
+    int kept = 0;
+    for (int64_t i = 0; i < n; i += every) cases[kept++] = cases[i];
+    return kept;
+}
+
+int cmd_verify(int argc, char **argv)
+{
+    struct verify v;
+    struct args args;
+    const struct option_group groups[] = {{"Options", rows, OPTION_COUNT(rows), &v}};
+    int status = args_parse(&args, &command, groups, 1, argc, argv), n = 0;
+    if (status != ARGS_RUN) return status;
+    struct golden_case *cases = golden_cases(&n);
+    struct outcome *outcomes = cases ? calloc((size_t)n, sizeof *outcomes) : NULL;
+    struct list list = {NULL, NULL};
+    if (cases) n = thin(cases, n, v.every);
+    if (!outcomes) status = failure("verify", "out of memory");
+    else if (v.write && v.every > 1) status = failure("verify", "--write writes every case: it cannot go with --every");
+    else if (v.isa && halfstep_set_isa(v.isa) != HALFSTEP_OK)
+        status = failure("verify", "this processor cannot run the kernels for %s", v.isa);
+    else if (check_device("verify", v.device)) status = 1;
+    else if (v.write && open_list(&list, v.write) != 0) status = 1;
+    else if ((status = compute(&v, cases, outcomes, n)) == 0)
+        status = v.write ? write_list(&list, v.write, cases, outcomes, n) : report(&v, cases, outcomes, n);
+    close_list(&list);
+    free(outcomes);
+    free(cases);
+    args_free(&args);
+    return status;
+}

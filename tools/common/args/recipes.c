@@ -1,0 +1,166 @@
+#include "common/args/recipes.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "common/args/args.h"
+
+int32_t format_with_roles(int32_t roles, int32_t index)
+{
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(row, &info) != HALFSTEP_OK || !(info.roles & roles)) continue;
+        if (index-- == 0) return row;
+    }
+    return -1;
+}
+
+static const char *format_name(int32_t roles, int32_t index)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    int32_t row = format_with_roles(roles, index);
+    return row >= 0 && halfstep_get_format_info(row, &info) == HALFSTEP_OK ? info.name : NULL;
+}
+
+const char *rule_name(int32_t index)
+{
+    halfstep_rule_info info = {.struct_size = sizeof info};
+    if (index >= halfstep_rule_count() || halfstep_get_rule_info(index, &info) != HALFSTEP_OK) return NULL;
+    return info.name;
+}
+
+const char *weight_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_WEIGHT, index); }
+const char *gradient_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_GRADIENT, index); }
+const char *state_format_name(int32_t index) { return format_name(HALFSTEP_ROLE_SIGNED | HALFSTEP_ROLE_NONNEG, index); }
+
+void recipe_split(const char *full, struct recipe_parts *parts)
+{
+    char *to[3] = {parts->rule, parts->weight, parts->states};
+    for (int i = 0; i < 3; i++) {
+        size_t n = strcspn(full, "/");
+        snprintf(to[i], RECIPE_BYTES, "%.*s", (int)n, full);
+        full += n;
+        if (*full == '/') full++;
+    }
+}
+
+typedef const char *(*names)(int32_t index);
+
+static const char *next_name(void *context, int index) { return (*(names *)context)(index); }
+
+static int known(const char *name, names all)
+{
+    const char *each;
+    for (int32_t i = 0; (each = all(i)) != NULL; i++)
+        if (strcmp(each, name) == 0) return 1;
+    return 0;
+}
+
+/* "unknown rule adamx, did you mean adam? (sgd, adam, ...)" */
+static void complain(const char *what, const char *name, names all, char *error, size_t error_bytes)
+{
+    const char *near = args_suggest(name, next_name, &all), *each;
+    int used = snprintf(error, error_bytes, "unknown %s \"%s\"%s%s%s (one of", what, name,
+                        near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
+    for (int32_t i = 0; (each = all(i)) != NULL && used > 0 && (size_t)used < error_bytes; i++)
+        used += snprintf(error + used, error_bytes - (size_t)used, "%s %s", i ? "," : "", each);
+    if (used > 0 && (size_t)used < error_bytes) snprintf(error + used, error_bytes - (size_t)used, ")");
+}
+
+static int serves(const halfstep_format_info *format, int32_t role)
+{
+    return role == HALFSTEP_ROLE_GRADIENT ? (format->roles & HALFSTEP_ROLE_SIGNED) && !format->block
+                                          : format->roles & role;
+}
+
+/* A known format in the wrong place: one that cannot hold what a state of the rule holds. */
+static int unfit_state(const struct recipe_parts *parts, const halfstep_rule_info *rule, char *error,
+                       size_t error_bytes)
+{
+    const char *at = parts->states;
+    int one_for_all = !strchr(at, '+');
+    for (int32_t i = 0; i < rule->states && *at; i++) {
+        char one[RECIPE_BYTES];
+        /* Copies of the weight are stored as it is; a gradient finds a format of its own where it has to. */
+        if (rule->state_role[i] == HALFSTEP_ROLE_WEIGHT) continue;
+        if (rule->state_role[i] == HALFSTEP_ROLE_GRADIENT && one_for_all) continue;
+        size_t n = strcspn(at, "+");
+        snprintf(one, sizeof one, "%.*s", (int)n, at);
+        halfstep_format_info info = {.struct_size = sizeof info};
+        if (halfstep_get_format_info(halfstep_format_find(one), &info) == HALFSTEP_OK &&
+            !serves(&info, rule->state_role[i])) {
+            snprintf(error, error_bytes, "%s cannot store %s of %s, which is %s", one, rule->state_name[i], rule->name,
+                     rule->state_role[i] == HALFSTEP_ROLE_NONNEG   ? "never negative"
+                     : rule->state_role[i] == HALFSTEP_ROLE_SIGNED ? "of either sign"
+                                                                   : "a gradient, and has no blocks");
+            return 1;
+        }
+        /* A single format stands for all states. */
+        if (at[n] == '+') at += n + 1;
+        else if (!one_for_all) break;
+    }
+    return 0;
+}
+
+int recipe_check(const char *recipe, char full[RECIPE_BYTES], char *error, size_t error_bytes)
+{
+    int code = halfstep_recipe_full(recipe, full, RECIPE_BYTES);
+    if (code == HALFSTEP_OK) return 0;
+    if (strlen(recipe) >= RECIPE_BYTES) {
+        snprintf(error, error_bytes, "\"%.20s...\" is too long for a recipe", recipe);
+        return -1;
+    }
+    struct recipe_parts parts;
+    recipe_split(recipe, &parts);
+    if (!known(parts.rule, rule_name)) {
+        complain("rule", parts.rule, rule_name, error, error_bytes);
+        return -1;
+    }
+    if (parts.weight[0] && !known(parts.weight, weight_format_name)) {
+        complain("weight format", parts.weight, weight_format_name, error, error_bytes);
+        return -1;
+    }
+    int given = 0;
+    for (const char *at = parts.states; *at;) {
+        char one[RECIPE_BYTES];
+        size_t n = strcspn(at, "+");
+        snprintf(one, sizeof one, "%.*s", (int)n, at);
+        if (!known(one, state_format_name)) {
+            complain("state format", one, state_format_name, error, error_bytes);
+            return -1;
+        }
+        given++;
+        at += n;
+        if (*at == '+') at++;
+    }
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    int known_rule = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK, states = 0;
+    if (known_rule && unfit_state(&parts, &rule, error, error_bytes)) return -1;
+    for (int32_t i = 0; known_rule && i < rule.states; i++) states += rule.state_role[i] != HALFSTEP_ROLE_WEIGHT;
+    if (known_rule && (given > states || (given > 1 && given != states))) {
+        snprintf(error, error_bytes, "%s names %d state format%s; %s has %d state%s to name one for", recipe, given,
+                 given == 1 ? "" : "s", parts.rule, states, states == 1 ? "" : "s");
+        return -1;
+    }
+    snprintf(error, error_bytes, "\"%s\" is not a recipe: %s (a recipe is rule/weight format/state format)", recipe,
+             halfstep_strerror(code));
+    return -1;
+}
+
+void precise_states_text(const halfstep_rule_info *rule, char *text, size_t size)
+{
+    const char *option = NULL, *format = "";
+    size_t used = 0;
+    *text = 0;
+    /* All such states of a rule have one option and one format. */
+    for (int32_t i = 0; i < rule->states; i++) {
+        if (!rule->precise_if[i]) continue;
+        used += (size_t)snprintf(text + used, size - used, option ? " and %s" : "with %s %s",
+                                 option ? rule->state_name[i] : rule->precise_if[i], rule->state_name[i]);
+        option = rule->precise_if[i];
+        format = rule->precise_format[i];
+    }
+    if (option)
+        snprintf(text + used, size - used, " in %s, not in blocks: errors of coarse codes would not average out there",
+                 format);
+}

@@ -1,0 +1,56 @@
+#include "common/interrupt.h"
+
+#include <signal.h>
+#include <string.h>
+
+static const int requests[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
+enum { REQUESTS = sizeof requests / sizeof requests[0] };
+
+static volatile sig_atomic_t pending;
+static int installed, kept_ignored[REQUESTS];
+
+static void note(int number)
+{
+    if (!pending) pending = number;
+    if (number != SIGINT && number != SIGTERM) return;
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
+}
+
+static void set_all(void (*handler)(int))
+{
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    sigemptyset(&action.sa_mask);
+    action.sa_handler = handler;
+    action.sa_flags = SA_RESTART;
+    for (int i = 0; i < REQUESTS; i++)
+        if (!kept_ignored[i]) sigaction(requests[i], &action, NULL);
+}
+
+void interrupt_install(void)
+{
+    for (int i = 0; i < REQUESTS; i++) {
+        struct sigaction before;
+        /* A shell starts background jobs with SIGINT ignored; a handler brings it back to life there, because an
+         * explicit `kill -INT` is exactly what people send to such a job. */
+        int asked_for = requests[i] == SIGINT || requests[i] == SIGTERM;
+        kept_ignored[i] = !asked_for && sigaction(requests[i], NULL, &before) == 0 && before.sa_handler == SIG_IGN;
+    }
+    installed = 1;
+    set_all(note);
+}
+
+int interrupt_pending(void) { return pending; }
+
+void interrupt_pause(void)
+{
+    if (!installed) return;
+    set_all(SIG_DFL);
+    if (pending) raise(pending);
+}
+
+void interrupt_resume(void)
+{
+    if (installed) set_all(note);
+}

@@ -1,0 +1,161 @@
+#include "common/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "common/interrupt.h"
+
+static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps";
+
+struct log {
+    FILE *file;
+    int failed;
+};
+
+static struct log *give_up(struct log *log, char *error, size_t error_bytes, const char *path, const char *why)
+{
+    snprintf(error, error_bytes, "cannot write the log %s: %s", path, why);
+    if (log && log->file) fclose(log->file);
+    free(log);
+    return NULL;
+}
+
+/* Length of the part to keep: the header and the complete rows up to `resumed`. -1: not such a log, -2: it cannot be
+ * read. */
+static long kept_bytes(FILE *file, int64_t resumed)
+{
+    char line[512];
+    if (!fgets(line, sizeof line, file)) return ferror(file) ? -2 : 0;
+    size_t n = strlen(header);
+    if (strncmp(line, header, n) != 0 || strcmp(line + n, "\n") != 0) return -1;
+    long kept = ftell(file);
+    while (kept >= 0 && fgets(line, sizeof line, file)) {
+        char *end;
+        long long step = strtoll(line, &end, 10);
+        if (!strchr(line, '\n') || end == line || *end != ',' || step > resumed) break;
+        kept = ftell(file);
+    }
+    return kept < 0 || ferror(file) ? -2 : kept;
+}
+
+/* Whether nothing is lost with the file: it is empty, or a log of either kind. -1: it cannot be read. */
+static int replaceable(FILE *file)
+{
+    static const char *const starts[] = {"step,", "epoch,"};
+    char start[8] = "";
+    size_t n = fread(start, 1, 6, file);
+    if (ferror(file)) return -1;
+    for (int i = 0; i < 2; i++)
+        if (strncmp(start, starts[i], n < strlen(starts[i]) ? n : strlen(starts[i])) == 0) return 1;
+    return 0;
+}
+
+/* Opens the file without a change to it, and locks it: two runs that write to one log would lose both. */
+static FILE *open_file(const char *path, int *regular, char *error, size_t error_bytes)
+{
+    struct stat status;
+    /* A pipe is opened when somebody reads it, which may be never. */
+    interrupt_pause();
+    *regular = stat(path, &status) != 0 || S_ISREG(status.st_mode);
+    int fd = open(path, (*regular ? O_RDWR : O_WRONLY) | O_CREAT | O_CLOEXEC | O_NOCTTY, 0666);
+    interrupt_resume();
+    FILE *file = fd < 0 ? NULL : fdopen(fd, *regular ? "r+" : "w");
+    if (!file) give_up(NULL, error, error_bytes, path, strerror(errno));
+    if (!file && fd >= 0) close(fd);
+    if (file && *regular && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        give_up(NULL, error, error_bytes, path, "another run is writing to it");
+        fclose(file);
+        file = NULL;
+    }
+    return file;
+}
+
+struct log *log_open(const char *path, int64_t resumed, char *error, size_t error_bytes)
+{
+    if (resumed < 0) return log_create(path, header, error, error_bytes);
+    struct log *log = calloc(1, sizeof *log);
+    int regular;
+    if (!log) return give_up(log, error, error_bytes, path, "out of memory");
+    log->file = open_file(path, &regular, error, error_bytes);
+    if (!log->file) {
+        free(log);
+        return NULL;
+    }
+    long kept = 0;
+    if (regular) {
+        kept = kept_bytes(log->file, resumed);
+        if (kept == -1) return give_up(log, error, error_bytes, path, "it holds something else than a log to continue");
+        if (kept < 0 || fseek(log->file, kept, SEEK_SET) != 0 || ftruncate(fileno(log->file), kept) != 0)
+            return give_up(log, error, error_bytes, path, strerror(errno));
+    }
+    if (kept == 0 && log_line(log, header) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
+    return log;
+}
+
+struct log *log_create(const char *path, const char *header, char *error, size_t error_bytes)
+{
+    struct log *log = calloc(1, sizeof *log);
+    int regular;
+    if (!log) return give_up(log, error, error_bytes, path, "out of memory");
+    log->file = open_file(path, &regular, error, error_bytes);
+    if (!log->file) {
+        free(log);
+        return NULL;
+    }
+    if (regular) {
+        int lost = replaceable(log->file);
+        if (lost == 0)
+            return give_up(log, error, error_bytes, path, "it holds something else than a log, which would be lost");
+        if (lost < 0 || fseek(log->file, 0, SEEK_SET) != 0 || ftruncate(fileno(log->file), 0) != 0)
+            return give_up(log, error, error_bytes, path, strerror(errno));
+    }
+    if (log_line(log, header) != 0) return give_up(log, error, error_bytes, path, strerror(errno));
+    return log;
+}
+
+static void put(FILE *file, double v, int digits)
+{
+    if (isnan(v)) fputc(',', file);
+    else fprintf(file, ",%.*g", digits, v);
+}
+
+static int flush(struct log *log)
+{
+    if (fflush(log->file) == 0 && !ferror(log->file)) return 0;
+    log->failed = 1;
+    clearerr(log->file);
+    return -1;
+}
+
+int log_write(struct log *log, const struct log_row *row)
+{
+    fprintf(log->file, "%lld", (long long)row->step);
+    put(log->file, row->train_loss, 8);
+    put(log->file, row->val_loss, 8);
+    put(log->file, row->lr, 8);
+    put(log->file, row->gradient_norm, 8);
+    put(log->file, row->tokens_per_s, 6);
+    fprintf(log->file, ",%.3f,%llu\n", row->seconds, (unsigned long long)row->skipped_steps);
+    return flush(log);
+}
+
+int log_line(struct log *log, const char *line)
+{
+    fprintf(log->file, "%s\n", line);
+    return flush(log);
+}
+
+int log_close(struct log *log)
+{
+    if (!log) return 0;
+    int bad = fclose(log->file) != 0 || log->failed;
+    free(log);
+    return bad ? -1 : 0;
+}

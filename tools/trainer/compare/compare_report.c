@@ -1,0 +1,189 @@
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "halfstep.h"
+#include "halfstep_io.h"
+
+#include "trainer/compare/compare_internal.h"
+
+/* ---- What the report says about the circumstances ---------------------------------------------------------------- */
+
+static void add_pair(struct compare *compare, struct report_pair *pair, int most, int *n, const char *name,
+                     const struct text *value)
+{
+    const char *kept = value->failed ? NULL : args_keep(&compare->args, text_string(value));
+    if (!kept) compare->subtitle.failed = 1;
+    else if (*n < most) pair[(*n)++] = (struct report_pair){name, kept};
+}
+
+const char *compare_file_name(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+void compare_fact(struct compare *compare, const char *name, const struct text *value)
+{
+    add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, value);
+}
+
+static void describe_configuration(struct compare *compare)
+{
+    struct report *report = &compare->report;
+    struct option_group group = {"", compare->table.rows, compare->table.n, &compare->base};
+    for (int i = 0; i < group.n; i++) {
+        const struct option *option = &group.rows[i];
+        struct text value = {0};
+        if (option->kind == OPTION_HYPER_AS || !(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
+        if (strcmp(option->name, "data") == 0 || strcmp(option->name, "val") == 0 ||
+            strcmp(option->name, "threads") == 0)
+            continue;
+        args_text(&group, option, &value);
+        if (strcmp(option->name, "seed") == 0 && report->seeds > 1)
+            text_add(&value, " to %llu",
+                     (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
+        const char *text = text_string(&value);
+        if (value.failed || option->initial || (text[0] && strcmp(text, "0") != 0))
+            compare_fact(compare, option->name, &value);
+        text_free(&value);
+    }
+}
+
+static void processor_name(char *text, size_t text_bytes)
+{
+    char line[512];
+    text[0] = 0;
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    if (!file) return;
+    while (!text[0] && fgets(line, sizeof line, file)) {
+        char *colon = strchr(line, ':');
+        if (!colon || strncmp(line, "model name", 10) != 0) continue;
+        colon += strspn(colon, ": ");
+        snprintf(text, text_bytes, "%.*s", (int)strcspn(colon, "\n"), colon);
+    }
+    fclose(file);
+}
+
+__attribute__((format(printf, 3, 4))) static void machine_fact(struct compare *compare, const char *name,
+                                                               const char *format, ...)
+{
+    struct text value = {0};
+    char line[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    text_add(&value, "%s", line);
+    add_pair(compare, compare->machine, (int)(sizeof compare->machine / sizeof compare->machine[0]),
+             &compare->report.machines, name, &value);
+    text_free(&value);
+}
+
+static void describe_machine(struct compare *compare)
+{
+    int32_t version = halfstep_version();
+    char value[1024];
+    compare->report.machine = compare->machine;
+    processor_name(value, sizeof value);
+    if (value[0]) machine_fact(compare, "processor", "%s", value);
+    halfstep_cpu_features(value, sizeof value);
+    machine_fact(compare, "features", "%s", value);
+    machine_fact(compare, "instruction set in use", "%s", halfstep_isa());
+    machine_fact(compare, "threads", "%d",
+                 compare->base.threads ? (int)compare->base.threads : (int)halfstep_default_threads());
+    machine_fact(compare, "halfstep", "%d.%d.%d, ABI %d", version / 10000, version / 100 % 100, version % 100,
+                 halfstep_abi());
+}
+
+int compare_describe(struct compare *compare)
+{
+    struct report *report = &compare->report;
+    report->title = compare->comparison->title;
+    text_add(&compare->command, "halfstep");
+    for (int i = 0; i < compare->comparison->argc; i++) {
+        text_add(&compare->command, " ");
+        text_add_shell(&compare->command, compare->comparison->argv[i]);
+    }
+    report->command = text_string(&compare->command);
+    struct text *subtitle = &compare->subtitle;
+    int recipes = report->entries / compare->batches;
+    text_add(subtitle, "%d recipe%s, ", recipes, recipes == 1 ? "" : "s");
+    if (compare->batches > 1) text_add(subtitle, "%d batch sizes, ", compare->batches);
+    if (report->seeds > 1) text_add(subtitle, "%d seeds, ", report->seeds);
+    report->configuration = compare->configuration;
+    compare->kind->describe(compare, subtitle);
+    report->subtitle = text_string(subtitle);
+    describe_configuration(compare);
+    describe_machine(compare);
+    return compare->command.failed || subtitle->failed ? -1 : 0;
+}
+
+/* ---- Files ------------------------------------------------------------------------------------------------------- */
+
+int compare_make_folder(const char *path)
+{
+    char part[PATH_BYTES];
+    if (!path[0] || strlen(path) >= sizeof part) {
+        errno = path[0] ? ENAMETOOLONG : ENOENT;
+        return -1;
+    }
+    strcpy(part, path);
+    for (char *c = part + 1; *c; c++) {
+        if (*c != '/') continue;
+        *c = 0;
+        if (mkdir(part, 0777) != 0 && errno != EEXIST) return -1;
+        *c = '/';
+    }
+    if (mkdir(part, 0777) != 0 && errno != EEXIST) return -1;
+    struct stat status;
+    if (stat(part, &status) != 0) return -1;
+    if (!S_ISDIR(status.st_mode)) {
+        errno = ENOTDIR;
+        return -1;
+    }
+    return access(part, W_OK | X_OK);
+}
+
+const char *compare_report_file(int index)
+{
+    static const char *const names[] = {"runs.csv", "history.csv", "report.json", "report.html"};
+    return names[index];
+}
+
+static int write_one(const struct compare *compare, int index, struct text *text, char *error, size_t error_bytes)
+{
+    struct text path = {0};
+    text_add(&path, "%s/%s", compare->options.out, compare_report_file(index));
+    int bad = text->failed || path.failed;
+    if (bad) snprintf(error, error_bytes, "%s: out of memory", compare_report_file(index));
+    if (!bad) bad = halfstep_write_file_atomic(path.data, text->data, text->n, error, error_bytes) != HALFSTEP_OK;
+    text_free(&path);
+    text_free(text);
+    return bad ? -1 : 0;
+}
+
+int compare_write_report(const struct compare *compare, char *error, size_t error_bytes)
+{
+    const struct report *report = &compare->report;
+    struct text html = {0}, runs = {0}, history = {0}, object = {0};
+    report_html(report, &html);
+    report_runs_csv(report, &runs);
+    report_history_csv(report, &history);
+    struct document document;
+    report_document(&document, report);
+    document_write(&document, &object);
+    int bad = write_one(compare, 0, &runs, error, error_bytes);
+    if (!bad) bad = write_one(compare, 1, &history, error, error_bytes);
+    if (!bad) bad = write_one(compare, 2, &object, error, error_bytes);
+    if (!bad) bad = write_one(compare, 3, &html, error, error_bytes);
+    /* Those that it did not come to. */
+    text_free(&html);
+    text_free(&object);
+    text_free(&history);
+    return bad;
+}

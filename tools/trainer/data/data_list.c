@@ -1,0 +1,183 @@
+/* Several files and folders as one text. */
+#include <dirent.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "trainer/data/data.h"
+
+enum { LINE = 700 };
+
+/* What is wrong, in one line: as many as it has room for, and how many more. */
+struct problems {
+    char *error;
+    size_t bytes, used;
+    int n, more;
+    int no_memory;
+};
+
+static void complain(struct problems *p, const char *path, const char *what)
+{
+    size_t room = p->bytes < LINE ? p->bytes : LINE;
+    if (p->n && p->used + strlen(path) + strlen(what) + sizeof "; :  and 2147483647 more" > room) {
+        p->more++;
+        return;
+    }
+    int n =
+        snprintf(p->error + p->used, p->bytes - p->used, "%s%s%s%s", p->n ? "; " : "", path, path[0] ? ": " : "", what);
+    p->used += n > 0 ? (size_t)n : 0;
+    if (p->used >= p->bytes) p->used = p->bytes ? p->bytes - 1 : 0;
+    p->n++;
+}
+
+static int judge(const struct problems *p)
+{
+    if (p->no_memory) snprintf(p->error, p->bytes, "out of memory");
+    else if (p->more) snprintf(p->error + p->used, p->bytes - p->used, " and %d more", p->more);
+    return p->n || p->no_memory ? -1 : 0;
+}
+
+static void add_file(struct data_list *list, struct problems *p, const char *path, int named)
+{
+    if (list->n == list->room) {
+        size_t room = list->room ? 2 * list->room : 16;
+        void *grown = realloc(list->file, room * sizeof *list->file);
+        if (!grown) {
+            p->no_memory = 1;
+            return;
+        }
+        list->file = grown;
+        list->room = room;
+    }
+    char *copy = strdup(path);
+    if (!copy) p->no_memory = 1;
+    else list->file[list->n].path = copy, list->file[list->n++].named = named;
+}
+
+static int by_bytes(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* The names in a folder, sorted, to be freed. -1 where it cannot be read. */
+static int read_folder(const char *folder, char ***names, size_t *n, struct problems *p)
+{
+    size_t room = 0;
+    DIR *stream = opendir(folder);
+    *names = NULL;
+    *n = 0;
+    if (!stream) return -1;
+    struct dirent *entry;
+    while (!p->no_memory && (errno = 0, entry = readdir(stream)) != NULL) {
+        if (entry->d_name[0] == '.') continue;
+        if (*n == room) {
+            room = room ? 2 * room : 16;
+            char **grown = realloc(*names, room * sizeof *grown);
+            if (grown) *names = grown;
+            else p->no_memory = 1;
+        }
+        char *copy = p->no_memory ? NULL : strdup(entry->d_name);
+        if (copy) (*names)[(*n)++] = copy;
+        else p->no_memory = 1;
+    }
+    int status = errno && !p->no_memory ? -1 : 0, why = errno;
+    closedir(stream);
+    errno = why;
+    if (*n) qsort(*names, *n, sizeof **names, by_bytes);
+    return status;
+}
+
+static void walk(struct data_list *list, struct problems *p, const char *folder);
+
+static void take(struct data_list *list, struct problems *p, const char *path)
+{
+    struct stat status;
+    int bad = lstat(path, &status) != 0, link = !bad && S_ISLNK(status.st_mode);
+    if (link) bad = stat(path, &status) != 0;
+    if (bad) complain(p, path, strerror(errno));
+    else if (S_ISDIR(status.st_mode) && !link) walk(list, p, path);
+    else if (!S_ISREG(status.st_mode) || status.st_size == 0) return;
+    else if (access(path, R_OK) != 0) complain(p, path, strerror(errno));
+    else add_file(list, p, path, 0);
+}
+
+static void walk(struct data_list *list, struct problems *p, const char *folder)
+{
+    char **names;
+    size_t n, length = strlen(folder);
+    if (read_folder(folder, &names, &n, p) != 0) complain(p, folder, strerror(errno));
+    for (size_t i = 0; i < n; i++) {
+        size_t bytes = length + strlen(names[i]) + 2;
+        char *path = p->no_memory ? NULL : malloc(bytes);
+        if (path) {
+            snprintf(path, bytes, "%s%s%s", folder, folder[length - 1] == '/' ? "" : "/", names[i]);
+            take(list, p, path);
+        } else {
+            p->no_memory = 1;
+        }
+        free(path);
+        free(names[i]);
+    }
+    free(names);
+}
+
+static void expand(const char *const *names, int n, struct data_list *out, struct problems *p)
+{
+    *out = (struct data_list){0};
+    for (int i = 0; i < n && !p->no_memory; i++) {
+        struct stat status;
+        size_t before = out->n;
+        int problems = p->n + p->more;
+        if (stat(names[i], &status) != 0) {
+            complain(p, names[i], strerror(errno));
+        } else if (!S_ISDIR(status.st_mode)) {
+            if (S_ISREG(status.st_mode) && access(names[i], R_OK) != 0) complain(p, names[i], strerror(errno));
+            else add_file(out, p, names[i], 1);
+        } else {
+            walk(out, p, names[i]);
+            if (out->n == before && p->n + p->more == problems && !p->no_memory)
+                complain(p, names[i], "is a folder without a file to read");
+        }
+    }
+}
+
+int data_list(const char *const *names, int n, struct data_list *out, char *error, size_t error_bytes)
+{
+    struct problems p = {error, error_bytes, 0, 0, 0, 0};
+    expand(names, n, out, &p);
+    if (judge(&p) == 0) return 0;
+    data_list_free(out);
+    return -1;
+}
+
+void data_list_free(struct data_list *list)
+{
+    for (size_t i = 0; i < list->n; i++) free(list->file[i].path);
+    free(list->file);
+    *list = (struct data_list){0};
+}
+
+int data_load_all(const char *const *names, int n, struct data_file *out, size_t *files, char *error,
+                  size_t error_bytes)
+{
+    struct problems p = {error, error_bytes, 0, 0, 0, 0};
+    struct data_list list;
+    size_t room = 0;
+    *out = (struct data_file){0};
+    expand(names, n, &list, &p);
+    /* Where one is missing there is no use in reading the others. */
+    int reading = judge(&p) == 0;
+    for (size_t i = 0; i < list.n && reading; i++) {
+        char why[600];
+        size_t before = out->n;
+        if (data_append(list.file[i].path, out, &room, why, sizeof why) != 0) complain(&p, "", why);
+        else if (out->n == before && list.file[i].named) complain(&p, list.file[i].path, "is empty");
+    }
+    *files = list.n;
+    data_list_free(&list);
+    if (!reading || judge(&p) != 0) {
+        data_free(out);
+        return -1;
+    }
+    return 0;
+}

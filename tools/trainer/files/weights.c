@@ -1,0 +1,227 @@
+#include "trainer/files/checkpoint.h"
+#include "trainer/files/model_files.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Streams in files -------------------------------------------------------------------------------------------- */
+
+halfstep_format_info checkpoint_format(int32_t row)
+{
+    halfstep_format_info info = {.struct_size = sizeof info};
+    if (halfstep_get_format_info(row, &info) != HALFSTEP_OK) memset(&info, 0, sizeof info);
+    return info;
+}
+
+/* ---- Only the weights -------------------------------------------------------------------------------------------- */
+
+struct weight_source {
+    struct model_files files;
+    struct model_tensors model;
+    halfstep_safetensors *states;
+    char recipe[RECIPE_BYTES],
+        format[RECIPE_BYTES]; /* what states are of; the weight format whose extra stream is there */
+    int averages;
+};
+
+void weight_source_close(struct weight_source *source)
+{
+    if (!source) return;
+    model_tensors_close(&source->model);
+    halfstep_close_safetensors(source->states);
+    model_files_close(&source->files);
+    free(source);
+}
+
+static const char *states_path(const struct weight_source *source)
+{
+    return source->files.checkpoint ? halfstep_checkpoint_path(source->files.checkpoint, "optimizer.safetensors")
+                                    : NULL;
+}
+
+static int open_weights(struct weight_source *source, const char *path, char *error, size_t error_bytes)
+{
+    if (model_files_find(path, 0, &source->files, error, error_bytes) != 0 ||
+        model_tensors_open(source->files.model, &source->model, error, error_bytes) != 0)
+        return -1;
+    const char *states = states_path(source);
+    if (!states) return 0;
+    if (halfstep_open_safetensors(&source->states, states, error, error_bytes) != HALFSTEP_OK) return -1;
+    const char *recipe = halfstep_safetensors_metadata_find(source->states, "recipe");
+    struct recipe_parts parts;
+    recipe_split(recipe ? recipe : "", &parts);
+    snprintf(source->recipe, sizeof source->recipe, "%s", recipe ? recipe : "");
+    snprintf(source->format, sizeof source->format, "%s", parts.weight);
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    source->averages = halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule) == HALFSTEP_OK && rule.average;
+    return 0;
+}
+
+struct weight_source *weight_source_open(const char *path, char *error, size_t error_bytes)
+{
+    struct weight_source *source = calloc(1, sizeof *source);
+    if (!source) {
+        snprintf(error, error_bytes, "out of memory");
+        return NULL;
+    }
+    if (open_weights(source, path, error, error_bytes) == 0) return source;
+    weight_source_close(source);
+    return NULL;
+}
+
+const char *gradient_format_of(const char *dtype)
+{
+    for (int32_t i = 0;; i++) {
+        int32_t row = format_with_roles(HALFSTEP_ROLE_GRADIENT, i);
+        if (row < 0) return NULL;
+        halfstep_format_info info = checkpoint_format(row);
+        if (dtype && strcmp(info.code_dtype, dtype) == 0) return info.name;
+    }
+}
+
+/* The library decodes: a throw-away optimizer holds one tensor, whose gradient slot reads any plain type and whose
+ * weight slot reads codes and extra together. */
+static int decode(struct weight_source *source, const char *path, const struct lm_tensor *tensor, const char *dtype,
+                  const void *codes, const char *extra, float *out, char *error, size_t error_bytes)
+{
+    char recipe[RECIPE_BYTES + 8];
+    halfstep_optimizer *optimizer = NULL;
+    int32_t group, index;
+    snprintf(recipe, sizeof recipe, "sgd/%s", extra ? source->format : "f32");
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = tensor->name,
+                         .ndim = tensor->ndim,
+                         .rows = tensor->rows,
+                         .row_length = tensor->row_length,
+                         .gradient = gradient_format_of(dtype)};
+    if (!t.gradient) {
+        snprintf(error, error_bytes, "%s: %s has dtype %s; weights have F32, BF16 or F16", path, tensor->name, dtype);
+        return -1;
+    }
+    int code = halfstep_create(NULL, &optimizer);
+    if (code == HALFSTEP_OK) code = halfstep_add_group(optimizer, recipe, &group);
+    if (code == HALFSTEP_OK) {
+        t.group = group;
+        code = halfstep_add_tensor(optimizer, &t, &index);
+    }
+    if (code == HALFSTEP_OK) code = halfstep_allocate_states(optimizer);
+    halfstep_slot_info info = {.struct_size = sizeof info};
+    if (code == HALFSTEP_OK) code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
+    int bad = code != HALFSTEP_OK;
+    if (!bad && extra) {
+        const char *states = states_path(source);
+        halfstep_safetensor_info found = {.struct_size = sizeof found};
+        uint64_t place;
+        const char *needed = checkpoint_format(info.format).extra_dtype;
+        bad = halfstep_safetensor_find(source->states, extra, &place) != HALFSTEP_OK ||
+              halfstep_get_safetensor_info(source->states, place, &found) != HALFSTEP_OK ||
+              model_tensor_fits(states, extra, &found, tensor, error, error_bytes) != 0;
+        if (!bad && (!needed || strcmp(found.dtype, needed) != 0)) {
+            snprintf(error, error_bytes, "%s: %s is %s, not what %s weights have", states, extra, found.dtype,
+                     source->format);
+            bad = 1;
+        }
+        if (!bad)
+            bad = halfstep_read_safetensor(source->states, place, 0, info.extra, info.extra_bytes, error,
+                                           error_bytes) != 0;
+    }
+    if (!bad) {
+        code = halfstep_read_slot(optimizer, index, extra ? HALFSTEP_SLOT_WEIGHT : HALFSTEP_SLOT_GRADIENT, codes, 0,
+                                  tensor->rows, out);
+        bad = code != HALFSTEP_OK;
+    }
+    if (bad && code != HALFSTEP_OK)
+        snprintf(error, error_bytes, "%s: %s: %s", path, tensor->name, halfstep_strerror(code));
+    halfstep_destroy(optimizer);
+    return bad ? -1 : 0;
+}
+
+/* The tensor's weight and all its states go into a throw-away optimizer of the run's recipe, which knows the
+ * average. */
+static int read_average(struct weight_source *source, const struct lm_tensor *tensor, void *codes, float *out,
+                        char *error, size_t error_bytes)
+{
+    halfstep_file_options options = {.struct_size = sizeof options, .subset = 1};
+    halfstep_optimizer *optimizer = NULL;
+    int32_t group, index;
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = tensor->name,
+                         .ndim = tensor->ndim,
+                         .rows = tensor->rows,
+                         .row_length = tensor->row_length,
+                         .gradient = "f32"};
+    error[0] = 0;
+    int bad = halfstep_create(NULL, &optimizer) != HALFSTEP_OK ||
+              halfstep_add_group(optimizer, source->recipe, &group) != HALFSTEP_OK;
+    if (!bad) {
+        t.group = group;
+        bad = halfstep_add_tensor(optimizer, &t, &index) != HALFSTEP_OK ||
+              halfstep_allocate_states(optimizer) != HALFSTEP_OK ||
+              halfstep_load_optimizer(source->files.checkpoint, optimizer, &codes, &options, error, error_bytes) !=
+                  HALFSTEP_OK ||
+              halfstep_read_average(optimizer, index, codes, 0, tensor->rows, out) != HALFSTEP_OK;
+    }
+    if (bad && !error[0]) {
+        const char *detail = optimizer ? halfstep_error_detail(optimizer) : "";
+        snprintf(error, error_bytes, "%s: %s: %s", source->files.model, tensor->name,
+                 detail[0] ? detail : "not what its recipe says");
+    }
+    halfstep_destroy(optimizer);
+    return bad ? -1 : 0;
+}
+
+int weight_source_read(struct weight_source *source, const struct lm_tensor *tensor, float *out, char *error,
+                       size_t error_bytes)
+{
+    const struct model_part *part;
+    uint64_t index, unused;
+    halfstep_safetensor_info info;
+    char extra[192];
+    if (model_tensors_find(&source->model, tensor, &part, &index, &info, error, error_bytes) != 0) return -1;
+    void *codes = malloc(info.bytes ? info.bytes : 1);
+    if (!codes) {
+        snprintf(error, error_bytes, "out of memory");
+        return -1;
+    }
+    int bad;
+    if (source->averages) {
+        bad = read_average(source, tensor, codes, out, error, error_bytes) != 0;
+    } else {
+        snprintf(extra, sizeof extra, "%s/weight.extra", tensor->name);
+        int with_extra = source->states && halfstep_safetensor_find(source->states, extra, &unused) == HALFSTEP_OK;
+        bad = halfstep_read_safetensor(part->file, index, 0, codes, info.bytes, error, error_bytes) != HALFSTEP_OK ||
+              decode(source, part->path, tensor, info.dtype, codes, with_extra ? extra : NULL, out, error,
+                     error_bytes) != 0;
+    }
+    free(codes);
+    return bad ? -1 : 0;
+}
+
+int checkpoint_init(const char *path, const struct holding *holding, char *error, size_t error_bytes)
+{
+    struct weight_source *source = weight_source_open(path, error, error_bytes);
+    if (!source) return -1;
+    int bad = model_tensors_check(&source->model, holding->shape, error, error_bytes) != 0;
+    for (int32_t i = 0; i < holding->tensors && !bad; i++) {
+        struct lm_tensor tensor;
+        if (lm_tensor_info(holding->shape, i, &tensor) != 0) bad = 1;
+        float *values = bad ? NULL : malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
+        if (!values) {
+            snprintf(error, error_bytes, "out of memory");
+            bad = 1;
+            break;
+        }
+        bad = weight_source_read(source, &tensor, values, error, error_bytes) != 0;
+        halfstep_tensor held = {.struct_size = sizeof held};
+        if (!bad && (halfstep_get_tensor(holding->optimizer, i, &held) != HALFSTEP_OK ||
+                     halfstep_write_slot(holding->optimizer, i, HALFSTEP_SLOT_WEIGHT, holding->weights[i], 0,
+                                         held.n_rows, values + held.first_row * held.row_length) != HALFSTEP_OK)) {
+            snprintf(error, error_bytes, "%s: %s: %s", path, tensor.name, halfstep_error_detail(holding->optimizer));
+            bad = 1;
+        }
+        free(values);
+    }
+    weight_source_close(source);
+    return bad ? -1 : 0;
+}

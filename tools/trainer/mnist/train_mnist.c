@@ -1,0 +1,500 @@
+#include "trainer/mnist/train_mnist.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/interrupt.h"
+#include "common/paths.h"
+#include "common/text.h"
+#include "trainer/loops/rows.h"
+#include "trainer/models/cnn.h"
+#include "trainer/run/train_internal.h"
+
+enum { TEST_BATCH = 1000, SKIPS_IN_A_ROW = 20 };
+
+struct mnist_run {
+    struct run run; /* what it has in common with train lm; the fields of the language model stay empty */
+    const struct mnist_data *data;
+    struct mnist_result *result;
+    struct cnn_config shape;
+    struct cnn *model;
+    uint32_t *order;                      /* of the training images in this epoch, or of the test images */
+    unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the weights as they were initialised */
+    int weight_dtype[CNN_TENSORS];        /* where the codes alone are the weight, otherwise -1 */
+    int current;                          /* the model holds the weights that are being trained */
+    int64_t epoch;
+    double loss_sum; /* of this epoch's images so far */
+    int64_t images, images_in_all;
+};
+
+/* ---- Building ---------------------------------------------------------------------------------------------------- */
+
+static int add_tensors(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        int32_t index;
+        cnn_tensor_info(&m->shape, i, &info);
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .group = run->decayed,
+                             .name = info.name,
+                             .ndim = info.ndim,
+                             .rows = info.rows,
+                             .row_length = info.row_length,
+                             .gradient = run->config->gradients};
+        if (halfstep_add_tensor(run->optimizer, &t, &index) != HALFSTEP_OK || index != i)
+            return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+    }
+    if (halfstep_allocate_states(run->optimizer) == HALFSTEP_OK) return 0;
+    return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+}
+
+static void *copy_of(const void *bytes, size_t n)
+{
+    void *copy = malloc(n ? n : 1);
+    if (copy && n) memcpy(copy, bytes, n);
+    return copy;
+}
+
+/* First weights, and a copy of them to count the changes by. */
+static int initialize(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        cnn_tensor_info(&m->shape, i, &info);
+        float *values = cnn_weights(m->model, i);
+        cnn_init_tensor(&m->shape, i, run->config->seed, values);
+        if (halfstep_write_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values) ||
+            halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK)
+            return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+        m->weight_dtype[i] = slot.extra_bytes ? -1 : weight_dtype(slot.format);
+        m->first[i][0] = copy_of(run->weights[i], slot.code_bytes);
+        m->first[i][1] = copy_of(slot.extra, slot.extra_bytes);
+        if (!m->first[i][0] || !m->first[i][1]) return run_fail(run, "out of memory");
+    }
+    return 0;
+}
+
+static int open_log(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    struct text header = {0};
+    struct recipe_parts parts;
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    recipe_split(run->config->recipe, &parts);
+    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    text_add(&header,
+             "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        cnn_tensor_info(&m->shape, i, &info);
+        for (int s = 0; s < rule.scalars; s++) text_add(&header, ",%s/%s", info.name, rule.scalar_name[s]);
+    }
+    if (header.failed) run_fail(run, "out of memory");
+    else run->log = log_create(run->config->log, header.data, run->error, run->error_bytes);
+    text_free(&header);
+    return run->log ? 0 : 1;
+}
+
+static int build(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    const struct run_config *c = run->config;
+    int64_t most = m->data->train.n > m->data->test.n ? m->data->train.n : m->data->test.n;
+    m->shape = (struct cnn_config){.side = m->data->train.side};
+    if (cnn_config_check(&m->shape, run->error, run->error_bytes) != 0) return 1;
+    run->tensors = CNN_TENSORS;
+    run->threads = c->threads ? (int)c->threads : halfstep_default_threads();
+    run->weights = calloc(CNN_TENSORS, sizeof *run->weights);
+    run->gradients = calloc(CNN_TENSORS, sizeof *run->gradients);
+    run->scratch = malloc(NORM_PIECE * sizeof *run->scratch);
+    m->order = malloc((size_t)most * sizeof *m->order);
+    if (!run->weights || !run->gradients || !run->scratch || !m->order) return run_fail(run, "out of memory");
+    int status = run_create_optimizer(run);
+    if (!status) status = add_tensors(m);
+    if (status) return status;
+    run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
+    status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &run->result->weight_bytes);
+    if (!status)
+        status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
+                              &run->result->gradient_bytes);
+    if (status) return status;
+    run->holding =
+        (struct holding){.optimizer = run->optimizer, .weights = run->weights, .tensors = run->tensors, .groups = 2};
+    uint64_t extras, states;
+    halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &run->result->fell_back);
+    run->result->weight_bytes += extras;
+    run->result->state_bytes = states;
+    int64_t batch = c->batch < m->data->train.n ? c->batch : m->data->train.n;
+    struct cnn_options options = {.batch = batch > TEST_BATCH ? (int)batch : TEST_BATCH,
+                                  .threads = run->threads,
+                                  .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
+    m->model = cnn_create(&m->shape, &options, run->error, run->error_bytes);
+    if (!m->model) return 1;
+    status = initialize(m);
+    const struct named_path data = {"--data", c->digits}, log = {"--log", c->log};
+    if (!status) status = paths_check(&data, 1, &log, 1, run->error, run->error_bytes);
+    if (!status && c->log) status = open_log(m);
+    return status;
+}
+
+static void dismantle(struct mnist_run *m)
+{
+    cnn_destroy(m->model);
+    for (int i = 0; i < CNN_TENSORS; i++) {
+        free(m->first[i][0]);
+        free(m->first[i][1]);
+    }
+    free(m->order);
+    run_dismantle(&m->run);
+}
+
+/* ---- Steps ------------------------------------------------------------------------------------------------------- */
+
+/* Hands the model the weights: those that are trained, in full precision, or those that the rule holds to be better. */
+static int load_weights(struct mnist_run *m, int average)
+{
+    struct run *run = &m->run;
+    average = average && run->averages;
+    if (m->current && !average) return 0;
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        cnn_tensor_info(&m->shape, i, &info);
+        float *values = cnn_weights(m->model, i);
+        int code = HALFSTEP_OK;
+        if (average) code = halfstep_read_average(run->optimizer, i, run->weights[i], 0, info.rows, values);
+        else if (m->weight_dtype[i] >= 0)
+            row_load(values, run->weights[i], m->weight_dtype[i], (int)(info.rows * info.row_length));
+        else code = halfstep_read_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values);
+        if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
+    }
+    m->current = !average;
+    return 0;
+}
+
+/* A permutation that depends on (seed, epoch) only. */
+static void shuffle(struct mnist_run *m)
+{
+    int64_t n = m->data->train.n;
+    for (int64_t i = 0; i < n; i++) m->order[i] = (uint32_t)i;
+    for (int64_t i = n - 1; i > 0; i--) {
+        /* A 64-bit hash modulo a count is uneven by less than 1 in 10^11. */
+        uint64_t j =
+            hash_counters(m->run.config->seed, (uint64_t)m->epoch, (uint64_t)i, 0x6d6e697374) % ((uint64_t)i + 1);
+        uint32_t image = m->order[i];
+        m->order[i] = m->order[j];
+        m->order[j] = image;
+    }
+}
+
+static int judge(struct mnist_run *m, int code)
+{
+    struct run *run = &m->run;
+    if (code != HALFSTEP_OK && code != HALFSTEP_NONFINITE)
+        return run_fail(run, "%s", halfstep_error_detail(run->optimizer));
+    run->skips_in_a_row = code == HALFSTEP_OK ? 0 : run->skips_in_a_row + 1;
+    if (code == HALFSTEP_OK) return 0;
+    if (!run->skip_told)
+        progress_note(run->progress,
+                      "warning: step %lld: the gradient of %s is %s; %s left unchanged, training goes on",
+                      (long long)run->step + 1, halfstep_nonfinite_tensor(run->optimizer), run_refused(run),
+                      run->result->tensors_skip ? "that tensor is" : "all weights are");
+    run->skip_told = 1;
+    if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
+    run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
+             run_refused(run), halfstep_nonfinite_tensor(run->optimizer), (long long)run->step + 1);
+    m->result->diverged = 1;
+    return 1;
+}
+
+static void tell(struct mnist_run *m, int important)
+{
+    struct run *run = &m->run;
+    const struct run_history *history = &run->result->history;
+    const struct run_validation *last =
+        history->n_validations ? &history->validation[history->n_validations - 1] : NULL;
+    char extra[96] = "";
+    int used = 0;
+    if (last)
+        used =
+            snprintf(extra, sizeof extra, "accuracy %.2f %%  ", 100 * m->result->accuracy[history->n_validations - 1]);
+    if (run->trained_seconds > 0)
+        snprintf(extra + used, sizeof extra - (size_t)used, "%.1f kimages/s",
+                 1e-3 * (double)m->images_in_all / run->trained_seconds);
+    struct progress_values values = {.loss = m->images ? m->loss_sum / (double)m->images : NAN,
+                                     .val_loss = last ? last->loss : NAN,
+                                     .gradient_norm = NAN,
+                                     .lr = NAN,
+                                     .tokens_per_s = NAN,
+                                     .skipped = halfstep_skipped_steps(run->optimizer),
+                                     .extra = extra};
+    progress_update(run->progress, run->step, &values, important);
+}
+
+static int train_step(struct mnist_run *m, int64_t first, int64_t n)
+{
+    struct run *run = &m->run;
+    double begun = progress_clock();
+    struct cnn_batch batch = {m->data->train.images, m->data->train.labels, m->order + first, (int)n};
+    struct cnn_score score;
+    if (load_weights(m, 0) != 0) return 1;
+    if (cnn_train(m->model, &batch, run->config->loss_scale, run->gradients, run->gradient_dtype, &score) != 0)
+        return run_fail(run, "%s", cnn_error(m->model));
+    double stepping = progress_clock();
+    int status = judge(m, halfstep_step(run->optimizer, run->weights, (const void *const *)run->gradients));
+    double now = progress_clock();
+    m->current = 0;
+    run->optimizer_seconds += now - stepping;
+    run->trained_seconds += now - begun;
+    if (status) return status;
+    run->step++;
+    m->loss_sum += score.loss * (double)n;
+    m->images += n;
+    m->images_in_all += n;
+    tell(m, 0);
+    return 0;
+}
+
+static int test(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    const struct image_set *set = &m->data->test;
+    struct run_history *history = &run->result->history;
+    double loss = 0;
+    int64_t correct = 0;
+    if (load_weights(m, 1) != 0) return 1;
+    for (int64_t i = 0; i < set->n; i++) m->order[i] = (uint32_t)i;
+    for (int64_t first = 0; first < set->n; first += TEST_BATCH) {
+        struct cnn_batch batch = {set->images, set->labels, m->order + first,
+                                  (int)(set->n - first < TEST_BATCH ? set->n - first : TEST_BATCH)};
+        struct cnn_score score;
+        if (cnn_eval(m->model, &batch, &score) != 0) return run_fail(run, "%s", cnn_error(m->model));
+        loss += score.loss * batch.n;
+        correct += score.correct;
+    }
+    double *grown = realloc(m->result->accuracy, (history->n_validations + 1) * sizeof *grown);
+    if (!grown) return run_fail(run, "out of memory");
+    m->result->accuracy = grown;
+    grown[history->n_validations] = (double)correct / (double)set->n;
+    if (history_add_validation(history, (double)run->step, loss / (double)set->n) != 0)
+        return run_fail(run, "out of memory");
+    return 0;
+}
+
+/* Norm of the gradients of the last step, before the loss scale. */
+static double gradient_norm(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    double sum = 0;
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        cnn_tensor_info(&m->shape, i, &info);
+        int64_t n = info.rows * info.row_length;
+        for (int64_t at = 0; at < n; at += NORM_PIECE) {
+            int piece = (int)(n - at < NORM_PIECE ? n - at : NORM_PIECE);
+            const char *from = (const char *)run->gradients[i] + (size_t)at * lm_dtype_bytes(run->gradient_dtype);
+            row_load(run->scratch, from, run->gradient_dtype, piece);
+            for (int k = 0; k < piece; k++) sum += (double)run->scratch[k] * (double)run->scratch[k];
+        }
+    }
+    return sqrt(sum) / run->config->loss_scale;
+}
+
+static void add_number(struct text *line, double value, int digits)
+{
+    if (isnan(value)) text_add(line, ",");
+    else text_add(line, ",%.*g", digits, value);
+}
+
+static void write_log(struct mnist_run *m, const struct run_point *point)
+{
+    struct run *run = &m->run;
+    size_t last = run->result->history.n_validations - 1;
+    struct text line = {0};
+    struct recipe_parts parts;
+    halfstep_rule_info rule = {.struct_size = sizeof rule};
+    recipe_split(run->config->recipe, &parts);
+    halfstep_get_rule_info(halfstep_rule_find(parts.rule), &rule);
+    text_add(&line, "%lld,%lld", (long long)m->epoch, (long long)run->step);
+    add_number(&line, point->train_loss, 8);
+    add_number(&line, run->result->history.validation[last].loss, 8);
+    add_number(&line, m->result->accuracy[last], 8);
+    add_number(&line, point->lr, 8);
+    add_number(&line, m->epoch ? gradient_norm(m) : NAN, 8);
+    add_number(&line, run->trained_seconds > 0 ? (double)m->images_in_all / run->trained_seconds : NAN, 6);
+    text_add(&line, ",%.3f,%llu", point->seconds, (unsigned long long)halfstep_skipped_steps(run->optimizer));
+    for (int i = 0; i < run->tensors; i++)
+        for (int s = 0; s < rule.scalars; s++) {
+            double value = NAN;
+            if (m->epoch) halfstep_get_scalar(run->optimizer, i, rule.scalar_name[s], &value);
+            add_number(&line, value, 8);
+        }
+    if ((line.failed || log_line(run->log, line.data) != 0) && !run->log_lost) {
+        run->log_lost = 1;
+        progress_note(run->progress, "warning: %s: %s; training goes on", run->config->log,
+                      line.failed ? "out of memory" : strerror(errno));
+    }
+    text_free(&line);
+}
+
+/* After an epoch, or before the first: the test, and everything that is told of it. */
+static int end_epoch(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    struct run_point point = {.step = (double)run->step,
+                              .seconds = run->trained_seconds,
+                              .gradient_norm = NAN,
+                              .train_loss = m->images ? m->loss_sum / (double)m->images : NAN};
+    halfstep_current_lr(run->optimizer, run->decayed, &point.lr);
+    if (test(m) != 0) return 1;
+    if (m->epoch && history_add_point(&run->result->history, &point) != 0) return run_fail(run, "out of memory");
+    if (run->log) write_log(m, &point);
+    tell(m, m->epoch > 0);
+    m->loss_sum = 0;
+    m->images = 0;
+    return 0;
+}
+
+static int train_epoch(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    int64_t n = m->data->train.n;
+    int number;
+    shuffle(m);
+    for (int64_t first = 0; first < n; first += run->config->batch) {
+        if ((number = interrupt_pending()) != 0) {
+            progress_end(run->progress);
+            run_fail(run, "interrupted after step %lld; nothing was saved", (long long)run->step);
+            return 128 + number;
+        }
+        int status = train_step(m, first, n - first < run->config->batch ? n - first : run->config->batch);
+        if (status) return status;
+    }
+    m->epoch++;
+    return end_epoch(m);
+}
+
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
+
+static double weights_changed(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    int64_t changed = 0;
+    for (int i = 0; i < run->tensors; i++) {
+        struct cnn_tensor info;
+        halfstep_slot_info slot = {.struct_size = sizeof slot};
+        cnn_tensor_info(&m->shape, i, &info);
+        if (halfstep_get_slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot) != HALFSTEP_OK) return NAN;
+        size_t n = (size_t)(info.rows * info.row_length), code = slot.code_bytes / n, extra = slot.extra_bytes / n;
+        const unsigned char *now = run->weights[i], *more = slot.extra;
+        for (size_t k = 0; k < n; k++)
+            changed += memcmp(now + k * code, m->first[i][0] + k * code, code) != 0 ||
+                       (extra && memcmp(more + k * extra, m->first[i][1] + k * extra, extra) != 0);
+    }
+    return (double)changed / (double)run->result->params;
+}
+
+static void fill_result(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    struct run_result *r = run->result;
+    const struct run_config *c = run->config;
+    const struct run_history *history = &r->history;
+    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
+    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
+    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
+    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
+    r->seed = c->seed;
+    r->micro_steps = 1;
+    r->threads = run->threads;
+    r->steps = run->step;
+    r->params = cnn_parameter_count(&m->shape);
+    r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
+    r->val_loss = history->n_validations ? history->validation[history->n_validations - 1].loss : NAN;
+    if (m->result->diverged) r->train_loss = r->val_loss = NAN;
+    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
+    r->optimizer_seconds = run->optimizer_seconds;
+    r->seconds = progress_clock() - run->started;
+    r->peak_gradient_bytes = r->gradient_bytes;
+    r->activation_bytes = cnn_activation_bytes(m->model);
+    r->state_hash = holding_hash(&run->holding);
+    r->weights_changed = weights_changed(m);
+    m->result->batch = c->batch;
+    m->result->epochs = m->epoch;
+    if (run->trained_seconds > 0) m->result->images_per_s = (double)m->images_in_all / run->trained_seconds;
+}
+
+static int loop(struct mnist_run *m)
+{
+    struct run *run = &m->run;
+    run->started = progress_clock();
+    int status = end_epoch(m);
+    while (!status && m->epoch < run->config->epochs) status = train_epoch(m);
+    if (status && !m->result->diverged) return status;
+    fill_result(m);
+    return status;
+}
+
+int mnist_run(const struct run_config *config, const struct mnist_data *data, struct progress *progress,
+              struct mnist_result *result, char *error, size_t error_bytes)
+{
+    struct run_config counted = *config;
+    memset(result, 0, sizeof *result);
+    result->run.weights_changed = result->run.tokens_per_s = result->images_per_s = NAN;
+    result->steps_per_epoch = (data->train.n + config->batch - 1) / config->batch;
+    counted.steps = config->epochs * result->steps_per_epoch; /* what schedules go by */
+    struct mnist_run m = {.data = data, .result = result};
+    m.run.config = &counted;
+    m.run.progress = progress;
+    m.run.result = &result->run;
+    m.run.error = error;
+    m.run.error_bytes = error_bytes;
+    error[0] = 0;
+    int status = build(&m);
+    if (!status) {
+        progress_begin(progress, 0, counted.steps);
+        status = loop(&m);
+        progress_end(progress);
+    }
+    if (log_close(m.run.log) != 0 && status == 0) status = run_fail(&m.run, "the log %s is not complete", config->log);
+    dismantle(&m);
+    return status;
+}
+
+double mnist_accuracy(const struct mnist_result *result)
+{
+    size_t n = result->run.history.n_validations;
+    return n && !result->diverged && isfinite(result->run.val_loss) ? result->accuracy[n - 1] : NAN;
+}
+
+void mnist_result_document(struct document *d, const struct mnist_result *result)
+{
+    const struct run_history *history = &result->run.history;
+    run_result_document(d, &result->run);
+    json_t *object = d->root;
+    put_integer(d, object, "batch", result->batch);
+    put_number(d, object, "test_loss", result->run.val_loss);
+    put_number(d, object, "test_accuracy", mnist_accuracy(result));
+    put_number(d, object, "images_per_s", result->images_per_s);
+    put_flag(d, object, "diverged", result->diverged || !isfinite(result->run.val_loss));
+    json_t *epochs = put_object(d, object, "epochs");
+    json_t *train = put_array(d, epochs, "train_loss");
+    for (size_t i = 0; i < history->n_points; i++) put_number(d, train, NULL, history->point[i].train_loss);
+    json_t *losses = put_array(d, epochs, "test_loss");
+    for (size_t i = 1; i < history->n_validations; i++) put_number(d, losses, NULL, history->validation[i].loss);
+    json_t *accuracies = put_array(d, epochs, "test_accuracy");
+    for (size_t i = 1; i < history->n_validations; i++) put_number(d, accuracies, NULL, result->accuracy[i]);
+}
+
+void mnist_result_free(struct mnist_result *result)
+{
+    run_result_free(&result->run);
+    free(result->accuracy);
+    memset(result, 0, sizeof *result);
+}

@@ -1,0 +1,821 @@
+/* Forward and backward of the language model. Over 500 lines because the backward pass mirrors the forward pass
+ * phase by phase, and shares its buffers.
+ *
+ * Every phase is one batch of independent tasks: a block of rows (positions), one head of one sequence, or a tile of a
+ * weight's gradient. Blocks have fixed sizes, and each product inside a task runs on one thread, so no sum depends on
+ * the number of threads. */
+#include "trainer/models/llama_internal.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "trainer/loops/rows.h"
+
+enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 64, COLUMNS = 64, MOST_THREADS = 1024 };
+
+__attribute__((format(printf, 2, 3))) static int fail(struct lm *m, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(m->error, sizeof m->error, format, arguments);
+    va_end(arguments);
+    return -1;
+}
+
+const char *lm_error(const struct lm *m) { return m->error; }
+
+const struct lm_config *lm_get_config(const struct lm *m) { return &m->config; }
+
+int lm_threads(const struct lm *m) { return parallel_threads(m->pool); }
+
+size_t lm_gradient_peak_bytes(const struct lm *m) { return m->gradient_bytes; }
+
+size_t lm_activation_bytes(const struct lm *m) { return m->arena_bytes - m->gradient_bytes + m->converted_bytes; }
+
+/* ---- memory ---- */
+
+/* The same layout is walked twice: once to add up, once to hand out. Sums are in double because they may pass any
+ * integer; a distance of 7 cache lines keeps buffers off the same cache sets. */
+struct arena {
+    char *base;
+    double used;
+};
+
+static void *carve(struct arena *a, double elements, size_t size)
+{
+    void *p = a->base ? a->base + (size_t)a->used : NULL;
+    a->used += ceil(elements * (double)size / 64.0) * 64.0 + 7 * 64.0;
+    return p;
+}
+
+static double larger(double a, double b) { return a > b ? a : b; }
+
+static void layout(struct lm *m, struct arena *a)
+{
+    const struct lm_config *c = &m->config;
+    const struct lm_options *o = &m->options;
+    size_t s = lm_dtype_bytes(o->compute), g = lm_dtype_bytes(o->gradients);
+    double w = c->width, f = c->intermediate, t = c->context, rows = (double)o->batch * t, d = w / c->heads;
+    double blocks = ceil(rows / BLOCK);
+
+    m->cosine = carve(a, t * d / 2, sizeof(float));
+    m->sine = carve(a, t * d / 2, sizeof(float));
+    for (int i = 0; i < 3; i++) m->gains[i] = carve(a, w, sizeof(float));
+    if (!o->batch) return;
+
+    for (int i = 0; i < lm_threads(m); i++) {
+        struct scratch *k = &m->scratch[i];
+        k->wide = carve(a, BLOCK * larger(2 * w, larger(f, c->vocab)), sizeof(float));
+        k->narrow = carve(a, BLOCK * w, sizeof(float));
+        k->stored = carve(a, BLOCK * w, s);
+        k->stored2 = carve(a, BLOCK * f, s);
+        k->scores = carve(a, ATTENTION_ROWS * (t + ROW_LANES), sizeof(float));
+        k->p = carve(a, ATTENTION_ROWS * (t + ROW_LANES), s);
+        if (!o->training) continue;
+        k->dscores = carve(a, ATTENTION_ROWS * (t + ROW_LANES), sizeof(float));
+        k->dp = carve(a, ATTENTION_ROWS * (t + ROW_LANES), s);
+        k->dk = carve(a, t * d, sizeof(float));
+        k->dv = carve(a, t * d, sizeof(float));
+        k->dq = carve(a, ATTENTION_ROWS * d, sizeof(float));
+    }
+    for (int i = 0; i < (o->training ? c->depth : 1); i++) {
+        struct layer *l = &m->layers[i];
+        l->x = carve(a, rows * w, sizeof(float));
+        l->mid = carve(a, rows * w, sizeof(float));
+        l->in_r = carve(a, rows, sizeof(float));
+        l->post_r = carve(a, rows, sizeof(float));
+        l->qkv = carve(a, rows * 3 * w, s);
+        l->o = carve(a, rows * w, s);
+        l->softmax = carve(a, rows * c->heads, sizeof *l->softmax);
+        l->gate = carve(a, rows * f, s);
+        l->up = carve(a, rows * f, s);
+    }
+    m->final_r = carve(a, rows, sizeof(float));
+    m->block_loss = carve(a, blocks, sizeof(double));
+    if (!o->training) return;
+    m->layers[c->depth].x = carve(a, rows * w, sizeof(float));
+    m->kept_tokens = carve(a, o->batch * (t + 1), 1);
+    m->dlogits = carve(a, rows * c->vocab, s);
+    m->dx = carve(a, rows * w, sizeof(float));
+    m->dx_mlp = carve(a, rows * w, s);
+    m->dx_attention = carve(a, rows * w, s);
+    m->dout = carve(a, rows * w, s);
+    m->hidden = carve(a, rows * w, s);
+    m->activated = carve(a, rows * f, s);
+    double before = a->used;
+    m->partial = carve(a, blocks * w, sizeof(float));
+    if (o->release) m->region = carve(a, larger(c->vocab * w, larger(3 * w * f, 4 * w * w)), g);
+    m->gradient_bytes = (size_t)(a->used - before);
+}
+
+static void fill_rotations(struct lm *m)
+{
+    int half = m->config.width / m->config.heads / 2;
+    for (int i = 0; i < half; i++) {
+        double frequency = exact_exp(-exact_log(m->config.rope_theta) * i / half);
+        for (int t = 0; t < m->config.context; t++) {
+            double sine, cosine;
+            exact_sincos(t * frequency, &sine, &cosine);
+            m->cosine[(size_t)t * (size_t)half + (size_t)i] = (float)cosine;
+            m->sine[(size_t)t * (size_t)half + (size_t)i] = (float)sine;
+        }
+    }
+}
+
+struct lm *lm_create(const struct lm_config *config, const struct lm_options *options, char *error, size_t error_bytes)
+{
+    struct lm_config c = *config;
+    const struct lm_options *o = options;
+    if (lm_config_check(&c, error, error_bytes)) return NULL;
+    const char *wrong = NULL;
+    if (o->batch < 0 || o->batch > 1 << 20) wrong = "batch is not in 0..1048576";
+    else if (o->training && !o->batch) wrong = "training needs a batch of at least 1";
+    else if (o->compute != LM_F32 && o->compute != LM_BF16) wrong = "matrix products are in f32 or bf16";
+    else if (o->gradients < LM_F32 || o->gradients > LM_F16) wrong = "gradients are f32, bf16 or f16";
+    else if (o->threads < 0 || o->threads > MOST_THREADS) wrong = "threads is not in 0..1024";
+    struct lm *m = wrong ? NULL : calloc(1, sizeof *m);
+    if (!m) {
+        snprintf(error, error_bytes, "%s", wrong ? wrong : "out of memory");
+        return NULL;
+    }
+    m->config = c;
+    m->options = *o;
+    m->count = lm_tensor_count(&c);
+    m->pool = parallel_create(o->threads);
+    if (!m->pool) {
+        snprintf(error, error_bytes, "cannot start %d threads", o->threads);
+        goto failed;
+    }
+    int threads = lm_threads(m);
+    m->scratch = calloc((size_t)threads, sizeof *m->scratch);
+    m->matmul = calloc((size_t)threads, sizeof *m->matmul);
+    m->layers = calloc((size_t)c.depth + 1, sizeof *m->layers);
+    if (!m->scratch || !m->matmul || !m->layers) {
+        snprintf(error, error_bytes, "out of memory");
+        goto failed;
+    }
+    for (int i = 0; i < threads; i++) {
+        m->matmul[i] = matmul_create(error, error_bytes);
+        if (!m->matmul[i]) goto failed;
+    }
+    struct arena arena = {NULL, 0};
+    layout(m, &arena);
+    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    m->arena = arena.used < machine ? aligned_alloc(64, (size_t)arena.used) : NULL;
+    if (!m->arena) {
+        snprintf(error, error_bytes,
+                 "a batch of %d x %d of this model needs %.3g GiB of activations; the machine has %.3g", o->batch,
+                 c.context, arena.used * 0x1p-30, machine * 0x1p-30);
+        goto failed;
+    }
+    m->arena_bytes = (size_t)arena.used;
+    arena = (struct arena){m->arena, 0};
+    layout(m, &arena);
+    fill_rotations(m);
+    return m;
+failed:
+    lm_destroy(m);
+    return NULL;
+}
+
+void lm_destroy(struct lm *m)
+{
+    if (!m) return;
+    lm_cache_free(m);
+    for (int i = 0; m->pool && m->matmul && i < lm_threads(m); i++) matmul_destroy(m->matmul[i]);
+    parallel_destroy(m->pool);
+    free(m->matmul);
+    free(m->scratch);
+    free(m->layers);
+    free(m->converted);
+    free(m->arena);
+    free(m);
+}
+
+/* ---- pieces ---- */
+
+static void *at(const void *base, int type, int64_t index)
+{
+    return (char *)(uintptr_t)base + (size_t)index * lm_dtype_bytes(type);
+}
+
+static void product(struct lm *m, int thread, const struct matmul_shape *shape, const void *a, const void *b, void *c)
+{
+    if (matmul_run(m->matmul[thread], shape, a, b, c)) atomic_store(&m->failed, thread + 1);
+}
+
+/* y[n, out] = x[n, in] W^T for W [out, in] */
+static void forward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *x, int64_t x_row,
+                            const void *weight, void *y, int y_type, int64_t y_row)
+{
+    struct matmul_shape shape = {.m = n,
+                                 .n = out,
+                                 .k = in,
+                                 .a_row = x_row,
+                                 .a_column = 1,
+                                 .b_row = 1,
+                                 .b_column = in,
+                                 .c_row = y_row,
+                                 .type = m->options.compute,
+                                 .c_type = y_type};
+    product(m, thread, &shape, x, weight, y);
+}
+
+/* dx[n, in] (+)= dy[n, out] W */
+static void backward_product(struct lm *m, int thread, int64_t n, int64_t out, int64_t in, const void *dy,
+                             int64_t dy_row, const void *weight, void *dx, int dx_type, int accumulate)
+{
+    struct matmul_shape shape = {.m = n,
+                                 .n = in,
+                                 .k = out,
+                                 .a_row = dy_row,
+                                 .a_column = 1,
+                                 .b_row = in,
+                                 .b_column = 1,
+                                 .c_row = in,
+                                 .type = m->options.compute,
+                                 .c_type = dx_type,
+                                 .accumulate = accumulate};
+    product(m, thread, &shape, dy, weight, dx);
+}
+
+static int run(struct lm *m, int64_t tasks, void (*task)(void *, int64_t, int))
+{
+    parallel_run(m->pool, tasks, task, m);
+    int failed = atomic_exchange(&m->failed, 0);
+    return failed ? fail(m, "%s", matmul_error(m->matmul[failed - 1])) : 0;
+}
+
+static int64_t blocks(const struct lm *m) { return (m->rows + BLOCK - 1) / BLOCK; }
+
+/* Rows of a block: from *first, the number is returned. */
+static int64_t block_rows(const struct lm *m, int64_t block, int64_t *first)
+{
+    *first = block * BLOCK;
+    return m->rows - *first < BLOCK ? m->rows - *first : BLOCK;
+}
+
+/* ---- weights into the matrix-product type ---- */
+
+struct conversion {
+    struct lm *model;
+    const struct lm_weight *weight[PER_LAYER];
+    void *out[PER_LAYER];
+    int64_t n[PER_LAYER];
+    int count;
+};
+
+enum { CHUNK = 16384 };
+
+static void convert_task(void *arg, int64_t task, int thread)
+{
+    (void)thread;
+    const struct conversion *c = arg;
+    int i = 0;
+    while (task >= (c->n[i] + CHUNK - 1) / CHUNK) {
+        task -= (c->n[i] + CHUNK - 1) / CHUNK;
+        i++;
+    }
+    int from = c->weight[i]->dtype, to = c->model->options.compute;
+    for (int64_t begin = task * CHUNK; begin < c->n[i] && begin < (task + 1) * CHUNK; begin += 1024) {
+        int n = (int)(c->n[i] - begin < 1024 ? c->n[i] - begin : 1024);
+        const void *in = at(c->weight[i]->data, from, begin);
+        void *out = at(c->out[i], to, begin);
+        float values[1024];
+        if (to == LM_F32) {
+            row_load(out, in, from, n);
+        } else if (from == LM_F32) {
+            row_store(out, to, in, n);
+        } else {
+            row_load(values, in, from, n);
+            row_store(out, to, values, n);
+        }
+    }
+}
+
+/* Points use[i] at tensor first + i in the matrix-product type, through scratch memory where it is stored otherwise. */
+static int convert(struct lm *m, const struct lm_weight *weights, int first, int count, const void **use)
+{
+    struct conversion c = {.model = m};
+    size_t needed = 0;
+    int64_t tasks = 0;
+    for (int i = 0; i < count; i++) {
+        struct lm_tensor info;
+        lm_tensor_info(&m->config, first + i, &info);
+        use[i] = weights[first + i].data;
+        if (info.ndim == 1 || weights[first + i].dtype == m->options.compute) continue;
+        c.weight[c.count] = &weights[first + i];
+        c.n[c.count] = info.rows * info.row_length;
+        needed += ((size_t)c.n[c.count] * lm_dtype_bytes(m->options.compute) + 63) / 64 * 64;
+        tasks += (c.n[c.count] + CHUNK - 1) / CHUNK;
+        c.count++;
+    }
+    if (needed > m->converted_bytes) {
+        free(m->converted);
+        m->converted_bytes = 0;
+        m->converted = aligned_alloc(64, needed);
+        if (!m->converted) return fail(m, "out of memory for one layer's converted weights (%zu bytes)", needed);
+        m->converted_bytes = needed;
+    }
+    char *next = m->converted;
+    int k = 0;
+    for (int i = 0; i < count; i++) {
+        if (k == c.count || c.weight[k] != &weights[first + i]) continue;
+        use[i] = c.out[k] = next;
+        next += ((size_t)c.n[k] * lm_dtype_bytes(m->options.compute) + 63) / 64 * 64;
+        k++;
+    }
+    parallel_run(m->pool, tasks, convert_task, &c);
+    return 0;
+}
+
+static int use_layer(struct lm *m, const struct lm_weight *weights, int layer)
+{
+    int first = 1 + layer * PER_LAYER;
+    m->layer = layer;
+    row_load(m->gains[0], weights[first + IN_NORM].data, weights[first + IN_NORM].dtype, m->config.width);
+    row_load(m->gains[1], weights[first + POST_NORM].data, weights[first + POST_NORM].dtype, m->config.width);
+    return convert(m, weights, first, PER_LAYER, m->matrix);
+}
+
+static int use_head(struct lm *m, const struct lm_weight *weights)
+{
+    row_load(m->gains[2], weights[m->count - 2].data, weights[m->count - 2].dtype, m->config.width);
+    return convert(m, weights, m->count - 1, 1, &m->head);
+}
+
+/* ---- forward ---- */
+
+static struct layer *layer_in_work(struct lm *m) { return &m->layers[m->keep ? m->layer : 0]; }
+
+static float *residual_after(struct lm *m, int layer) { return m->layers[m->keep ? layer + 1 : 0].x; }
+
+static void embed_task(void *arg, int64_t task, int thread)
+{
+    (void)thread;
+    struct lm *m = arg;
+    int64_t first, n = block_rows(m, task, &first), w = m->config.width;
+    for (int64_t r = first; r < first + n; r++) {
+        uint8_t token = m->tokens[r / m->length * (m->length + 1) + r % m->length];
+        row_load(m->layers[0].x + r * w, at(m->embedding.data, m->embedding.dtype, token * w), m->embedding.dtype,
+                 (int)w);
+    }
+}
+
+static void qkv_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = layer_in_work(m);
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, heads = m->config.heads, half = w / heads / 2;
+    int64_t first, n = block_rows(m, task, &first);
+    for (int64_t r = 0; r < n; r++) {
+        l->in_r[first + r] = row_norm(at(k->stored, type, r * w), type, l->x + (first + r) * w, m->gains[0],
+                                      (float)m->config.rms_norm_eps, w);
+    }
+    float *q = k->wide, *key = k->wide + (int64_t)BLOCK * w;
+    forward_product(m, thread, n, w, w, k->stored, w, m->matrix[Q], q, LM_F32, w);
+    forward_product(m, thread, n, w, w, k->stored, w, m->matrix[K], key, LM_F32, w);
+    forward_product(m, thread, n, w, w, k->stored, w, m->matrix[V], at(l->qkv, type, first * 3 * w + 2 * w), type,
+                    3 * w);
+    for (int64_t r = 0; r < n; r++) {
+        int64_t position = (first + r) % m->length;
+        const float *cosine = m->cosine + position * half, *sine = m->sine + position * half;
+        row_rotate(at(l->qkv, type, (first + r) * 3 * w), type, q + r * w, cosine, sine, 1.0f, heads, half);
+        row_rotate(at(l->qkv, type, (first + r) * 3 * w + w), type, key + r * w, cosine, sine, 1.0f, heads, half);
+    }
+}
+
+/* Rows of scores are as long as the row functions want them. */
+static int64_t score_row(int64_t end) { return (end + ROW_LANES - 1) / ROW_LANES * ROW_LANES; }
+
+/* scores[n, end] = a[n, d] b[end, d]^T, both slices of one head inside wider rows */
+static void scores_product(struct lm *m, int thread, int64_t n, int64_t end, const void *a, int64_t a_row,
+                           const void *b, int64_t b_row, float *scores)
+{
+    int64_t d = m->config.width / m->config.heads;
+    struct matmul_shape shape = {.m = n,
+                                 .n = end,
+                                 .k = d,
+                                 .a_row = a_row,
+                                 .a_column = 1,
+                                 .b_row = 1,
+                                 .b_column = b_row,
+                                 .c_row = score_row(end),
+                                 .type = m->options.compute,
+                                 .c_type = LM_F32};
+    product(m, thread, &shape, a, b, scores);
+}
+
+static void attention_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = layer_in_work(m);
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, d = w / m->config.heads, length = m->length;
+    int64_t first = task / m->config.heads * length, head = task % m->config.heads;
+    float scale = 1.0f / sqrtf((float)d);
+    struct row_softmax *kept = l->softmax + task * length;
+    const void *q = at(l->qkv, type, first * 3 * w + head * d), *key = at(q, type, w), *v = at(q, type, 2 * w);
+    for (int begin = 0; begin < length; begin += ATTENTION_ROWS) {
+        int n = length - begin < ATTENTION_ROWS ? length - begin : ATTENTION_ROWS, end = begin + n;
+        scores_product(m, thread, n, end, at(q, type, (int64_t)begin * 3 * w), 3 * w, key, 3 * w, k->scores);
+        for (int r = 0; r < n; r++) {
+            int64_t row = r * score_row(end);
+            row_softmax(at(k->p, type, row), type, k->scores + row, &kept[begin + r], scale, begin + r + 1, end);
+        }
+        struct matmul_shape shape = {.m = n,
+                                     .n = d,
+                                     .k = end,
+                                     .a_row = score_row(end),
+                                     .a_column = 1,
+                                     .b_row = 3 * w,
+                                     .b_column = 1,
+                                     .c_row = w,
+                                     .type = type,
+                                     .c_type = type};
+        product(m, thread, &shape, k->p, v, at(l->o, type, (first + begin) * w + head * d));
+    }
+}
+
+static void mlp_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = layer_in_work(m);
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, f = m->config.intermediate;
+    int64_t first, n = block_rows(m, task, &first);
+    float *out = residual_after(m, m->layer);
+
+    forward_product(m, thread, n, w, w, at(l->o, type, first * w), w, m->matrix[O], k->narrow, LM_F32, w);
+    for (int64_t r = 0; r < n; r++) {
+        float *mid = l->mid + (first + r) * w;
+        row_add(mid, l->x + (first + r) * w, k->narrow + r * w, w);
+        l->post_r[first + r] =
+            row_norm(at(k->stored, type, r * w), type, mid, m->gains[1], (float)m->config.rms_norm_eps, w);
+    }
+    forward_product(m, thread, n, f, w, k->stored, w, m->matrix[GATE], at(l->gate, type, first * f), type, f);
+    forward_product(m, thread, n, f, w, k->stored, w, m->matrix[UP], at(l->up, type, first * f), type, f);
+    row_swiglu(k->stored2, at(l->gate, type, first * f), at(l->up, type, first * f), type, (int)(n * f));
+    forward_product(m, thread, n, w, f, k->stored2, f, m->matrix[DOWN], k->narrow, LM_F32, w);
+    for (int64_t r = 0; r < n; r++) row_add(out + (first + r) * w, l->mid + (first + r) * w, k->narrow + r * w, w);
+}
+
+static void head_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, vocab = m->config.vocab;
+    int64_t first, n = block_rows(m, task, &first);
+    const float *x = residual_after(m, m->config.depth - 1);
+    for (int64_t r = 0; r < n; r++) {
+        m->final_r[first + r] = row_norm(at(k->stored, type, r * w), type, x + (first + r) * w, m->gains[2],
+                                         (float)m->config.rms_norm_eps, w);
+    }
+    forward_product(m, thread, n, vocab, w, k->stored, w, m->head, k->wide, LM_F32, vocab);
+    double loss = 0;
+    for (int64_t r = 0; r < n; r++) {
+        int64_t row = first + r;
+        int target = m->tokens[row / m->length * (m->length + 1) + row % m->length + 1];
+        loss += row_cross_entropy(k->wide + r * vocab, target, 1.0f / (float)m->rows, vocab);
+        if (m->keep) row_store(at(m->dlogits, type, row * vocab), type, k->wide + r * vocab, vocab);
+    }
+    m->block_loss[task] = loss;
+}
+
+static double forward(struct lm *m, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length,
+                      int keep)
+{
+    m->ready = 0;
+    m->error[0] = 0;
+    if (batch < 1 || batch > m->options.batch) return fail(m, "batch %d is not in 1..%d", batch, m->options.batch);
+    if (length < 1 || length > m->config.context)
+        return fail(m, "length %d is not in 1..%d", length, m->config.context);
+    if (keep && !m->options.training) return fail(m, "this model was not created for training");
+    m->batch = batch;
+    m->length = length;
+    m->keep = keep;
+    m->rows = (int64_t)batch * length;
+    m->embedding = weights[0];
+    m->tokens = tokens;
+    if (keep) m->tokens = memcpy(m->kept_tokens, tokens, (size_t)batch * ((size_t)length + 1));
+
+    if (run(m, blocks(m), embed_task)) return -1;
+    for (int layer = 0; layer < m->config.depth; layer++) {
+        if (use_layer(m, weights, layer)) return -1;
+        if (run(m, blocks(m), qkv_task)) return -1;
+        if (run(m, (int64_t)batch * m->config.heads, attention_task)) return -1;
+        if (run(m, blocks(m), mlp_task)) return -1;
+    }
+    if (use_head(m, weights) || run(m, blocks(m), head_task)) return -1;
+    double loss = 0;
+    for (int64_t i = 0; i < blocks(m); i++) loss += m->block_loss[i];
+    m->ready = keep;
+    return loss / (double)m->rows;
+}
+
+double lm_forward(struct lm *m, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length)
+{
+    return forward(m, weights, tokens, batch, length, 1);
+}
+
+double lm_eval(struct lm *m, const struct lm_weight *weights, const uint8_t *tokens, int batch, int length)
+{
+    return forward(m, weights, tokens, batch, length, 0);
+}
+
+/* ---- gradients of weights ---- */
+
+/* One gradient: d W[out, in] = dy^T x over all rows. */
+struct outer {
+    int tensor;
+    const void *dy, *x;
+    int64_t dy_row, x_row, out, in;
+    void *gradient;
+};
+
+struct group {
+    struct lm *model;
+    struct outer outer[4];
+    int count;
+};
+
+static void outer_task(void *arg, int64_t task, int thread)
+{
+    struct group *g = arg;
+    struct lm *m = g->model;
+    const struct outer *o = g->outer;
+    while (task >= (o->out + TILE - 1) / TILE) {
+        task -= (o->out + TILE - 1) / TILE;
+        o++;
+    }
+    int64_t begin = task * TILE, n = o->out - begin < TILE ? o->out - begin : TILE;
+    int type = m->options.gradients;
+    float *sum = type == LM_F32 ? (float *)o->gradient + begin * o->in : m->scratch[thread].wide;
+    struct matmul_shape shape = {.m = n,
+                                 .n = o->in,
+                                 .k = m->rows,
+                                 .a_row = 1,
+                                 .a_column = o->dy_row,
+                                 .b_row = o->x_row,
+                                 .b_column = 1,
+                                 .c_row = o->in,
+                                 .type = m->options.compute,
+                                 .c_type = LM_F32};
+    product(m, thread, &shape, at(o->dy, m->options.compute, begin), o->x, sum);
+    if (type == LM_F32) return;
+    for (int64_t r = 0; r < n; r++)
+        row_store(at(o->gradient, type, (begin + r) * o->in), type, sum + r * o->in, (int)o->in);
+}
+
+static void add_outer(struct group *g, int tensor, const void *dy, int64_t dy_row, int64_t out, const void *x,
+                      int64_t in)
+{
+    g->outer[g->count++] = (struct outer){tensor, dy, x, dy_row, in, out, in, NULL};
+}
+
+/* Where the gradient of a tensor is to be written; offset counts elements already used in the release region. */
+static void *destination(struct lm *m, const struct lm_sink *sink, int tensor, int64_t offset)
+{
+    return m->options.release ? at(m->region, m->options.gradients, offset) : sink->buffers[tensor];
+}
+
+static int hand_out_group(struct lm *m, const struct lm_sink *sink, struct group *g)
+{
+    int64_t offset = 0, tasks = 0;
+    g->model = m;
+    for (int i = 0; i < g->count; i++) {
+        struct outer *o = &g->outer[i];
+        o->gradient = destination(m, sink, o->tensor, offset);
+        offset += o->out * o->in;
+        tasks += (o->out + TILE - 1) / TILE;
+    }
+    parallel_run(m->pool, tasks, outer_task, g);
+    int failed = atomic_exchange(&m->failed, 0);
+    if (failed) return fail(m, "%s", matmul_error(m->matmul[failed - 1]));
+    for (int i = 0; m->options.release && i < g->count; i++)
+        sink->on_gradient(sink->arg, g->outer[i].tensor, g->outer[i].gradient);
+    return 0;
+}
+
+/* The blocks' shares of a norm's gradient, added from first to last. */
+static void hand_out_norm(struct lm *m, const struct lm_sink *sink, int tensor)
+{
+    int w = m->config.width;
+    for (int64_t i = 1; i < blocks(m); i++) row_add_to(m->partial, m->partial + i * w, w);
+    void *out = destination(m, sink, tensor, 0);
+    row_store(out, m->options.gradients, m->partial, w);
+    if (m->options.release) sink->on_gradient(sink->arg, tensor, out);
+}
+
+struct embedding_sum {
+    struct lm *model;
+    void *gradient;
+};
+
+/* Some columns of the embedding's gradient: rows are added in their order. */
+static void embedding_task(void *arg, int64_t task, int thread)
+{
+    struct embedding_sum *e = arg;
+    struct lm *m = e->model;
+    int64_t w = m->config.width, begin = task * COLUMNS, n = w - begin < COLUMNS ? w - begin : COLUMNS;
+    float *sum = m->scratch[thread].wide;
+    memset(sum, 0, (size_t)m->config.vocab * (size_t)n * sizeof *sum);
+    for (int64_t r = 0; r < m->rows; r++) {
+        uint8_t token = m->tokens[r / m->length * (m->length + 1) + r % m->length];
+        row_add_to(sum + token * n, m->dx + r * w + begin, (int)n);
+    }
+    for (int64_t v = 0; v < m->config.vocab; v++)
+        row_store(at(e->gradient, m->options.gradients, v * w + begin), m->options.gradients, sum + v * n, (int)n);
+}
+
+/* ---- backward ---- */
+
+/* The norm's output again into `hidden`, and the way back through it into the residual stream. */
+static void norm_backward(struct lm *m, int64_t block, const float *x, const float *r, const float *gain,
+                          const float *dout)
+{
+    int type = m->options.compute, w = m->config.width;
+    int64_t first, n = block_rows(m, block, &first);
+    float *share = m->partial + block * w;
+    memset(share, 0, (size_t)w * sizeof *share);
+    for (int64_t i = first; i < first + n; i++) {
+        row_norm_again(at(m->hidden, type, i * w), type, x + i * w, gain, r[i], w);
+        row_norm_backward(m->dx + i * w, share, dout + (i - first) * w, x + i * w, gain, r[i], w);
+    }
+}
+
+static void head_backward_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, vocab = m->config.vocab;
+    int64_t first, n = block_rows(m, task, &first);
+    backward_product(m, thread, n, vocab, w, at(m->dlogits, type, first * vocab), vocab, m->head, k->narrow, LM_F32, 0);
+    memset(m->dx + first * w, 0, (size_t)(n * w) * sizeof *m->dx);
+    norm_backward(m, task, m->layers[m->config.depth].x, m->final_r, m->gains[2], k->narrow);
+}
+
+static void store_rows(void *out, int type, const float *in, int64_t first, int64_t n, int w)
+{
+    for (int64_t i = first; i < first + n; i++) row_store(at(out, type, i * w), type, in + i * w, w);
+}
+
+static void mlp_backward_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = &m->layers[m->layer];
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, f = m->config.intermediate;
+    int64_t first, n = block_rows(m, task, &first);
+
+    store_rows(m->dx_mlp, type, m->dx, first, n, w);
+    backward_product(m, thread, n, w, f, at(m->dx_mlp, type, first * w), w, m->matrix[DOWN], k->wide, LM_F32, 0);
+    row_swiglu_backward(at(m->activated, type, first * f), at(l->gate, type, first * f), at(l->up, type, first * f),
+                        k->wide, type, (int)(n * f));
+    backward_product(m, thread, n, f, w, at(l->gate, type, first * f), f, m->matrix[GATE], k->narrow, LM_F32, 0);
+    backward_product(m, thread, n, f, w, at(l->up, type, first * f), f, m->matrix[UP], k->narrow, LM_F32, 1);
+    norm_backward(m, task, l->mid, l->post_r, m->gains[1], k->narrow);
+
+    store_rows(m->dx_attention, type, m->dx, first, n, w);
+    backward_product(m, thread, n, w, w, at(m->dx_attention, type, first * w), w, m->matrix[O],
+                     at(m->dout, type, first * w), type, 0);
+}
+
+static void attention_backward_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = &m->layers[m->layer];
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width, d = w / m->config.heads, half = d / 2, length = m->length;
+    int64_t first = task / m->config.heads * length, head = task % m->config.heads;
+    float scale = 1.0f / sqrtf((float)d);
+    struct row_softmax *kept = l->softmax + task * length;
+    void *q = at(l->qkv, type, first * 3 * w + head * d), *key = at(q, type, w), *v = at(q, type, 2 * w);
+    memset(k->dk, 0, (size_t)length * (size_t)d * sizeof *k->dk);
+    memset(k->dv, 0, (size_t)length * (size_t)d * sizeof *k->dv);
+    for (int begin = 0; begin < length; begin += ATTENTION_ROWS) {
+        int n = length - begin < ATTENTION_ROWS ? length - begin : ATTENTION_ROWS, end = begin + n;
+        void *q_rows = at(q, type, (int64_t)begin * 3 * w);
+        const void *dout = at(m->dout, type, (first + begin) * w + head * d);
+        scores_product(m, thread, n, end, q_rows, 3 * w, key, 3 * w, k->scores);
+        scores_product(m, thread, n, end, dout, w, v, 3 * w, k->dscores);
+        for (int r = 0; r < n; r++) {
+            int64_t row = r * score_row(end);
+            row_softmax_backward(at(k->p, type, row), at(k->dp, type, row), type, k->scores + row, k->dscores + row,
+                                 &kept[begin + r], scale, begin + r + 1, end);
+        }
+        struct matmul_shape dq = {.m = n,
+                                  .n = d,
+                                  .k = end,
+                                  .a_row = score_row(end),
+                                  .a_column = 1,
+                                  .b_row = 3 * w,
+                                  .b_column = 1,
+                                  .c_row = d,
+                                  .type = type,
+                                  .c_type = LM_F32};
+        struct matmul_shape dk = {.m = end,
+                                  .n = d,
+                                  .k = n,
+                                  .a_row = 1,
+                                  .a_column = score_row(end),
+                                  .b_row = 3 * w,
+                                  .b_column = 1,
+                                  .c_row = d,
+                                  .type = type,
+                                  .c_type = LM_F32,
+                                  .accumulate = 1};
+        struct matmul_shape dv = dk;
+        dv.b_row = w;
+        product(m, thread, &dq, k->dp, key, k->dq);
+        product(m, thread, &dk, k->dp, q_rows, k->dk);
+        product(m, thread, &dv, k->p, dout, k->dv);
+        for (int r = 0; r < n; r++) {
+            int64_t angle = (int64_t)(begin + r) * half;
+            row_rotate(at(q_rows, type, (int64_t)r * 3 * w), type, k->dq + (int64_t)r * d, m->cosine + angle,
+                       m->sine + angle, -1.0f, 1, half);
+        }
+    }
+    for (int64_t t = 0; t < length; t++) {
+        row_rotate(at(key, type, t * 3 * w), type, k->dk + t * d, m->cosine + t * half, m->sine + t * half, -1.0f, 1,
+                   half);
+        row_store(at(v, type, t * 3 * w), type, k->dv + t * d, d);
+    }
+}
+
+static void qkv_backward_task(void *arg, int64_t task, int thread)
+{
+    struct lm *m = arg;
+    struct layer *l = &m->layers[m->layer];
+    struct scratch *k = &m->scratch[thread];
+    int type = m->options.compute, w = m->config.width;
+    int64_t first, n = block_rows(m, task, &first);
+    for (int part = 0; part < 3; part++)
+        backward_product(m, thread, n, w, w, at(l->qkv, type, first * 3 * w + part * w), 3 * w, m->matrix[Q + part],
+                         k->narrow, LM_F32, part > 0);
+    norm_backward(m, task, l->x, l->in_r, m->gains[0], k->narrow);
+}
+
+static void scale_dlogits(struct lm *m, float factor)
+{
+    int type = m->options.compute, vocab = m->config.vocab;
+    float *row = m->scratch[0].wide;
+    for (int64_t r = 0; r < m->rows; r++) {
+        row_load(row, at(m->dlogits, type, r * vocab), type, vocab);
+        row_scale(row, factor, vocab);
+        row_store(at(m->dlogits, type, r * vocab), type, row, vocab);
+    }
+}
+
+/* A layer's weights are all used before the first of their gradients is handed out: the receiver may overwrite them. */
+static int layer_backward(struct lm *m, const struct lm_weight *weights, int layer, const struct lm_sink *sink)
+{
+    int type = m->options.compute, first = 1 + layer * PER_LAYER;
+    int64_t w = m->config.width, f = m->config.intermediate;
+    struct layer *l = &m->layers[layer];
+    if (use_layer(m, weights, layer)) return -1;
+
+    if (run(m, blocks(m), mlp_backward_task)) return -1;
+    struct group mlp = {0};
+    add_outer(&mlp, first + DOWN, m->dx_mlp, w, w, m->activated, f);
+    add_outer(&mlp, first + GATE, l->gate, f, f, m->hidden, w);
+    add_outer(&mlp, first + UP, l->up, f, f, m->hidden, w);
+    if (hand_out_group(m, sink, &mlp)) return -1;
+    hand_out_norm(m, sink, first + POST_NORM);
+
+    if (run(m, (int64_t)m->batch * m->config.heads, attention_backward_task)) return -1;
+    if (run(m, blocks(m), qkv_backward_task)) return -1;
+    struct group attention = {0};
+    add_outer(&attention, first + O, m->dx_attention, w, w, l->o, w);
+    for (int part = 0; part < 3; part++)
+        add_outer(&attention, first + Q + part, at(l->qkv, type, part * w), 3 * w, w, m->hidden, w);
+    if (hand_out_group(m, sink, &attention)) return -1;
+    hand_out_norm(m, sink, first + IN_NORM);
+    return 0;
+}
+
+int lm_backward(struct lm *m, const struct lm_weight *weights, double scale, const struct lm_sink *sink)
+{
+    if (!m->ready) return fail(m, "backward without a forward before it");
+    m->ready = 0;
+    if (scale != 1.0) scale_dlogits(m, (float)scale);
+
+    if (use_head(m, weights) || run(m, blocks(m), head_backward_task)) return -1;
+    struct group head = {0};
+    add_outer(&head, m->count - 1, m->dlogits, m->config.vocab, m->config.vocab, m->hidden, m->config.width);
+    if (hand_out_group(m, sink, &head)) return -1;
+    hand_out_norm(m, sink, m->count - 2);
+
+    for (int layer = m->config.depth - 1; layer >= 0; layer--)
+        if (layer_backward(m, weights, layer, sink)) return -1;
+
+    struct embedding_sum embedding = {m, destination(m, sink, 0, 0)};
+    parallel_run(m->pool, (m->config.width + COLUMNS - 1) / COLUMNS, embedding_task, &embedding);
+    if (m->options.release) sink->on_gradient(sink->arg, 0, embedding.gradient);
+    return 0;
+}

@@ -1,0 +1,47 @@
+#include "trainer/ranks/dist.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Open MPI; MPICH, Intel and Slurm's PMI; PMIx, which srun speaks too. */
+static const char *const rank_variables[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
+
+int dist_launched_rank(void)
+{
+    for (size_t i = 0; i < sizeof rank_variables / sizeof *rank_variables; i++) {
+        const char *text = getenv(rank_variables[i]);
+        char *end;
+        long rank = text ? strtol(text, &end, 10) : -1;
+        if (text && end != text && !*end && rank >= 0 && rank < 1 << 30) return (int)rank;
+    }
+    return -1;
+}
+
+int dist_launched(void)
+{
+    const char *asked = getenv("HALFSTEP_MPI");
+    if (asked && *asked) return strcmp(asked, "0") != 0;
+    return dist_launched_rank() >= 0;
+}
+
+struct dist *dist_open(char *error, size_t error_bytes)
+{
+    /* Open MPI's own modules look for its symbols among the global ones. */
+    void *module = dlopen("libhalfstep_mpi.so", RTLD_NOW | RTLD_GLOBAL);
+    struct dist *dist = module ? dlsym(module, "halfstep_dist") : NULL;
+    if (!dist) {
+        snprintf(error, error_bytes,
+                 "started as one of several processes, but this build has no MPI (%s); HALFSTEP_MPI=0 runs alone",
+                 dlerror());
+        return NULL;
+    }
+    if (dist->version != HALFSTEP_DIST_VERSION) {
+        snprintf(error, error_bytes, "libhalfstep_mpi.so is of another build");
+        return NULL;
+    }
+    if (dist->start(dist) == 0) return dist;
+    snprintf(error, error_bytes, "%s", dist->error());
+    return NULL;
+}

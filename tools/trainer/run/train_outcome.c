@@ -1,0 +1,141 @@
+/* What is known of a run when it is over. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "trainer/ranks/train_ranks.h"
+
+/* Writes the first weights of one tensor again, in the same format, and counts what differs now. */
+static int count_changes(struct run *run, const struct holding *whole, int tensor, struct weight_source *source,
+                         uint64_t *changed, char *why, size_t why_bytes)
+{
+    struct lm_tensor info;
+    halfstep_optimizer *fresh = NULL;
+    int32_t group, index;
+    struct recipe_parts parts;
+    char recipe[RECIPE_BYTES + 8];
+    lm_tensor_info(&run->shape, tensor, &info);
+    recipe_split(run->config->recipe, &parts);
+    snprintf(recipe, sizeof recipe, "sgd/%s", parts.weight);
+    size_t n = (size_t)(info.rows * info.row_length);
+    float *values = malloc(n * sizeof *values);
+    halfstep_slot_info now = {.struct_size = sizeof now}, then = now;
+    halfstep_get_slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, &now);
+    unsigned char *codes = malloc(now.code_bytes ? now.code_bytes : 1);
+    int bad = !values || !codes || halfstep_create(NULL, &fresh) != HALFSTEP_OK ||
+              halfstep_add_group(fresh, recipe, &group) != HALFSTEP_OK;
+    halfstep_tensor t = {.struct_size = sizeof t,
+                         .name = info.name,
+                         .ndim = info.ndim,
+                         .rows = info.rows,
+                         .row_length = info.row_length,
+                         .gradient = "f32"};
+    if (!bad)
+        bad = halfstep_add_tensor(fresh, &t, &index) != HALFSTEP_OK || halfstep_allocate_states(fresh) != HALFSTEP_OK ||
+              halfstep_get_slot_info(fresh, index, HALFSTEP_SLOT_WEIGHT, &then) != HALFSTEP_OK;
+    if (!bad && source) bad = weight_source_read(source, &info, values, why, why_bytes) != 0;
+    else if (!bad) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
+    if (!bad) bad = halfstep_write_slot(fresh, index, HALFSTEP_SLOT_WEIGHT, codes, 0, info.rows, values) != HALFSTEP_OK;
+    if (!bad) {
+        size_t code = now.code_bytes / n, extra = now.extra_bytes / n;
+        const unsigned char *here = whole->weights[tensor], *extra_here = now.extra, *extra_then = then.extra;
+        for (size_t i = 0; i < n; i++)
+            *changed += memcmp(here + i * code, codes + i * code, code) != 0 ||
+                        (extra && memcmp(extra_here + i * extra, extra_then + i * extra, extra) != 0);
+    }
+    halfstep_destroy(fresh);
+    free(values);
+    free(codes);
+    return bad;
+}
+
+static double weights_changed(struct run *run, const struct holding *whole)
+{
+    char why[600] = "out of memory", note[700];
+    uint64_t changed = 0;
+    struct weight_source *source = run->config->init ? weight_source_open(run->config->init, why, sizeof why) : NULL;
+    int bad = run->config->init && !source;
+    for (int i = 0; i < run->tensors && !bad; i++)
+        bad = count_changes(run, whole, i, source, &changed, why, sizeof why);
+    weight_source_close(source);
+    if (!bad) return (double)changed / (double)run->result->params;
+    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", why);
+    run_tell(run, note);
+    return NAN;
+}
+
+static void fill_result(struct run *run)
+{
+    struct run_result *r = run->result;
+    const struct run_config *c = run->config;
+    snprintf(r->recipe, sizeof r->recipe, "%s", c->recipe);
+    snprintf(r->gradients, sizeof r->gradients, "%s", c->gradients);
+    snprintf(r->compute, sizeof r->compute, "%s", c->compute);
+    snprintf(r->isa, sizeof r->isa, "%s", halfstep_isa());
+    snprintf(r->accumulator, sizeof r->accumulator, "%s", c->accumulator ? c->accumulator : "");
+    r->micro_steps = c->micro_steps;
+    r->seed = c->seed;
+    r->release = c->release;
+    r->threads = run->threads;
+    r->steps = run->step;
+    r->params = lm_parameter_count(&run->shape);
+    r->train_loss = run_mean_loss(&r->history);
+    r->val_loss = r->history.n_validations ? r->history.validation[r->history.n_validations - 1].loss : NAN;
+    r->skipped_steps = halfstep_skipped_steps(run->optimizer);
+    r->optimizer_seconds = run->optimizer_seconds;
+    r->seconds = progress_clock() - run->started;
+    size_t model_peak = lm_gradient_peak_bytes(run->model);
+    r->peak_gradient_bytes = r->gradient_bytes + model_peak;
+    if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
+    r->activation_bytes = lm_activation_bytes(run->model);
+    r->ranks = run->ranks;
+    r->data_files = run->data->files;
+    r->data_bytes = run->data->data_file.n;
+}
+
+/* What is known of the optimizer as a whole. */
+static int fill_whole(struct run *run)
+{
+    struct holding whole;
+    int status = ranks_collect(run, &whole);
+    if (!status && run->rank == 0) {
+        run->result->state_hash = holding_hash(&whole);
+        run->result->weights_changed = weights_changed(run, &whole);
+    }
+    ranks_drop(run, &whole);
+    return status;
+}
+
+static int make_sample(struct run *run)
+{
+    struct run_result *r = run->result;
+    size_t n = (size_t)run->config->sample_bytes;
+    if (n == 0) return 0;
+    r->sample = malloc(n);
+    if (!r->sample) return run_fail(run, "out of memory");
+    r->sample_bytes = n;
+    void *copies;
+    const struct lm_weight *weights = run_speaking_weights(run, &copies);
+    int status = weights ? 0 : 1;
+    if (!status && run->rank == 0 &&
+        lm_generate(run->model, weights, NULL, 0, 0.8, run->config->seed, r->sample, n) != 0)
+        status = run_fail(run, "%s", lm_error(run->model));
+    free(copies);
+    return status;
+}
+
+int run_count_traffic(struct run *run)
+{
+    int64_t received = run->dist ? (int64_t)run->dist->received() : 0;
+    if (run->dist && run->dist->sum(&received, 1) != 0) return run_fail(run, "%s", run->dist->error());
+    run->result->job_received = (uint64_t)received;
+    return 0;
+}
+
+int run_fill_result(struct run *run)
+{
+    fill_result(run);
+    int status = fill_whole(run);
+    return status ? status : make_sample(run);
+}

@@ -1,0 +1,450 @@
+#include "trainer/run/train_internal.h"
+
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "halfstep_io.h"
+
+#include "common/paths.h"
+#include "trainer/files/trainer_file.h"
+#include "trainer/ranks/train_ranks.h"
+
+/* ---- Options ----------------------------------------------------------------------------------------------------- */
+
+int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context)
+{
+    struct run_options table;
+    struct run_config copy = *config;
+    run_options_init(&table);
+    const struct option_group group = {"", table.rows, table.n, &copy};
+    int status = 0;
+    for (int i = -1; i < table.n && !status; i++) {
+        const struct option *option = i < 0 ? &run_recipe_option : &table.rows[i];
+        if (!(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
+        struct text text = {0};
+        args_text(&group, option, &text);
+        status = text.failed ? -1 : visit(context, option, text_string(&text));
+        text_free(&text);
+    }
+    return status;
+}
+
+struct saving {
+    struct trainer_file *file;
+    size_t room;
+};
+
+static int keep_option(void *context, const struct option *option, const char *value)
+{
+    struct saving *saving = context;
+    struct trainer_file *file = saving->file;
+    if (file->options == saving->room) {
+        saving->room = saving->room ? 2 * saving->room : 64;
+        struct trainer_option *grown = realloc(file->option, saving->room * sizeof *grown);
+        if (!grown) return -1;
+        file->option = grown;
+    }
+    char *copy = strdup(value);
+    if (!copy) return -1;
+    file->option[file->options++] = (struct trainer_option){option->name, copy};
+    return 0;
+}
+
+/* trainer.json of the run as it stands. 0, or -1 when memory is out. */
+static int trainer_text(const struct run *run, struct text *text)
+{
+    char hash[2][24];
+    snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
+    snprintf(hash[1], sizeof hash[1], "%016llx", (unsigned long long)run->data->val_hash);
+    struct trainer_file file = {.step = (uint64_t)run->step,
+                                .threads = (uint64_t)run->threads,
+                                .data_bytes = run->data->data_file.n,
+                                .data_hash = hash[0],
+                                .val_hash = run->config->val.n ? hash[1] : "",
+                                .released_norm = run->released_norm,
+                                .seconds = run->trained_seconds};
+    struct saving saving = {&file, 0};
+    int bad = run_each_option(run->config, keep_option, &saving) != 0;
+    if (!bad) trainer_file_write(&file, text);
+    for (size_t i = 0; i < file.options; i++) free((char *)file.option[i].value);
+    free(file.option);
+    return bad || text->failed ? -1 : 0;
+}
+
+/* A name that JSON cannot hold would come back as another one. */
+static int check_text(void *context, const struct option *option, const char *value)
+{
+    struct run *run = context;
+    size_t n = strlen(value), i = 0, length = 1;
+    while (i < n && (length = text_utf8_length(value + i, n - i)) != 0) i += length;
+    if (length) return 0;
+    /* Of several names, one a line, the one that is meant. */
+    size_t begin = i;
+    while (begin > 0 && value[begin - 1] != '\n') begin--;
+    run_fail(run, "--%s %.*s: a checkpoint can only keep it as UTF-8", option->name, (int)strcspn(value + begin, "\n"),
+             value + begin);
+    return 2;
+}
+
+struct comparing {
+    struct run *run;
+    const struct trainer_file *saved;
+};
+
+static int compare_option(void *context, const struct option *option, const char *here)
+{
+    struct comparing *c = context;
+    const char *checkpoint = c->run->config->checkpoint, *there = trainer_file_option(c->saved, option->name);
+    if (!(option->flags & OPTION_IDENTITY)) return 0;
+    /* A checkpoint from before there was such an option is one that was made with its default. */
+    if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
+    if (!there) return run_fail(c->run, "%s: trainer.json does not say --%s", checkpoint, option->name);
+    if (strcmp(here, there) == 0) return 0;
+    if (option->kind == OPTION_FLAG)
+        return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here[0] == '1' ? "given" : "not given",
+                        there[0] == '1' ? "given" : "not", checkpoint);
+    return run_fail(c->run, "--%s is %s here but %s in %s", option->name, here, there, checkpoint);
+}
+
+/* ---- Resuming ---------------------------------------------------------------------------------------------------- */
+
+static int same_data(struct run *run, const char *saved, uint64_t hash, const char *option)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
+    if (strcmp(saved, text) == 0) return 0;
+    return run_fail(run, "--%s holds other bytes than the run in %s was trained on", option, run->config->checkpoint);
+}
+
+/* A new --steps is fine as long as no step already made would have had another rate. */
+static int same_rates(struct run *run, int64_t saved_steps)
+{
+    const struct run_config *c = run->config;
+    if (saved_steps == c->steps) return 0;
+    double start = 0, power = 0, before, now;
+    uint64_t accepted = 0;
+    halfstep_get_group_steps(run->optimizer, run->decayed, &accepted);
+    halfstep_get_hyper(run->optimizer, run->decayed, "decay_start", &start);
+    halfstep_get_hyper(run->optimizer, run->decayed, "power", &power);
+    for (uint64_t s = 0; s < accepted; s++) {
+        if (halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)saved_steps, c->final_lr, start, power,
+                                     &before) != HALFSTEP_OK ||
+            halfstep_schedule_factor(c->schedule, s, (double)c->warmup, (double)c->steps, c->final_lr, start, power,
+                                     &now) != HALFSTEP_OK ||
+            before != now)
+            return run_fail(
+                run, "--steps is %lld here but %lld in %s, and the %s schedule of the steps already made depends on it",
+                (long long)c->steps, (long long)saved_steps, c->checkpoint, c->schedule);
+    }
+    return 0;
+}
+
+/* Numbers of the model that no option tells. */
+static int same_model(struct run *run, const char *path)
+{
+    struct lm_config saved;
+    char note[600];
+    if (checkpoint_read_shape(path, run->config->context, &saved, note, sizeof note, run->error, run->error_bytes) != 0)
+        return 1;
+    const struct lm_config *here = &run->shape;
+    const struct {
+        const char *name;
+        double here, there;
+    } numbers[] = {{"intermediate_size", here->intermediate, saved.intermediate},
+                   {"rms_norm_eps", here->rms_norm_eps, saved.rms_norm_eps},
+                   {"rope_theta", here->rope_theta, saved.rope_theta}};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (numbers[i].here != numbers[i].there)
+            return run_fail(run, "\"%s\" of the model is %.10g here but %.10g in %s", numbers[i].name, numbers[i].here,
+                            numbers[i].there, path);
+    return 0;
+}
+
+static int load_states(struct run *run, const halfstep_checkpoint *checkpoint)
+{
+    struct holding whole = run->holding;
+    int status = run->dist ? ranks_make_whole(run, 1, &whole) : 0;
+    if (!status)
+        status = checkpoint_load(checkpoint, &whole, &run->result->history, run->error, run->error_bytes) ? 1 : 0;
+    if (!status && run->dist) status = ranks_take_own(run, &whole);
+    ranks_drop(run, &whole);
+    return status;
+}
+
+static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, const struct trainer_file *saved)
+{
+    const struct run_config *c = run->config;
+    struct comparing comparing = {run, saved};
+    int status = run_each_option(c, compare_option, &comparing);
+    if (status < 0) return run_fail(run, "out of memory");
+    if (!status) status = same_data(run, saved->data_hash, run->data->data_hash, "data");
+    if (!status && (saved->val_hash[0] != 0) != (c->val.n != 0))
+        status = run_fail(run, "--val is %s here but not in %s", c->val.n ? "given" : "missing", c->checkpoint);
+    if (!status && c->val.n) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
+    if (!status) status = same_model(run, c->resume_from ? c->resume_from : c->checkpoint);
+    if (!status && (uint64_t)c->steps < saved->step)
+        status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
+                          (unsigned long long)saved->step);
+    if (!status) status = load_states(run, checkpoint);
+    const char *saved_steps = trainer_file_option(saved, "steps");
+    double steps = 0;
+    if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
+        status = run_fail(run, "%s: trainer.json does not say --steps", c->checkpoint);
+    if (!status) status = same_rates(run, (int64_t)steps);
+    if (status) return status;
+    /* Along the tree no sum depends on them. */
+    if (saved->threads != (uint64_t)run->threads && !run->by_tree)
+        progress_note(run->progress,
+                      "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
+                      c->checkpoint, (unsigned long long)saved->threads, run->threads);
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_get_checkpoint_info(checkpoint, &info);
+    run->sequence = info.sequence;
+    run->released_norm = saved->released_norm;
+    run->trained_seconds = saved->seconds;
+    run->step = run->saved_step = (int64_t)saved->step;
+    return 0;
+}
+
+int run_resume(struct run *run)
+{
+    const struct run_config *c = run->config;
+    halfstep_checkpoint *checkpoint;
+    struct trainer_file saved;
+    if (halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL, run->error,
+                                 run->error_bytes) != HALFSTEP_OK)
+        return 1;
+    int status = trainer_file_read(checkpoint, &saved, run->error, run->error_bytes) != HALFSTEP_OK;
+    if (!status) status = resume_from(run, checkpoint, &saved);
+    trainer_file_free(&saved);
+    halfstep_close_checkpoint(checkpoint);
+    return status;
+}
+
+/* ---- The directory ----------------------------------------------------------------------------------------------- */
+
+void run_tell(struct run *run, const char *note)
+{
+    if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
+}
+
+/* Checkpoints that no pointer names any more, because manifest.json was lost: the next save would count them among its
+ * own, and remove those beyond --keep. */
+static int refuse_unnamed(struct run *run)
+{
+    const char *directory = run->config->checkpoint;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    DIR *stream = opendir(directory);
+    if (!stream) return run_fail(run, "cannot list %s", directory);
+    struct dirent *entry;
+    int status = 0;
+    while (!status && (entry = readdir(stream)) != NULL) {
+        halfstep_checkpoint *there;
+        struct text path = {0};
+        if (strncmp(entry->d_name, "checkpoint-", 11) != 0) continue;
+        text_add(&path, "%s/%s", directory, entry->d_name);
+        int code = path.failed ? HALFSTEP_ERROR_MEMORY
+                               : halfstep_open_checkpoint(&there, path.data, &quick, run->error, run->error_bytes);
+        if (code == HALFSTEP_OK) {
+            status = run_fail(
+                run,
+                "%s holds %s, but no manifest.json that names it: add --resume to --checkpoint %s to continue it, "
+                "or choose another directory",
+                directory, entry->d_name, path.data);
+            halfstep_close_checkpoint(there);
+        } else if (code == HALFSTEP_ERROR_MEMORY) {
+            status = run_fail(run, "out of memory");
+        }
+        text_free(&path);
+    }
+    closedir(stream);
+    return status;
+}
+
+/* A new run begins where no other one's work lies. */
+static int refuse_occupied(struct run *run)
+{
+    const struct run_config *c = run->config;
+    halfstep_checkpoint *there;
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    int code = halfstep_open_checkpoint(&there, c->checkpoint, &quick, run->error, run->error_bytes);
+    if (code == HALFSTEP_OK) {
+        halfstep_checkpoint_info info = {.struct_size = sizeof info};
+        halfstep_get_checkpoint_info(there, &info);
+        run_fail(run,
+                 "%s already holds a checkpoint of step %llu: add --resume to continue it, or choose another directory",
+                 c->checkpoint, (unsigned long long)info.step);
+        halfstep_close_checkpoint(there);
+        return 1;
+    }
+    if (code != HALFSTEP_ERROR_NAME) return 1;
+    int status = refuse_unnamed(run);
+    const char *name;
+    for (int i = 0; !status && (name = checkpoint_file_name(i)) != NULL; i++) {
+        struct text path = {0};
+        struct stat file;
+        text_add(&path, "%s/%s", c->checkpoint, name);
+        if (path.failed) status = run_fail(run, "out of memory");
+        else if (lstat(path.data, &file) == 0)
+            status = run_fail(
+                run, "%s is in the way of a checkpoint, which has a file of that name: choose another directory",
+                path.data);
+        text_free(&path);
+    }
+    return status;
+}
+
+/* No output may be an input, nor another output. */
+static int check_paths(struct run *run)
+{
+    enum { OUTPUTS = 16 };
+    const struct run_config *c = run->config;
+    struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
+    struct text path[OUTPUTS] = {{0}};
+    const char *name;
+    int n = 1, failed = 0;
+    for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL;
+         i++, n++) {
+        text_add(&path[n], "%s/%s", c->checkpoint, name);
+        failed |= path[n].failed;
+        outputs[n] = (struct named_path){"--checkpoint", text_string(&path[n])};
+    }
+    int status = failed ? run_fail(run, "out of memory") : 0;
+    /* The files of a resumed checkpoint are read from it, and their links replaced by it: only the log can be in its
+     * way. */
+    const char *resumed = c->resume ? c->resume_from : NULL;
+    if (!status) status = run_paths_check(c, resumed, outputs, 1, run->error, run->error_bytes);
+    if (!status) status = run_paths_check(c, NULL, outputs, n, run->error, run->error_bytes);
+    for (int i = 1; i < n; i++) text_free(&path[i]);
+    return status;
+}
+
+int run_open_directory(struct run *run)
+{
+    const struct run_config *c = run->config;
+    if (run->rank != 0) return 0;
+    if (!c->checkpoint) return check_paths(run);
+    int status = run_each_option(c, check_text, run);
+    if (status) return status < 0 ? run_fail(run, "out of memory") : status;
+    char note[1024];
+    run->lock = run_lock_take(c->checkpoint, note, sizeof note);
+    if (!run->lock) return run_fail(run, "%s", note);
+    if (note[0]) run_tell(run, note);
+    if (!c->resume) status = refuse_occupied(run);
+    if (!status) status = check_paths(run);
+    if (status) return status;
+    halfstep_checkpoint_save *probe;
+    if (halfstep_begin_checkpoint(&probe, c->checkpoint, NULL, run->error, run->error_bytes) != HALFSTEP_OK) return 1;
+    halfstep_abandon_checkpoint(probe);
+    return 0;
+}
+
+int run_open_log(struct run *run)
+{
+    const struct run_config *c = run->config;
+    if (!c->log || run->rank != 0) return 0;
+    run->log = log_open(c->log, c->resume ? run->step : -1, run->error, run->error_bytes);
+    return run->log ? 0 : 1;
+}
+
+/* ---- Saving ------------------------------------------------------------------------------------------------------ */
+
+/* Whether what the directory holds now is what this run has put there or gone on from: then older checkpoints are its
+ * own to remove. The lock keeps other runs away, but not other programs, and not on every file system. What comes
+ * between this look and the save is seen by the commit (prune_if). */
+static void look_for_others(struct run *run)
+{
+    halfstep_checkpoint *there;
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    halfstep_open_options quick = {.struct_size = sizeof quick, .skip_contents = 1};
+    char why[1024];
+    int code = halfstep_open_checkpoint(&there, run->config->checkpoint, &quick, why, sizeof why), others;
+    if (code == HALFSTEP_OK) {
+        halfstep_get_checkpoint_info(there, &info);
+        int known = info.sequence == run->sequence && info.step == (uint64_t)run->saved_step;
+        others = !known && !(run->unread && info.step == run->unread_step && info.sequence == run->sequence + 1);
+        if (!others) run->sequence = info.sequence;
+        halfstep_close_checkpoint(there);
+    } else {
+        others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
+    }
+    if (!others || run->shares) return;
+    run->shares = 1;
+    snprintf(why, sizeof why,
+             "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
+             run->config->checkpoint);
+    run_tell(run, why);
+}
+
+/* Opens what was saved with all its checksums, and compares what it says of the run. */
+static int read_back(struct run *run, const char *trainer)
+{
+    const char *directory = run->config->checkpoint;
+    halfstep_checkpoint *saved;
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    char why[900];
+    size_t bytes;
+    if (halfstep_open_checkpoint(&saved, directory, NULL, why, sizeof why) != HALFSTEP_OK)
+        return run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
+    halfstep_get_checkpoint_info(saved, &info);
+    char *text = checkpoint_read_text(saved, "trainer.json", &bytes, why, sizeof why);
+    int status = 0;
+    if (!text) status = run_fail(run, "saved in %s, but it cannot be read back: %s", directory, why);
+    else if (strcmp(text, trainer) != 0)
+        status = run_fail(run, "%s: another program has saved there at the same time", directory);
+    else {
+        run->shares |= info.sequence != run->sequence + 1;
+        run->sequence = info.sequence;
+    }
+    free(text);
+    halfstep_close_checkpoint(saved);
+    return status;
+}
+
+static int save(struct run *run, const struct holding *whole)
+{
+    const struct run_config *c = run->config;
+    struct text trainer = {0};
+    char note[1024];
+    int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
+    if (!status) {
+        look_for_others(run);
+        halfstep_save_options options = {.struct_size = sizeof options,
+                                         .step = (uint64_t)run->step,
+                                         .keep = (uint32_t)c->keep,
+                                         .prune_if = !run->shares,
+                                         .newest = run->sequence};
+        if (run->shares) options.keep = UINT32_MAX;
+        status = checkpoint_save(c->checkpoint, &options, whole, c->recipe, trainer.data, &run->result->history, note,
+                                 sizeof note) != 0;
+        if (status) run_fail(run, "%s", note);
+        else if (note[0]) run_tell(run, note);
+    }
+    if (!status) {
+        run->unread = 1;
+        run->unread_step = (uint64_t)run->step;
+        status = read_back(run, trainer.data);
+        run->unread = status != 0;
+    }
+    text_free(&trainer);
+    return status;
+}
+
+int run_save(struct run *run)
+{
+    struct holding whole;
+    if (ranks_collect(run, &whole) != 0) {
+        ranks_drop(run, &whole);
+        return 1;
+    }
+    int status = run->rank == 0 ? save(run, &whole) : 0;
+    ranks_drop(run, &whole);
+    status = run_agree(run, status);
+    if (status) return 1;
+    run->saved_step = run->step;
+    snprintf(run->result->checkpoint, sizeof run->result->checkpoint, "%s", run->config->checkpoint);
+    return 0;
+}
