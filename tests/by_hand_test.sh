@@ -5,7 +5,7 @@
 . "$(dirname "$0")/lib.sh"
 need cc
 make_scratch
-line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*src\/\*\.c.*\)$/\1/p' "$source_dir/README.md" | head -1)
+line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*find src .*\)$/\1/p' "$source_dir/README.md" | head -1)
 [ -n "$line" ] || fail "README.md has no line that begins with cc and compiles what find finds in src"
 echo "$line"
 cp -R "$source_dir/include" "$source_dir/src" "$scratch"

@@ -1,5 +1,5 @@
-/* The CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory that
- * the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes (--short: a
+/* The CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory
+ * that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes (--short: a
  * 61st; --all: all of them). Errors have to come back as one code and one sentence. What the fake leaves out or mixes
  * up has to be noticed. FAKE_CUDA names another fake, such as that whose kernels are those of src/device/cuda/code.
  * Over 500 lines because all of it shares one small problem, made once for the GPU and once for the host. */

@@ -42,9 +42,9 @@ struct hstep_device {
     const char *name;
     /* The memory of the device is that of the process: the handle then reads and writes tensors and groups in place. */
     int shared;
-    /* A step on it returns before it is done, and is told of when somebody asks: until the handle has fetched them, tensors,
-     * groups and ledger in its memory are ahead of the handle's own. What such a device reads of the process's memory it has
-     * read when a call returns. Its own pointers are all that it takes of callers (owns()). */
+    /* A step on it returns before it is done, and is told of when somebody asks: until the handle has fetched them,
+     * tensors, groups and ledger in its memory are ahead of the handle's own. What such a device reads of the process's
+     * memory it has read when a call returns. Its own pointers are all that it takes of callers (owns()). */
     int late;
 
     /* A device that has several of its kind, or streams; else NULL, as are those down to why(). name: of the options,

@@ -5,9 +5,9 @@
  *   c[i * 32 + j] = ((c[i * 32 + j] + a[i] * b[j]) + a[12 + i] * b[32 + j]) + ...
  *
  * c: 12 rows of 32 columns. a: 12 elements of one column of the left matrix after another. b: 32 elements of one row of
- * the right matrix after another (panels, device/host/matrix.c). k may be 0; no address need be aligned. Every element is a
- * chain of fp32 products and sums in the order of k, so it has the same bits in whatever blocks of registers the tile
- * is worked off, and a sum that is stored and taken up again continues as if it had not been. Chains of different
+ * the right matrix after another (panels, device/host/matrix.c). k may be 0; no address need be aligned. Every element
+ * is a chain of fp32 products and sums in the order of k, so it has the same bits in whatever blocks of registers the
+ * tile is worked off, and a sum that is stored and taken up again continues as if it had not been. Chains of different
  * elements run side by side: they hide the latency of addition, which is why there are so many. */
 #ifndef HSTEP_PRODUCT_H
 #define HSTEP_PRODUCT_H

@@ -1,6 +1,6 @@
-/* A libcublas.so.12 for the fake driver: the one product that src/device/cuda/blas.def asks for, plainly, as work on the
- * stream of its handle. What cuBLAS would do without is misuse: factors on the host, a workspace of its own (which it
- * would allocate in captures). */
+/* A libcublas.so.12 for the fake driver: the one product that src/device/cuda/blas.def asks for, plainly, as work on
+ * the stream of its handle. What cuBLAS would do without is misuse: factors on the host, a workspace of its own (which
+ * it would allocate in captures). */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>

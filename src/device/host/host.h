@@ -29,9 +29,9 @@ int hstep_host_zero(const struct hstep_context *c, void *memory, uint64_t bytes)
 void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan); /* tile.c */
 int hstep_host_copy(const struct hstep_context *c, void *to, const void *from, uint64_t bytes);
 
-/* Transformations of a whole matrix, one for each row of transforms.def. Replaces u, rows x cols and dense, with the row's constants at k. _workspace: floats that it works in. Same bits with
- * any threads and instruction set. No address need be aligned; the workspace is fastest on 64 bytes. u has to be
- * finite. */
+/* Transformations of a whole matrix, one for each row of transforms.def. Replaces u, rows x cols and dense, with the
+ * row's constants at k. _workspace: floats that it works in. Same bits with any threads and instruction set. No address
+ * need be aligned; the workspace is fastest on 64 bytes. u has to be finite. */
 #define TRANSFORM(name, ...)                                                                               \
     void hstep_##name(const struct hstep_context *c, float *u, int64_t rows, int64_t cols, const float *k, \
                       float *workspace);                                                                   \

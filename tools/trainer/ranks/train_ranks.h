@@ -1,4 +1,5 @@
-/* One training run as several processes (tools/trainer/ranks/dist.h): data parallel with the states shared out (ZeRO-1).
+/* One training run as several processes (tools/trainer/ranks/dist.h): data parallel with the states shared out
+ * (ZeRO-1).
  *
  * Each rank computes the gradients of a range of the micro-steps and adds up its nodes of their tree (tree.h). Each has
  * the states of a stretch of all rows: the nodes of those rows are sent to it while the last of the gradients are

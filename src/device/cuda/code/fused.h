@@ -1,5 +1,5 @@
-/* What is a fused kernel's (device/cuda/code/fused_kernels.h): tiles that are whole and aligned, of updates that do nothing out of
- * the ordinary. The general kernel takes all others. */
+/* What is a fused kernel's (device/cuda/code/fused_kernels.h): tiles that are whole and aligned, of updates that do
+ * nothing out of the ordinary. The general kernel takes all others. */
 #ifndef HSTEP_CUDA_FUSED_H
 #define HSTEP_CUDA_FUSED_H
 
