@@ -41,6 +41,13 @@ bench: build
 golden: build
 	@HALFSTEP_ISA=scalar $(BUILD)/halfstep verify --write tests/golden/hashes.txt
 
+# Rewrites what follows from the tables of rules and formats: golden generate hashes, the stub of the Python package, the hash that it verifies,
+# lists in the documents.
+generate: golden
+	@bash scripts/setup.sh test
+	@bash scripts/venv.sh $(BUILD)/venv
+	@HALFSTEP_LIBRARY=$(BUILD)/libhalfstep.so $(BUILD)/venv/bin/python scripts/generate.py --write
+
 # Rewrites bench/instructions.csv, the most instructions that steps may need, for the compiler of this build. Where `make test`
 # has built for the other processor, for that too.
 budgets: build
@@ -78,4 +85,4 @@ install: build
 clean:
 	@rm -rf $(BUILD)
 
-.PHONY: build demo test test-all check format coverage bench golden budgets stats faults fuzz experiments install clean
+.PHONY: build demo test test-all check format coverage bench golden generate budgets stats faults fuzz experiments install clean

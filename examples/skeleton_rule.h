@@ -1,4 +1,4 @@
-/* Copy this to src/rules/NAME.h, rename, and add one row to src/rules/rules.def (docs/adding.md).
+/* Copy this to src/rules/NAME.h, rename, and name it in src/rules/rules.def and rules.h (docs/adding.md).
  *
  * Say here what the rule is, the paper, and the equations as they are computed. This one is Signum (Bernstein et al.
  * 2018):
@@ -14,7 +14,7 @@
 /* The constants of the kernel, and, named after the function prefix, how many there are. */
 enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY, skeleton_constants };
 
-/* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of the row's HYPERS. */
+/* On the host, in double; every constant is rounded to fp32 once. p->hyper[] is in the order of HYPER in the row. */
 HSTEP_INLINE void skeleton_prepare(float *k, struct hstep_prepare *p)
 {
     k[SKELETON_BETA] = (float)p->hyper[0];
@@ -30,5 +30,12 @@ V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[0] = v_add(v_mul(k[SKELETON_BETA], s[0]), v_mul(k[SKELETON_NEW], g));
     return v_add(v_mul(k[SKELETON_LR], v_sign(s[0])), v_mul(k[SKELETON_DECAY], w));
 }
+
+/* The row: src/rules/row.h says what its words mean. */
+#define skeleton_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                 \
+    RULE("signum", ELEMENTWISE, WHOLE, CAUTIOUS(SKELETON_DECAY), .label = "Signum",                        \
+         .title = "Signum (Bernstein et al. 2018)", .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer") \
+    STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                   \
+    HYPER("momentum", "decay rate of the momentum", .initial = 0.9, .maximum = 1.0, .exclusive = 1)
 
 #endif

@@ -183,11 +183,14 @@ def fused(nvdisasm, cubin):
 
 
 def states_of(rule):
-    """The number of a rule in rules.def, and the roles of the states that it has whatever its hyper-parameters."""
-    text = open(os.path.join(ROOT, "src", "rules", "rules.def")).read()
-    row = re.search(r"^RULE\((\d+), *\"%s\".*?(?=^RULE\(|\Z)" % re.escape(rule), text, re.S | re.M)
-    kept = re.findall(r"\b(?:PRECISE_)?STATE\(\"\w+\", *(\w+), *[^,]*, *([^,)]*)[,)]", row[0])
-    return int(row[1]), [role for role, unless in kept if unless.strip() in ("NULL", "0")]
+    """The C name of a rule, and the roles of the states that it has whatever its hyper-parameters."""
+    for name in re.findall(r"^RULE\(\d+, (\w+)\)", open(os.path.join(ROOT, "src", "rules", "rules.def")).read(), re.M):
+        text = open(os.path.join(ROOT, "src", "rules", f"{name}.h")).read()
+        if f'RULE("{rule}"' in text:
+            if name == "adam":  # its states stand in adamw.h
+                text = open(os.path.join(ROOT, "src", "rules", "adamw.h")).read()
+            return name, re.findall(r"^    STATE\((\w+), ", text, re.M)
+    sys.exit(f"gpu_instructions.py: no rule {rule}")
 
 
 def bytes_of(rule, weight, states, gradient):
@@ -217,12 +220,12 @@ def table(archs, rows, folder, jobs):
              "|---|---:|" + "---:|---:|" * len(archs)]
     for row in rows:
         rule, weight, states = row.split("/")
-        number, _ = states_of(rule)
+        name, _ = states_of(rule)
         code = states.replace("-", "_")
         size = bytes_of(rule, weight, states, "f32" if weight == "f32" else "bf16")
         cells = [f"{size:.2f}"]
         for arch in archs:
-            loop = counts[weight, arch].get(f"{number}_{code}_{code}")
+            loop = counts[weight, arch].get(f"{name}_{code}_{code}")
             if not loop:
                 sys.exit(f"gpu_instructions.py: no loop in the kernel of {row} for sm_{arch}")
             _, multiprocessors, ghz, terabytes = GPUS[arch]

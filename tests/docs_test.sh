@@ -1,6 +1,6 @@
 #!/bin/bash
-# Every rule and storage format of the tables is where users look for it: README.md, the defaults in docs/differences.md, the classes in
-# docs/python.md, the bytes in docs/formats.md.
+# Every rule and storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in README.md,
+# their bytes in docs/formats.md. (Lists of rules and classes are made by scripts/generate.py.)
 . "$(dirname "$0")/lib.sh"
 cd "$source_dir"
 failures=0
@@ -12,13 +12,13 @@ named() {
     failures=$((failures + 1))
 }
 
-rules=$(sed -nE 's/^RULE\( *[0-9]+ *, *"([^"]+)" *, *[a-z0-9_]+ *, *"([^"]+)".*/\1 \2/p' src/rules/rules.def)
+rules=$(sed -nE 's/^RULE\([0-9]+, ([a-z0-9_]+)\)$/\1/p' src/rules/rules.def | while read -r rule; do
+    sed -nE 's/^ *RULE\("([^"]+)".*/\1/p' "src/rules/$rule.h"
+done)
 formats=$(sed -nE 's/^(ELEMENT|BLOCK)_FORMAT *\( *([0-9]+) *, *"([^"]+)".*/\3 \2/p' src/formats/formats.def)
 [ -n "$rules" ] && [ -n "$formats" ] || fail "rules.def or formats.def has no rows"
-while read -r name label; do
-    named README.md "\`$name\`" "rule '$name'"
+while read -r name; do
     named docs/differences.md "\`$name\`" "rule '$name'"
-    named docs/python.md "\`$label\`" "rule '$name'"
 done <<<"$rules"
 while read -r name id; do
     named README.md "\`$name\`" "format '$name'"

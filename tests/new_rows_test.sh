@@ -9,7 +9,7 @@ need cc
 make_scratch
 cp -r "$source_dir/src" "$source_dir/include" "$scratch"
 cd "$scratch"
-formats=src/formats/formats.def rules=src/rules/rules.def
+formats=src/formats/formats.def
 
 # refused FILE ROW EDIT TEXT: with the sed script EDIT on the two lines of the row called ROW, the message has the row's name and TEXT.
 refused() {
@@ -38,22 +38,27 @@ refused $formats bf16-ecc8 's/I8, /I32, /' "bf16-ecc8: a second stream has 8 or 
 refused $formats bf16-sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
 refused $formats bf16-sr 's/1)/2)/' "bf16-sr: stochastic is 0 or 1"
 refused $formats bf16-sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
-sed -i 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' src/rules/lion.h
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a rule with too many constants compiles"
-grep -q "lion: more constants than HSTEP_MAX_SCALARS" log || { cat log; fail "no message names lion"; }
-echo "ok   more constants than k[] holds do not compile"
-cp "$source_dir/src/rules/lion.h" src/rules/lion.h
-cp $rules saved
-sed -i '/^RULE(4,/,/^RULE(5,/s/ELEMENTWISE,/FACTORED_1,/' $rules
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a rule of vectors without vectors compiles"
-grep -q "lion: FACTORED_n has n states" log || { cat log; fail "no message names lion"; }
-cp saved $rules
-echo "ok   vectors that the states do not have do not compile"
-sed -i '/^RULE(12,/,/^RULE(13,/s/NO_SIGN([^)]*)/SIGN(LAMB_DECAY)/' $rules
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/decide/prepare.c >log 2>&1 && fail "a sign that waits for sums compiles"
-grep -q "lamb: SIGN is for rules whose update no sum comes before" log || { cat log; fail "no message names lamb"; }
-cp saved $rules
-echo "ok   a sign that is not known after one pass does not compile"
+# refused_rule NAME EDIT TEXT: with the sed script EDIT on its header, the message has the rule's name and TEXT.
+refused_rule() {
+    sed -i "$2" "src/rules/$1.h"
+    ! cmp -s "src/rules/$1.h" "$source_dir/src/rules/$1.h" || fail "the edit $2 changes nothing of $1"
+    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a rule compiles that should not: $1 with $2"
+    grep -q "$1: $3" log || { cat log; fail "no message says '$1: $3'"; }
+    cp "$source_dir/src/rules/$1.h" "src/rules/$1.h"
+    echo "ok   $1 with $2 does not compile: $3"
+}
+refused_rule lion 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' "more constants than HSTEP_MAX_SCALARS"
+refused_rule lion 's/ELEMENTWISE,/FACTORED(1, 0),/' "FACTORED(n, ...) has n states"
+refused_rule lion 's/RULE("lion"/RULE("lion-of-more-than-23-characters"/' "names have 1 to 23 characters"
+refused_rule lion 's/CAUTIOUS(LION_DECAY)/CAUTIOUS(lion_constants)/' "CAUTIOUS names a constant of another rule"
+refused_rule lamb 's/NOT_CAUTIOUS([^)]*)/CAUTIOUS(LAMB_DECAY)/' "CAUTIOUS is for rules whose update no sum comes before"
+refused_rule rmsprop 's/^    STATE(NONNEG, "square_avg".*/&\n STATE(SIGNED, "a") STATE(SIGNED, "b") STATE(SIGNED, "c") STATE(SIGNED, "d") \\/' "more states than HALFSTEP_MAX_STATES"
+cp src/rules/rules.def saved
+sed -i 's/RULE(4, lion)/RULE(3, lion)/' src/rules/rules.def
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "two rules of one id compile"
+grep -q RULE_ID_3 log || { cat log; fail "no message names the id"; }
+cp saved src/rules/rules.def
+echo "ok   two rules of one id do not compile"
 
 # Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
 # and is the only new one of its geometry. -O1: only their bits matter.
@@ -65,10 +70,8 @@ cp "$source_dir/tests/rows/factored.h" "$source_dir/tests/rows/estimate.h" src/r
 sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"\n#include "formats/e5m2.h"\n#include "formats/twin.h"|' \
     -e '/^ELEMENT_FORMAT(2,/i ELEMENT_FORMAT(93, "twin", twin, "BF16 again", WEIGHT | GRADIENT | SIGNED, BF16, NONE, 0)' \
     -e '/^BLOCK_FORMAT  (17,/i BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)\nBLOCK_FORMAT  (92, "e5m2", e5m2, "flat", NONNEG, 8, I8, 64, F8_E4M3, FLAT, 0, 0)' $formats
-sed -i -e 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"\n#include "rules/factored.h"\n#include "rules/estimate.h"|' \
-    -e '/^RULE(2,/i RULE(90, "signum", skeleton, "Signum", "signum", 1e-3, 0.0, "l2", STATES(STATE("momentum_buffer", SIGNED, "momentum", NULL)), NULL, HYPERS(HYPER("momentum", "decay rate", 0.9, 0.0, 1.0, 1)), NO_NORMS, SCALARS(SCALAR(NULL, 0, 0)), "momentum_buffer", ELEMENTWISE, SIGN(SKELETON_DECAY))\n\
-RULE(91, "factored", factored, "Factored", "vectors over rows and columns", 1e-3, 0.0, "decoupled", STATES(STATE("exp_avg", SIGNED, "beta1", NULL), STATE("exp_avg_sq", NONNEG, "beta2", NULL), ROW_STATE("sq_row", "beta2"), COLUMN_STATE("sq_col", "beta2"), ROW_STATE("res_row", "beta2"), COLUMN_STATE("res_col", "beta2")), NULL, HYPERS(HYPER("beta1", "decay rate", 0.9, 0.0, 1.0, 1), HYPER("beta2", "decay rate", 0.99, 0.0, 1.0, 1), HYPER("eps", "added to squares", 1e-8, 0.0, 1.0, 0)), NORMS_1, SCALARS(SCALAR("rms", 0.0, 1e300)), "exp_avg", FACTORED_2, NO_SIGN("sums over the tensor come before its update"))\n\
-RULE(92, "estimate", estimate, "Estimate", "sums over all tensors", 1e-3, 0.0, "decoupled", STATES(STATE("x0", WEIGHT, NULL, NULL)), NULL, HYPERS(HYPER("share", "groups of one number share the estimate", 0.0, 0.0, 1.0, 0)), TOTALS_3("share"), SCALARS(SCALAR("estimate", 0.0, 1e300)), NULL, ELEMENTWISE, NO_SIGN("sums over all tensors come before its update"))' $rules
+sed -i 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"\n#include "rules/factored.h"\n#include "rules/estimate.h"|' src/rules/rules.h
+sed -i 's|^RULE(2, |RULE(90, skeleton)\nRULE(91, factored)\nRULE(92, estimate)\n&|' src/rules/rules.def
 have= objects=
 while IFS='|' read -r isa processor flags; do
     [ "$processor" = any ] || [ "$processor" = "$(uname -m)" ] || continue

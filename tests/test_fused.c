@@ -157,7 +157,7 @@ static int is_precise(int rule, int row, int variant)
     if (!hstep_formats[fused_rows[row].second].block) return 0;
     for (int j = 0, bit = 0; j < hstep_rule_states(rule); j++) {
         const struct hstep_state *state = &hstep_rules[rule].state[j];
-        if (state->unless && variant >> bit++ & 1 && state->option) return 1;
+        if (state->unless && variant >> bit++ & 1 && state->precise_while) return 1;
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-"""Made by scripts/stubs.py from the library's table of rules."""
+"""Made by scripts/generate.py from the library's table of rules."""
 import os
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 

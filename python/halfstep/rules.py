@@ -1,6 +1,6 @@
 """The optimizer classes, made from the library's table of rules, and `optimizer()`, which takes a recipe.
 
-Nothing here lists rules or their hyper-parameters: a new row of src/rules/rules.def is a new class. Names, order and defaults are
+Nothing here lists rules or their hyper-parameters: a new rule of src/rules/rules.def is a new class. Names, order and defaults are
 torch's where torch has the rule.
 """
 import functools

@@ -15,70 +15,10 @@
 #include "formats/formats.def"
 #undef HSTEP_INCLUDE_FORMATS
 
-#define HSTEP_INCLUDE_RULES
-#include "rules/rules.def"
-#undef HSTEP_INCLUDE_RULES
-
-/* Lists of a row, counted: one entry each. A row that is wrong does not compile, and the message names it. */
-#define ROW(condition, name, text) _Static_assert(condition, name ": " text);
-#define STATE(...) 0
-#define PRECISE_STATE STATE
-#define ROW_STATE STATE
-#define COLUMN_STATE STATE
-#define STATES(...) sizeof((char[]){__VA_ARGS__})
-#define HYPER(...) 0
-#define HYPERS(...) sizeof((char[]){__VA_ARGS__})
-#define SCALAR(...) 0
-#define SCALARS(...) sizeof((char[]){__VA_ARGS__})
-#define NO_NORMS 0
-#define NORMS_1 1
-#define NORMS_2 2
-#define TOTALS_3(share) 3
-#define SIGN(decay) (decay)
-#define NO_SIGN(reason) -1
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    ROW((id) > 0, name, "ids count from 1")                                                                         \
-    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                                \
-    ROW((states) <= HALFSTEP_MAX_STATES, name, "more states than HALFSTEP_MAX_STATES")                              \
-    ROW((hypers) <= HSTEP_MAX_OWN_HYPERS, name, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")                  \
-    ROW((scalars) <= HSTEP_MAX_NAMED_SCALARS, name, "more scalars than HSTEP_MAX_NAMED_SCALARS")                    \
-    ROW((norms) <= HSTEP_MAX_NORMS, name, "more norms than HSTEP_MAX_NORMS")                                        \
-    ROW((int)fn##_constants <= HSTEP_MAX_SCALARS, name, "more constants than HSTEP_MAX_SCALARS")                    \
-    ROW((sign) < (int)fn##_constants, name, "SIGN names a constant of another rule")                                \
-    ROW((sign) < 0 || !(norms), name, "SIGN is for rules whose update no sum comes before")
-#include "rules/rules.def"
-#undef RULE
-
-/* The coefficient of the weight among the constants, of rules that a group may be cautious with. */
-static HSTEP_TABLE const int decay_places[HSTEP_RULES] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    [HSTEP_RULE_ROW_##id] = sign,
-#include "rules/rules.def"
-#undef RULE
-};
-
-/* Vectors of a row: what its states have, one for a row and 8 for a column, is what its kind asks for. */
-#undef STATE
-#undef ROW_STATE
-#undef COLUMN_STATE
-#undef STATES
-#define STATE(...) 0
-#define ROW_STATE(...) 1
-#define COLUMN_STATE(...) 8
-#define ADD(a, b, c, d, e, f, ...) (a) + (b) + (c) + (d) + (e) + (f)
-#define STATES(...) ADD(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
-#define ELEMENTWISE 0
-#define RAW_GRADIENT 0
-#define MATRIX(...) 0
-#define FACTORED_1 9
-#define FACTORED_2 18
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    ROW((states) == (kind), name, "FACTORED_n has n states over rows and n over columns")
-#include "rules/rules.def"
-#undef RULE
+#include "rules/rules.h"
 
 static HSTEP_TABLE void (*const prepares[HSTEP_RULES])(float *, struct hstep_prepare *) = {
-#define RULE(id, name, fn, ...) [HSTEP_RULE_ROW_##id] = fn##_prepare,
+#define RULE(id, rule) [HSTEP_RULE_##rule] = rule##_prepare,
 #include "rules/rules.def"
 #undef RULE
 };
@@ -268,7 +208,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     u->every = same ? same->every : p.every;
     if (t->cautious) {
         /* Decay is no part of what is compared and scaled. */
-        float *place = &u->k[decay_places[t->rule]];
+        float *place = &u->k[hstep_rules[t->rule].decay_constant];
         u->decay = same ? same->decay : *place;
         *place = 0.0f;
         u->cautious = cautious_scale(norms ? norms[t->sums - 1] : elements, elements);

@@ -135,8 +135,9 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
 {
     if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
         const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
-        if (value != 0.0 && rule->no_sign)
-            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name, rule->no_sign);
+        if (value != 0.0 && rule->not_cautious)
+            return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "%s cannot be cautious: %s", rule->name,
+                              rule->not_cautious);
         if (o->settled)
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
     }

@@ -38,13 +38,14 @@ static int check_blocks(const halfstep_optimizer *o, const char *name, const str
     return HALFSTEP_OK;
 }
 
-/* What becomes of a state's format: another one where that is a block format and the state is a PRECISE_STATE under
- * these hyper-parameters. */
+/* What becomes of a state's format: another one where that is a block format and these hyper-parameters ask for a
+ * precise one. */
 static int precise_format(const struct hstep_group *g, int state, int format)
 {
     const struct hstep_state *s = &hstep_rules[g->recipe.rule].state[state];
-    if (!s->option || !hstep_formats[format].block) return format;
-    return g->own[hstep_find_hyper(g->recipe.rule, s->option) - HSTEP_COMMON_HYPERS] != 0.0 ? s->precise : format;
+    if (!s->precise_while || !hstep_formats[format].block) return format;
+    return g->own[hstep_find_hyper(g->recipe.rule, s->precise_while) - HSTEP_COMMON_HYPERS] != 0.0 ? s->precise
+                                                                                                   : format;
 }
 
 /* The formats of a tensor's states under the group's hyper-parameters. */

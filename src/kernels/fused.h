@@ -143,16 +143,17 @@ typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
 
-/* States of a rule, one byte each: the role, and this where variant v of the rule stores it only if bit i of v is set,
- * i counting such states. */
-#define FUSED_CONDITIONAL 16
+/* The states of a rule, at compile time: HSTEP_ROLES() and HSTEP_OPTIONALS(). */
+struct fused_roles {
+    int role[HALFSTEP_MAX_STATES + 1], optional[HALFSTEP_MAX_STATES + 1];
+};
 
-V_OP int fused_role(const int j, const int states, const int variant)
+/* The role of state j where variant v of the rule stores the optional ones whose bit is set in v, else 0. */
+V_OP int fused_role(const int j, const struct fused_roles *states, const int variant)
 {
-    const int conditional = states >> 4 & 0x01010101, before = conditional & ((1 << 8 * j) - 1);
-    const int i = (before & 1) + (before >> 8 & 1) + (before >> 16 & 1);
-    if (conditional >> 8 * j & 1 && !(variant >> i & 1)) return 0;
-    return states >> 8 * j & 15;
+    const int *optional = states->optional;
+    const int i = (j > 0 && optional[0]) + (j > 1 && optional[1]) + (j > 2 && optional[2]);
+    return optional[j] && !(variant >> i & 1) ? 0 : states->role[j];
 }
 
 /* One state by its role, 0 where it is not stored. f1 and f2 are of signed states and of second moments, fg of states
@@ -223,7 +224,8 @@ V_OP int fused_parts(const int kind, const int variant)
 
 /* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
 struct fused_what {
-    int parts, states, variant, gradient, first, second, blocks;
+    int parts, variant, gradient, first, second, blocks;
+    struct fused_roles states;
 };
 
 V_OP int is_f32_state(const int role, const struct fused_what w)
@@ -251,8 +253,8 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
                      fused_loader *lg, fused_starter *b1, fused_loader *l1, fused_storer *w1, fused_starter *b2,
                      fused_loader *l2, fused_storer *w2, int64_t t, int64_t n)
 {
-    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
-    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int r0 = fused_role(0, &w.states, w.variant), r1 = fused_role(1, &w.states, w.variant);
+    const int r2 = fused_role(2, &w.states, w.variant), r3 = fused_role(3, &w.states, w.variant);
     const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
     /* No 16-bit neighbour asks for pairs: elements stay in memory order and need no shuffles. */
     const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);
@@ -343,8 +345,8 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
                       fused_starter *b1, fused_loader *l1, fused_starter *b2, fused_loader *l2, int64_t t, int64_t n,
                       double *sums)
 {
-    const int r0 = fused_role(0, w.states, w.variant), r1 = fused_role(1, w.states, w.variant);
-    const int r2 = fused_role(2, w.states, w.variant), r3 = fused_role(3, w.states, w.variant);
+    const int r0 = fused_role(0, &w.states, w.variant), r1 = fused_role(1, &w.states, w.variant);
+    const int r2 = fused_role(2, &w.states, w.variant), r3 = fused_role(3, &w.states, w.variant);
     const int mode = fused_mode(w, r0 | r1 | r2 | r3), wide = w.gradient == HSTEP_FORMAT_f32;
     /* What is all in the order of memory becomes pairs where it is summed. */
     const int plain = wide && is_f32_state(r0, w) && is_f32_state(r1, w) && is_f32_state(r2, w) && is_f32_state(r3, w);

@@ -8,125 +8,81 @@
 #if VL > 1
 /* ---- Every rule with every recipe ---- */
 
-/* Columns of STATES(...) become one byte for each state: its role, and FUSED_CONDITIONAL where hyper-parameters may
- * make it needless. A rule with vectors, or with more than HSTEP_FUSED_STATES states, takes tiles. */
-enum { FUSED_TILES_ONLY = 0x40 };
-#define FUSED_ROLE_0 0
-#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
-#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
-#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
-#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
-#undef STATE
-#undef PRECISE_STATE
-#undef ROW_STATE
-#undef COLUMN_STATE
-#undef STATES
-#define ROW_STATE(...) FUSED_TILES_ONLY
-#define COLUMN_STATE(...) FUSED_TILES_ONLY
-#define STATE(name, role, beta, unless) (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, default: 0))
-#define PRECISE_STATE(name, role, beta, unless, option, format) STATE(name, role, beta, unless)
-#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
-#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
-    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
-#define FUSED_CONDITIONALS(states) \
-    (((states) >> 4 & 1) + ((states) >> 12 & 1) + ((states) >> 20 & 1) + ((states) >> 28 & 1))
-#define FUSED_ANY(states, role) \
-    ((((states) | (states) >> 8 | (states) >> 16 | (states) >> 24) & HALFSTEP_ROLE_##role) != 0)
-
-/* Of PREFIX_PARTS, which a rule may lack: the prefix of its parts, whether there are any, and of what kind. */
-#define FUSED_SECOND(a, b, ...) b
-#define FUSED_THIRD(a, b, c, ...) c
-#define FUSED_FOURTH(a, b, c, d, ...) d
-#define FUSED_PICK(which, ...) which(__VA_ARGS__)
-#define FUSED_PREFIX(fn) FUSED_PICK(FUSED_SECOND, fn##_PARTS, whole, 0, 0, )
-#define FUSED_PARTS(fn) FUSED_PICK(FUSED_THIRD, fn##_PARTS, whole, 0, 0, )
-#define FUSED_KIND(fn) FUSED_PICK(FUSED_FOURTH, fn##_PARTS, whole, 0, 0, )
+/* Whether a rule takes loops at all, and not tiles alone. */
+#define FUSED_FITS(name) ((int)name##_states <= HSTEP_FUSED_STATES && !name##_vectors)
 #define FUSED_STRING(x) FUSED_STRING_(x)
 #define FUSED_STRING_(x) #x
-#define FUSED_IF_0(X, ...)
-#define FUSED_IF_1(X, ...) X(__VA_ARGS__)
-#define FUSED_IF_(has, X, ...) FUSED_IF_##has(X, __VA_ARGS__)
-#define FUSED_IF(has, X, ...) FUSED_IF_(has, X, __VA_ARGS__)
-
 /* Whether a rule's loops are its own: those of the rule whose parts it takes serve it too. */
-#define FUSED_OWN(fn) (!FUSED_PARTS(fn) || !__builtin_strcmp(#fn, FUSED_STRING(FUSED_PREFIX(fn))))
+#define FUSED_OWN(name) (!HSTEP_HAS_PARTS(name) || !__builtin_strcmp(#name, FUSED_STRING(HSTEP_PARTS_PREFIX(name))))
 /* Not where another row is the same. */
-#define FUSED_WORTH(states, first, second) \
-    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (FUSED_ANY(states, SIGNED) && FUSED_ANY(states, NONNEG)))
-#define FUSED_IS(fn, states, variant, first, second)                                             \
-    (FUSED_OWN(fn) && !((states) & 0x40404040) && (variant) < 1 << FUSED_CONDITIONALS(states) && \
-     FUSED_WORTH(states, first, second))
-#define FUSED_WHAT(gradient, first, second, parts, states, variant) \
-    (struct fused_what){fused_parts(parts, variant),                \
-                        states,                                     \
-                        variant,                                    \
-                        HSTEP_FORMAT_##gradient,                    \
-                        HSTEP_FORMAT_##first,                       \
-                        HSTEP_FORMAT_##second,                      \
-                        (FUSED_BLOCK_##first != 0) | (FUSED_BLOCK_##second != 0) << 1}
+#define FUSED_WORTH(name, first, second) \
+    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (name##_signed && name##_nonneg))
+#define FUSED_IS(name, variant, first, second) \
+    (FUSED_OWN(name) && FUSED_FITS(name) && (variant) < 1 << name##_optionals && FUSED_WORTH(name, first, second))
+#define FUSED_WHAT(gradient, first, second, parts, name, variant)                                                   \
+    (struct fused_what)                                                                                             \
+    {                                                                                                               \
+        fused_parts(parts, variant), variant, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, \
+            (FUSED_BLOCK_##first != 0) | (FUSED_BLOCK_##second != 0) << 1,                                          \
+        {                                                                                                           \
+            {HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}                                                        \
+        }                                                                                                           \
+    }
 
 #define FUSED_START(prefix) FUSED_START_(prefix)
 #define FUSED_START_(prefix) prefix##_start
-#define FUSED_FUNCTION(gradient, first, second, id, fn, states, variant)                                              \
-    __attribute__((unused)) static void fused_##id##_##gradient##_##first##_##second##_##variant(                     \
-        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                   \
-    {                                                                                                                 \
-        if (FUSED_IS(fn, states, variant, first, second))                                                             \
-            fused_rule(a, room, FUSED_WHAT(gradient, first, second, FUSED_KIND(fn), states, variant), fn##_rule,      \
-                       FUSED_START(FUSED_PREFIX(fn)), fused_load_##gradient, fused_start_##first, fused_load_##first, \
-                       fused_store_##first, fused_start_##second, fused_load_##second, fused_store_##second, t, n);   \
+/* Of lion, for gradients in bf16 and states in int8, fused_lion_bf16_int8_int8_0, by variant: one for each row of
+ * fused.def. */
+#define FUSED_FUNCTION(gradient, first, second, name, variant)                                                         \
+    __attribute__((unused)) static void fused_##name##_##gradient##_##first##_##second##_##variant(                    \
+        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                    \
+    {                                                                                                                  \
+        if (FUSED_IS(name, variant, first, second))                                                                    \
+            fused_rule(a, room, FUSED_WHAT(gradient, first, second, HSTEP_PARTS_KIND(name), name, variant),            \
+                       name##_rule, FUSED_START(HSTEP_PARTS_PREFIX(name)), fused_load_##gradient, fused_start_##first, \
+                       fused_load_##first, fused_store_##first, fused_start_##second, fused_load_##second,             \
+                       fused_store_##second, t, n);                                                                    \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 0)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 1)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 2)           \
-    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, id, fn, states, 3)
+#define RULE(id, name)                           \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, name, 0) \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, name, 1) \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, name, 2) \
+    HSTEP_FUSED_RECIPES(FUSED_FUNCTION, name, 3)
 #include "rules/rules.def"
 #undef RULE
 
-#define FUSED_ENTRY(gradient, first, second, id, fn, states, variant) \
-    (FUSED_IS(fn, states, variant, first, second) ? fused_##id##_##gradient##_##first##_##second##_##variant : NULL)
-#define FUSED_ROW(gradient, first, second, id, fn, states)                                                             \
-    {FUSED_ENTRY(gradient, first, second, id, fn, states, 0), FUSED_ENTRY(gradient, first, second, id, fn, states, 1), \
-     FUSED_ENTRY(gradient, first, second, id, fn, states, 2),                                                          \
-     FUSED_ENTRY(gradient, first, second, id, fn, states, 3)},
+#define FUSED_ENTRY(gradient, first, second, name, variant) \
+    (FUSED_IS(name, variant, first, second) ? fused_##name##_##gradient##_##first##_##second##_##variant : NULL)
+#define FUSED_ROW(gradient, first, second, name)                                                   \
+    {FUSED_ENTRY(gradient, first, second, name, 0), FUSED_ENTRY(gradient, first, second, name, 1), \
+     FUSED_ENTRY(gradient, first, second, name, 2), FUSED_ENTRY(gradient, first, second, name, 3)},
 static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_VARIANTS] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_ROW, id, fn, states)},
+#define RULE(id, name) [HSTEP_RULE_##name] = {HSTEP_FUSED_RECIPES(FUSED_ROW, name)},
 #include "rules/rules.def"
 #undef RULE
 };
 
-/* Sums of rules of two passes, which are not shared. */
-#define FUSED_COUNT_NO_NORMS 0
-#define FUSED_COUNT_NORMS_1 1
-#define FUSED_COUNT_NORMS_2 1
-#define FUSED_NORMS_OF_NO_NORMS 0
-#define FUSED_NORMS_OF_NORMS_1 1
-#define FUSED_NORMS_OF_NORMS_2 2
-/* Sums over all tensors are not of squares, and take tiles. */
-#define FUSED_COUNT_TOTALS_3(share) 0
-#define FUSED_NORMS_OF_TOTALS_3(share) 0
-#define FUSED_NORMS(gradient, first, second, id, fn, states, count)                                           \
-    __attribute__((unused)) static void fused_norms_##id##_##gradient##_##first##_##second(                   \
+/* Sums of squares of rules of two passes, which are not shared: of lamb fused_norms_lamb_bf16_int8_int8, and so on.
+ * Sums over all tensors are not of squares, and take tiles. */
+#define FUSED_NORMS(gradient, first, second, name, count)                                                     \
+    __attribute__((unused)) static void fused_norms_##name##_##gradient##_##first##_##second(                 \
         const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \
     {                                                                                                         \
-        if (!((states) & 0x40404040) && FUSED_WORTH(states, first, second))                                   \
-            fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, states, 0), fn##_norms, count,        \
+        if (!HSTEP_IS_TOTALS(name) && FUSED_FITS(name) && FUSED_WORTH(name, first, second))                   \
+            fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, name, 0), name##_norms, count,        \
                         fused_load_##gradient, fused_start_##first, fused_load_##first, fused_start_##second, \
                         fused_load_##second, t, n, sums);                                                     \
     }
-#define FUSED_NORMS_ROWS(id, fn, states, count) HSTEP_FUSED_RECIPES(FUSED_NORMS, id, fn, states, count)
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
-    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_ROWS, id, fn, states, FUSED_NORMS_OF_##norms)
+#define FUSED_NORMS_ROWS(name, count) HSTEP_FUSED_RECIPES(FUSED_NORMS, name, count)
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), FUSED_NORMS_ROWS, name, HSTEP_SUMS(name))
 #include "rules/rules.def"
 #undef RULE
-#define FUSED_NORMS_ENTRY(gradient, first, second, id, states) \
-    FUSED_WORTH(states, first, second) ? fused_norms_##id##_##gradient##_##first##_##second : NULL,
-#define FUSED_NORMS_TABLE(id, states) [HSTEP_RULE_ROW_##id] = {HSTEP_FUSED_RECIPES(FUSED_NORMS_ENTRY, id, states)},
+#define FUSED_NORMS_ENTRY(gradient, first, second, name)                                                              \
+    !HSTEP_IS_TOTALS(name) && FUSED_WORTH(name, first, second) ? fused_norms_##name##_##gradient##_##first##_##second \
+                                                               : NULL,
+#define FUSED_NORMS_TABLE(name) [HSTEP_RULE_##name] = {HSTEP_FUSED_RECIPES(FUSED_NORMS_ENTRY, name)},
 static fused_summer *const fused_summers[HSTEP_RULES][HSTEP_FUSED_ROWS] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) \
-    FUSED_IF(FUSED_COUNT_##norms, FUSED_NORMS_TABLE, id, states)
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), FUSED_NORMS_TABLE, name)
 #include "rules/rules.def"
 #undef RULE
 };
@@ -136,37 +92,38 @@ struct fused_ends {
     fused_end_function *format[HSTEP_FORMATS], *plain, *change;
 };
 
-#define FUSED_END(format, id, fn, prefix)                                                                        \
-    __attribute__((unused)) static void fused_end_##id##_##format(const struct hstep_fused *a,                   \
-                                                                  struct fused_room *room, int64_t t, int64_t n) \
-    {                                                                                                            \
-        if (FUSED_OWN(fn))                                                                                       \
-            fused_end(columns_of(HSTEP_FORMAT_##format).bits, columns_of(HSTEP_FORMAT_##format).extra_bits, 0,   \
-                      format##_decode, format##_apply, prefix##_end, a, room, t, n);                             \
+/* Of adamw fused_end_adamw_bf16_sr, and so on by format, fused_end_adamw_plain and fused_change_adamw. */
+#define FUSED_END(format, name, prefix)                                                                            \
+    __attribute__((unused)) static void fused_end_##name##_##format(const struct hstep_fused *a,                   \
+                                                                    struct fused_room *room, int64_t t, int64_t n) \
+    {                                                                                                              \
+        if (FUSED_OWN(name))                                                                                       \
+            fused_end(columns_of(HSTEP_FORMAT_##format).bits, columns_of(HSTEP_FORMAT_##format).extra_bits, 0,     \
+                      format##_decode, format##_apply, prefix##_end, a, room, t, n);                               \
     }
-#define FUSED_ENDS(id, fn, prefix)                                                                                   \
-    HSTEP_FUSED_WEIGHTS(FUSED_END, id, fn, prefix)                                                                   \
-    __attribute__((unused)) static void fused_end_##id##_plain(const struct hstep_fused *a, struct fused_room *room, \
-                                                               int64_t t, int64_t n)                                 \
-    {                                                                                                                \
-        if (FUSED_OWN(fn)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, room, t, n);                  \
-    }                                                                                                                \
-    __attribute__((unused)) static void fused_change_##id(const struct hstep_fused *a, struct fused_room *room,      \
-                                                          int64_t t, int64_t n)                                      \
-    {                                                                                                                \
-        (void)t;                                                                                                     \
-        if (FUSED_OWN(fn)) fused_change(prefix##_end, a, room, n);                                                   \
+#define FUSED_ENDS(name, prefix)                                                                                       \
+    HSTEP_FUSED_WEIGHTS(FUSED_END, name, prefix)                                                                       \
+    __attribute__((unused)) static void fused_end_##name##_plain(const struct hstep_fused *a, struct fused_room *room, \
+                                                                 int64_t t, int64_t n)                                 \
+    {                                                                                                                  \
+        if (FUSED_OWN(name)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, room, t, n);                  \
+    }                                                                                                                  \
+    __attribute__((unused)) static void fused_change_##name(const struct hstep_fused *a, struct fused_room *room,      \
+                                                            int64_t t, int64_t n)                                      \
+    {                                                                                                                  \
+        (void)t;                                                                                                       \
+        if (FUSED_OWN(name)) fused_change(prefix##_end, a, room, n);                                                   \
     }
-#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS, id, fn, FUSED_PREFIX(fn))
+#define RULE(id, name) HSTEP_IF(HSTEP_HAS_PARTS(name), FUSED_ENDS, name, HSTEP_PARTS_PREFIX(name))
 #include "rules/rules.def"
 #undef RULE
-#define FUSED_END_ROW(format, id, fn) [HSTEP_FORMAT_##format] = FUSED_OWN(fn) ? fused_end_##id##_##format : NULL,
-#define FUSED_ENDS_ROW(id, fn)                                                       \
-    [HSTEP_RULE_ROW_##id] = {.format = {HSTEP_FUSED_WEIGHTS(FUSED_END_ROW, id, fn)}, \
-                             .plain = FUSED_OWN(fn) ? fused_end_##id##_plain : NULL, \
-                             .change = FUSED_OWN(fn) ? fused_change_##id : NULL},
+#define FUSED_END_ROW(format, name) [HSTEP_FORMAT_##format] = FUSED_OWN(name) ? fused_end_##name##_##format : NULL,
+#define FUSED_ENDS_ROW(name)                                                           \
+    [HSTEP_RULE_##name] = {.format = {HSTEP_FUSED_WEIGHTS(FUSED_END_ROW, name)},       \
+                           .plain = FUSED_OWN(name) ? fused_end_##name##_plain : NULL, \
+                           .change = FUSED_OWN(name) ? fused_change_##name : NULL},
 static const struct fused_ends fused_ends[HSTEP_RULES] = {
-#define RULE(id, name, fn, ...) FUSED_IF(FUSED_PARTS(fn), FUSED_ENDS_ROW, id, fn)
+#define RULE(id, name) HSTEP_IF(HSTEP_HAS_PARTS(name), FUSED_ENDS_ROW, name)
 #include "rules/rules.def"
 #undef RULE
 };
@@ -186,24 +143,47 @@ static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_R
 /* ---- Steps ---- */
 
 static const struct {
-    const char *prefix, *parts;
-    int kind, states;
+    const char *name, *parts; /* parts: those of the rule of that name */
+    int kind;
+    struct fused_roles states;
 } fused_rules[HSTEP_RULES] = {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    [HSTEP_RULE_ROW_##id] = {#fn, FUSED_STRING(FUSED_PREFIX(fn)), FUSED_KIND(fn), states},
+#define RULE(id, name)                                             \
+    [HSTEP_RULE_##name] = {#name,                                  \
+                           FUSED_STRING(HSTEP_PARTS_PREFIX(name)), \
+                           HSTEP_PARTS_KIND(name),                 \
+                           {{HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}}},
 #include "rules/rules.def"
 #undef RULE
 };
 
 /* A step's number: its rule, the rule whose loops serve it, row and variant. */
+struct fused_number {
+    int rule, own, row, variant;
+};
+
+static int fused_number_of(const struct fused_number *n)
+{
+    return ((n->rule * HSTEP_RULES + n->own) * HSTEP_FUSED_ROWS + n->row) * HSTEP_FUSED_VARIANTS + n->variant;
+}
+
+static struct fused_number fused_of_number(int step)
+{
+    const int row = step / HSTEP_FUSED_VARIANTS, own = row / HSTEP_FUSED_ROWS;
+    return (struct fused_number){.rule = own / HSTEP_RULES,
+                                 .own = own % HSTEP_RULES,
+                                 .row = row % HSTEP_FUSED_ROWS,
+                                 .variant = step % HSTEP_FUSED_VARIANTS};
+}
+
 static int fused_find(int rule, int row, int variant)
 {
     for (int own = 0; own < HSTEP_RULES; own++) {
-        int same = own == rule || !strcmp(fused_rules[own].prefix, fused_rules[rule].parts);
+        int same = own == rule || !strcmp(fused_rules[own].name, fused_rules[rule].parts);
         for (int j = 0; j < HSTEP_FUSED_STATES; j++)
-            same &= fused_role(j, fused_rules[own].states, variant) == fused_role(j, fused_rules[rule].states, variant);
+            same &=
+                fused_role(j, &fused_rules[own].states, variant) == fused_role(j, &fused_rules[rule].states, variant);
         if (same && fused_tiles[own][row][variant])
-            return ((rule * HSTEP_RULES + own) * HSTEP_FUSED_ROWS + row) * HSTEP_FUSED_VARIANTS + variant;
+            return fused_number_of(&(struct fused_number){rule, own, row, variant});
     }
     return -1;
 }
@@ -246,8 +226,8 @@ static const struct hstep_fused *fused_adjust(const struct hstep_fused *a, struc
 
 static void fused_step(const struct hstep_fused *a, int step)
 {
-    const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
+    const struct fused_number number = fused_of_number(step);
+    const int variant = number.variant, row = number.row, rule = number.own;
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
     struct fused_room room;
     struct hstep_fused seen;
@@ -305,8 +285,9 @@ static void fused_step(const struct hstep_fused *a, int step)
 
 static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
 {
-    const int row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    fused_summer *const summer = fused_summers[step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS / HSTEP_RULES][row];
+    const struct fused_number number = fused_of_number(step);
+    const int row = number.row;
+    fused_summer *const summer = fused_summers[number.rule][row];
     const int plain = fused_is_plain(a);
     const int adjusted = fused_is_adjusted(a, row, plain);
     struct hstep_fused seen;
@@ -334,8 +315,8 @@ static int64_t fused_count(const struct fused_room *room, int64_t n)
 /* How many elements agree: the loops of the step before the weight, on copies of what they would write. */
 static int64_t fused_agree(const struct hstep_fused *a, int step)
 {
-    const int variant = step % HSTEP_FUSED_VARIANTS, row = step / HSTEP_FUSED_VARIANTS % HSTEP_FUSED_ROWS;
-    const int rule = step / HSTEP_FUSED_VARIANTS / HSTEP_FUSED_ROWS % HSTEP_RULES;
+    const struct fused_number number = fused_of_number(step);
+    const int variant = number.variant, row = number.row, rule = number.own;
     fused_tile *const tile = fused_tiles[rule][row][variant];
     fused_end_function *const change = fused_parts(fused_rules[rule].kind, variant) ? fused_ends[rule].change : NULL;
     struct hstep_fused seen = *a;

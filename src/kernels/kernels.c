@@ -39,42 +39,28 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
 #undef BLOCK_FORMAT
     },
     .rule = {
-#define RULE(id, ...) [HSTEP_RULE_ROW_##id] = {rule_##id##_0, rule_##id##_1, rule_##id##_2, rule_##id##_3},
+#define RULE(id, name) [HSTEP_RULE_##name] = {rule_##name##_0, rule_##name##_1, rule_##name##_2, rule_##name##_3},
 #include "rules/rules.def"
 #undef RULE
     },
     .norms = {
-#define NO_NORMS(id)
-#define NORMS_1(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
-#define NORMS_2(id) [HSTEP_RULE_ROW_##id] = {norms_##id##_0, norms_##id##_1},
-#define NORMS_3 NORMS_2
-#define TOTALS_3(share) NORMS_3
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id)
+#define NORMS_ROW(name) [HSTEP_RULE_##name] = {norms_##name##_0, norms_##name##_1},
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), NORMS_ROW, name)
 #include "rules/rules.def"
 #undef RULE
     },
     .matrix = {
-#define ELEMENTWISE(id)
-#define RAW_GRADIENT(id)
-#define FACTORED_1(id)
-#define FACTORED_2(id)
-#define MATRIX(name) MATRIX_ROW
-#define MATRIX_ROW(id) [HSTEP_RULE_ROW_##id] = {{direction_##id##_0, direction_##id##_1}, change_##id},
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign)    \
-    kind(id)
+#define MATRIX_ROW(name) [HSTEP_RULE_##name] = {{direction_##name##_0, direction_##name##_1}, change_##name},
+#define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), MATRIX_ROW, name)
 #include "rules/rules.def"
 #undef RULE
     },
     .factored = {
-#undef MATRIX
-#undef FACTORED_1
-#undef FACTORED_2
-#define MATRIX(name) ELEMENTWISE
-#define FACTORED_PAIR(id, pair) [pair] = {{cross_##id##_##pair##_0, cross_##id##_##pair##_1}, vector_##id##_##pair},
-#define FACTORED_1(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0)},
-#define FACTORED_2(id) [HSTEP_RULE_ROW_##id] = {FACTORED_PAIR(id, 0) FACTORED_PAIR(id, 1)},
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign)    \
-    kind(id)
+#define PAIR_ROW(name, pair) {{cross_##name##_##pair##_0, cross_##name##_##pair##_1}, vector_##name##_##pair}
+#define FACTORED_ROW_1(name) [HSTEP_RULE_##name] = {PAIR_ROW(name, 0)},
+#define FACTORED_ROW_2(name) [HSTEP_RULE_##name] = {PAIR_ROW(name, 0), PAIR_ROW(name, 1)},
+#define FACTORED_ROW(name, pairs) FACTORED_ROW_##pairs(name)
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), FACTORED_ROW, name, HSTEP_PAIRS(name))
 #include "rules/rules.def"
 #undef RULE
     },

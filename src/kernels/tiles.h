@@ -4,9 +4,7 @@
 
 #include "kernels/pair.h"
 
-#define HSTEP_INCLUDE_RULES
-#include "rules/rules.def"
-#undef HSTEP_INCLUDE_RULES
+#include "rules/rules.h"
 
 /* ---- Scales of blocks ---- */
 
@@ -159,15 +157,6 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
 #undef ELEMENT_FORMAT
 #undef BLOCK_FORMAT
 
-/* How many states a row has: the length of a list with one entry each. */
-#define STATE(...) 0
-#define PRECISE_STATE STATE
-#define ROW_STATE STATE
-#define COLUMN_STATE STATE
-#define STATES(...) (int)sizeof((char[]){__VA_ARGS__})
-#define HYPERS(...)
-#define SCALARS(...)
-
 V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states, const int mode, const float *k,
                     const float *w, const float *g, float *d, float *const *s, int64_t n)
 {
@@ -238,78 +227,66 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
     for (int64_t i = 0; i < n; i += VL) v_store(x + i, vector(kv, v_load(x + i), v_load(mean + i), pair));
 }
 
-#define RULE_FUNCTION(id, fn, states, mode)                                                                   \
-    static void rule_##id##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
-                                   int64_t n)                                                                 \
-    {                                                                                                         \
-        rule_tile(fn##_rule, states, mode, k, w, g, d, s, n);                                                 \
+/* Of lion rule_lion_0 to rule_lion_3, by mode. */
+#define RULE_FUNCTION(name, mode)                                                                               \
+    static void rule_##name##_##mode(const float *k, const float *w, const float *g, float *d, float *const *s, \
+                                     int64_t n)                                                                 \
+    {                                                                                                           \
+        rule_tile(name##_rule, name##_states, mode, k, w, g, d, s, n);                                          \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    RULE_FUNCTION(id, fn, states, 0)                                 \
-    RULE_FUNCTION(id, fn, states, 1) RULE_FUNCTION(id, fn, states, 2) RULE_FUNCTION(id, fn, states, 3)
+#define RULE(id, name) RULE_FUNCTION(name, 0) RULE_FUNCTION(name, 1) RULE_FUNCTION(name, 2) RULE_FUNCTION(name, 3)
 #include "rules/rules.def"
 #undef RULE
 
-#define NO_NORMS(id, fn, states)
-#define NORMS_1(id, fn, states) NORMS_FUNCTION(id, fn, states, 1, 0) NORMS_FUNCTION(id, fn, states, 1, 1)
-#define NORMS_2(id, fn, states) NORMS_FUNCTION(id, fn, states, 2, 0) NORMS_FUNCTION(id, fn, states, 2, 1)
-#define NORMS_3(id, fn, states) NORMS_FUNCTION(id, fn, states, 3, 0) NORMS_FUNCTION(id, fn, states, 3, 1)
-#define TOTALS_3(share) NORMS_3
-#define NORMS_FUNCTION(id, fn, states, count, mode)                                                                   \
-    static void norms_##id##_##mode(const float *k, const float *w, const float *g, float *const *x, float *const *s, \
-                                    int64_t n)                                                                        \
-    {                                                                                                                 \
-        norms_tile(fn##_norms, states, count, mode, k, w, g, x, s, n);                                                \
-    }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, ...) norms(id, fn, (states))
-#include "rules/rules.def"
-#undef RULE
-#undef NO_NORMS
-#undef NORMS_1
-#undef NORMS_2
-#undef NORMS_3
-#undef TOTALS_3
-
-#define ELEMENTWISE(id, fn, states)
-#define RAW_GRADIENT(id, fn, states)
-#define FACTORED_1(id, fn, states) FACTORED_TILES(id, fn, states, 0)
-#define FACTORED_2(id, fn, states) FACTORED_TILES(id, fn, states, 0) FACTORED_TILES(id, fn, states, 1)
-#define CROSS_FUNCTION(id, fn, states, pair, mode)                                                     \
-    static void cross_##id##_##pair##_##mode(const float *k, const float *w, const float *g, float *x, \
-                                             float *const *s, int64_t n)                               \
+/* Of lamb norms_lamb_0 and norms_lamb_1, by mode, and so of other rules with sums. */
+#define NORMS_FUNCTION(name, count, mode)                                                              \
+    static void norms_##name##_##mode(const float *k, const float *w, const float *g, float *const *x, \
+                                      float *const *s, int64_t n)                                      \
     {                                                                                                  \
-        cross_tile(fn##_cross, states, pair, mode, k, w, g, x, s, n);                                  \
+        norms_tile(name##_norms, name##_states, count, mode, k, w, g, x, s, n);                        \
     }
-#define FACTORED_TILES(id, fn, states, pair)                                                 \
-    CROSS_FUNCTION(id, fn, states, pair, 0)                                                  \
-    CROSS_FUNCTION(id, fn, states, pair, 1)                                                  \
-    static void vector_##id##_##pair(const float *k, float *x, const float *mean, int64_t n) \
-    {                                                                                        \
-        vector_tile(fn##_vector, pair, k, x, mean, n);                                       \
-    }
-#define MATRIX(name) MATRIX_TILES
-#define MATRIX_TILES(id, fn, states)                                                                     \
-    static void direction_##id##_0(const float *k, const float *g, float *u, float *const *s, int64_t n) \
-    {                                                                                                    \
-        direction_tile(fn##_direction, 0, k, g, u, s, n);                                                \
-    }                                                                                                    \
-    static void direction_##id##_1(const float *k, const float *g, float *u, float *const *s, int64_t n) \
-    {                                                                                                    \
-        direction_tile(fn##_direction, 1, k, g, u, s, n);                                                \
-    }                                                                                                    \
-    static void change_##id(const float *k, const float *w, const float *u, float *d, int64_t n)         \
-    {                                                                                                    \
-        change_tile(fn##_change, k, w, u, d, n);                                                         \
-    }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    kind(id, fn, (states))
+#define NORMS_FUNCTIONS(name, count) NORMS_FUNCTION(name, count, 0) NORMS_FUNCTION(name, count, 1)
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), NORMS_FUNCTIONS, name, HSTEP_SUMS(name))
 #include "rules/rules.def"
 #undef RULE
-#undef ELEMENTWISE
-#undef RAW_GRADIENT
-#undef FACTORED_1
-#undef FACTORED_2
-#undef MATRIX
+
+/* Of came, for pair 0 and 1: cross_came_0_0 and cross_came_0_1, by mode, and vector_came_0. */
+#define CROSS_FUNCTION(name, pair, mode)                                                                 \
+    static void cross_##name##_##pair##_##mode(const float *k, const float *w, const float *g, float *x, \
+                                               float *const *s, int64_t n)                               \
+    {                                                                                                    \
+        cross_tile(name##_cross, name##_states, pair, mode, k, w, g, x, s, n);                           \
+    }
+#define CROSS_FUNCTIONS(name, pair)                                                            \
+    CROSS_FUNCTION(name, pair, 0)                                                              \
+    CROSS_FUNCTION(name, pair, 1)                                                              \
+    static void vector_##name##_##pair(const float *k, float *x, const float *mean, int64_t n) \
+    {                                                                                          \
+        vector_tile(name##_vector, pair, k, x, mean, n);                                       \
+    }
+#define FACTORED_FUNCTIONS_1(name) CROSS_FUNCTIONS(name, 0)
+#define FACTORED_FUNCTIONS_2(name) CROSS_FUNCTIONS(name, 0) CROSS_FUNCTIONS(name, 1)
+#define FACTORED_FUNCTIONS(name, pairs) FACTORED_FUNCTIONS_##pairs(name)
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), FACTORED_FUNCTIONS, name, HSTEP_PAIRS(name))
+#include "rules/rules.def"
+#undef RULE
+
+/* Of muon direction_muon_0 and direction_muon_1, by mode, and change_muon. */
+#define DIRECTION_FUNCTION(name, mode)                                                                          \
+    static void direction_##name##_##mode(const float *k, const float *g, float *u, float *const *s, int64_t n) \
+    {                                                                                                           \
+        direction_tile(name##_direction, mode, k, g, u, s, n);                                                  \
+    }
+#define MATRIX_FUNCTIONS(name)                                                                     \
+    DIRECTION_FUNCTION(name, 0)                                                                    \
+    DIRECTION_FUNCTION(name, 1)                                                                    \
+    static void change_##name(const float *k, const float *w, const float *u, float *d, int64_t n) \
+    {                                                                                              \
+        change_tile(name##_change, k, w, u, d, n);                                                 \
+    }
+#define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), MATRIX_FUNCTIONS, name)
+#include "rules/rules.def"
+#undef RULE
 
 static void gradient_tile(float *g, const float *w, float scale, float mean, float l2, int64_t n)
 {

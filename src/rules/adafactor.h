@@ -102,4 +102,29 @@ V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[ADAFACTOR_STEP], s[3]), v_mul(k[ADAFACTOR_DECAY], w));
 }
 
+#define adafactor_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                          \
+    RULE("adafactor", FACTORED(1, 2), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),            \
+         .label = "Adafactor", .title = "Adafactor: factored second moments, relative steps (Shazeer & Stern 2018)", \
+         .lr = 1e-2, .decay = "decoupled")                                                                           \
+    STATE(NONNEG, "variance")                                                                                        \
+    STATE(ROWS, "row_var")                                                                                           \
+    STATE(COLUMNS, "col_var")                                                                                        \
+    OPTIONAL("beta1", SIGNED, "exp_avg", .beta = "beta1")                                                            \
+    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", .maximum = 1.0,        \
+          .exclusive = 1)                                                                                            \
+    HYPER("beta2_decay", "beta2 is 1 less the number of updates to this power", .initial = -0.8, .minimum = -1e3,    \
+          .maximum = 0.0)                                                                                            \
+    HYPER("eps", "smallest root of a second moment; published: added to squares of gradients", .initial = 0x1p-23,   \
+          .maximum = 1.0)                                                                                            \
+    HYPER("scale_eps", "smallest root mean square of a weight that scales its step", .initial = 1e-3,                \
+          .maximum = 1e30)                                                                                           \
+    HYPER("d", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0, .maximum = 1e30)   \
+    HYPER("relative_step", "1: lr falls with the root of the number of updates, and is its largest", .initial = 1.0, \
+          .maximum = 1.0)                                                                                            \
+    HYPER("warmup_init", "1: relative steps begin at a millionth, and grow by that", .maximum = 1.0)                 \
+    HYPER("scale_parameter", "1: steps are times the weight's root mean square", .initial = 1.0, .maximum = 1.0)     \
+    HYPER("published", "1: eps, decay and a first moment of whole steps, as transformers has them", .maximum = 1.0)  \
+    SCALAR("update_rms", .maximum = 1e300)                                                                           \
+    SCALAR("weight_rms", .maximum = 1e300)
+
 #endif

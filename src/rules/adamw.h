@@ -56,8 +56,6 @@ V_OP vf adamw_moments(const vf *k, vf g, vf *s, const int mode)
     return root;
 }
 
-#define adamw_PARTS HSTEP_PARTS(adamw)
-
 V_OP vf adamw_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     *root = adamw_moments(k, g, s, mode);
@@ -79,5 +77,21 @@ V_OP vf adamw_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf root, numerator = adamw_start(k, g, s, mode, &root);
     return adamw_end(k, w, numerator, root);
 }
+
+/* Of Adam too. */
+#define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr)  \
+    OPTIONAL("amsgrad", NONNEG, "max_exp_avg_sq", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr) \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)           \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)        \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)           \
+    HYPER("amsgrad", "1: divide by the largest second moment so far (Reddi et al. 2018)", .maximum = 1.0)
+
+#define adamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                            \
+    RULE("adamw", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                \
+         .label = "AdamW", .title = "Adam with decoupled weight decay (Loshchilov & Hutter 2019)", \
+         .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")               \
+    ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)
 
 #endif

@@ -62,8 +62,6 @@ HSTEP_INLINE void adan_prepare(float *k, struct hstep_prepare *p)
     }
 }
 
-#define adan_PARTS HSTEP_PARTS(adan)
-
 V_OP vf adan_start(const vf *k, vf g, vf *s, const int mode, vf *divisor)
 {
     vf e = v_mul(k[ADAN_SEEN], v_sub(g, s[3])), y = v_add(g, v_mul(k[ADAN_BETA2], e));
@@ -93,5 +91,18 @@ V_OP vf adan_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf root, numerator = adan_start(k, g, s, mode, &root);
     return adan_end(k, w, numerator, root);
 }
+
+#define adan_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                    \
+    RULE("adan", ELEMENTWISE, PARTS(adan), CAUTIOUS(ADAN_DECAY),                                          \
+         .label = "Adan", .title = "Adan, Nesterov momentum from gradient differences (Xie et al. 2022)", \
+         .lr = 1e-3, .weight_decay = 2e-2, .decay = "proximal", .keeps = "exp_avg")                       \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
+    STATE(SIGNED, "exp_avg_diff", .beta = "beta2")                                                        \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                          \
+    STATE(GRADIENT, "previous")                                                                           \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.98, .maximum = 1.0, .exclusive = 1)     \
+    HYPER("beta2", "decay rate of the differences", .initial = 0.92, .maximum = 1.0, .exclusive = 1)      \
+    HYPER("beta3", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)    \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
 
 #endif

@@ -50,8 +50,6 @@ HSTEP_INLINE void ademamix_prepare(float *k, struct hstep_prepare *p)
     k[ADEMAMIX_BOUND] = bound < 1e30 ? (float)bound : 1e30f;
 }
 
-#define ademamix_PARTS HSTEP_PARTS(ademamix)
-
 V_OP vf ademamix_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     vf slow = v_add(v_mul(k[ADEMAMIX_BETA3], s[2]), v_mul(k[ADEMAMIX_NEW3], g));
@@ -68,5 +66,20 @@ V_OP vf ademamix_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf root, numerator = ademamix_start(k, g, s, mode, &root);
     return ademamix_end(k, w, numerator, root);
 }
+
+#define ademamix_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                      \
+    RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                       \
+         .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                  \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                   \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                \
+    STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                              \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)            \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
+    HYPER("beta3", "decay rate of the slow average", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)         \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)            \
+    HYPER("alpha", "times the slow average is added to the first moment", .initial = 5.0, .maximum = 1e3)       \
+    HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                      \
+    HYPER("beta3_warmup", "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
 
 #endif

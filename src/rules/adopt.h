@@ -48,4 +48,19 @@ V_OP vf adopt_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[ADOPT_LR], s[0]), v_mul(k[ADOPT_DECAY], w));
 }
 
+#define adopt_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
+    RULE("adopt", ELEMENTWISE, WHOLE, CAUTIOUS(ADOPT_DECAY),                                                       \
+         .label = "ADOPT",                                                                                         \
+         .title = "ADOPT: gradients divided by the second moment before them (Taniguchi et al. 2024)",             \
+         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                                            \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                      \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \
+    HYPER("beta1", "decay rate of the average of normalized gradients", .initial = 0.9, .maximum = 1.0,            \
+          .exclusive = 1)                                                                                          \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)           \
+    HYPER("eps", "least root of the second moment that a gradient is divided by", .initial = 1e-6, .maximum = 1.0) \
+    HYPER("clip_power", "normalized gradients are bounded by the number of updates before to this power",          \
+          .initial = 0.25, .maximum = 16.0)                                                                        \
+    HYPER("clipped", "0: normalized gradients have no bound", .initial = 1.0, .maximum = 1.0)
+
 #endif

@@ -103,4 +103,24 @@ V_OP vf came_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[CAME_LR], v_div0(s[0], divisor)), v_mul(k[CAME_DECAY], w));
 }
 
+#define came_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
+    RULE("came", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),             \
+         .label = "CAME", .title = "CAME: confidence-guided updates, factored second moments (Luo et al. 2023)", \
+         .lr = 2e-4, .decay = "decoupled")                                                                       \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                    \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                 \
+    STATE(ROWS, "exp_avg_sq_row", .beta = "beta2")                                                               \
+    STATE(COLUMNS, "exp_avg_sq_col", .beta = "beta2")                                                            \
+    STATE(ROWS, "exp_avg_res_row", .beta = "beta3")                                                              \
+    STATE(COLUMNS, "exp_avg_res_col", .beta = "beta3")                                                           \
+    HYPER("beta1", "decay rate of the first moment, of clipped quotients", .initial = 0.9, .maximum = 1.0,       \
+          .exclusive = 1)                                                                                        \
+    HYPER("beta2", "decay rate of the second moments", .initial = 0.999, .maximum = 1.0, .exclusive = 1)         \
+    HYPER("beta3", "decay rate of the instability", .initial = 0.9999, .maximum = 1.0, .exclusive = 1)           \
+    HYPER("eps", "added to squares of gradients", .initial = 1e-30, .maximum = 1.0)                              \
+    HYPER("instability_eps", "added to squares of the instability", .initial = 1e-16, .maximum = 1.0)            \
+    HYPER("clip_threshold", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0,   \
+          .maximum = 1e30)                                                                                       \
+    SCALAR("update_rms", .maximum = 1e300)
+
 #endif

@@ -43,8 +43,6 @@ HSTEP_INLINE void lamb_prepare(float *k, struct hstep_prepare *p)
     lamb_fill(k, p, p->hyper[6] != 0.0, ratio);
 }
 
-#define lamb_PARTS HSTEP_PARTS(lamb)
-
 V_OP vf lamb_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     *root = adamw_moments(k, g, s, mode);
@@ -79,5 +77,23 @@ V_OP void lamb_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     x[0] = w;
     x[1] = lamb_update(k, w, g, s, mode);
 }
+
+#define lamb_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                       \
+    RULE("lamb", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),         \
+         .label = "Lamb", .title = "LAMB: Adam with a trust ratio for each tensor (You et al. 2020)",        \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                               \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                             \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)         \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)      \
+    HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)                  \
+    HYPER("max_weight_norm", "the weight's norm counts as at most this; 0: no bound", .initial = 10.0,       \
+          .maximum = 1e30)                                                                                   \
+    HYPER("trust_scale", "exponent of the trust ratio", .initial = 1.0, .maximum = 1.0)                      \
+    HYPER("adam", "1: a trust ratio of 1", .maximum = 1.0)                                                   \
+    HYPER("debias", "0: moments as they are, as LAMB16's baseline has them", .initial = 1.0, .maximum = 1.0) \
+    SCALAR("weight_norm", .maximum = 1e300)                                                                  \
+    SCALAR("update_norm", .maximum = 1e300)                                                                  \
+    SCALAR("trust_ratio", .maximum = 1e300)
 
 #endif

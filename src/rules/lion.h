@@ -20,8 +20,6 @@ HSTEP_INLINE void lion_prepare(float *k, struct hstep_prepare *p)
     k[LION_DECAY] = (float)p->decay;
 }
 
-#define lion_PARTS HSTEP_PARTS_OF(lion, ROOTLESS)
-
 V_OP vf lion_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     (void)mode;
@@ -42,5 +40,13 @@ V_OP vf lion_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf root, mixed = lion_start(k, g, s, mode, &root);
     return lion_end(k, w, mixed, root);
 }
+
+#define lion_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
+    RULE("lion", ELEMENTWISE, PARTS_ROOTLESS(lion), CAUTIOUS(LION_DECAY),                           \
+         .label = "Lion", .title = "Lion, the sign of an interpolated momentum (Chen et al. 2023)", \
+         .lr = 1e-4, .decay = "decoupled", .keeps = "exp_avg")                                      \
+    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                       \
+    HYPER("beta1", "interpolation of the update", .initial = 0.9, .maximum = 1.0, .exclusive = 1)   \
+    HYPER("beta2", "decay rate of the momentum", .initial = 0.99, .maximum = 1.0, .exclusive = 1)
 
 #endif

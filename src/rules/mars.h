@@ -29,8 +29,6 @@ HSTEP_INLINE void mars_prepare(float *k, struct hstep_prepare *p)
 
 V_OP vf mars_correct(const vf *k, vf g, vf last) { return v_add(g, v_mul(k[MARS_AHEAD], v_sub(g, last))); }
 
-#define mars_PARTS HSTEP_PARTS(mars)
-
 V_OP vf mars_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
     *root = adamw_moments(k, v_mul(mars_correct(k, g, s[2]), k[MARS_SCALE]), s, mode);
@@ -51,5 +49,20 @@ V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     (void)w, (void)mode;
     x[0] = mars_correct(k, g, s[2]);
 }
+
+#define mars_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                   \
+    RULE("mars", NORMS(1), PARTS(mars), NOT_CAUTIOUS("sums over the tensor come before its update"),     \
+         .label = "MARS", .title = "MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024)", \
+         .lr = 3e-3, .decay = "decoupled", .keeps = "exp_avg")                                           \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                            \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                         \
+    STATE(GRADIENT, "last_grad")                                                                         \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.95, .maximum = 1.0, .exclusive = 1)    \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)   \
+    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)     \
+    HYPER("gamma", "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                 \
+    HYPER("max_norm", "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,    \
+          .maximum = 1e30)                                                                               \
+    SCALAR("gradient_norm", .maximum = 1e300)
 
 #endif

@@ -82,4 +82,29 @@ V_OP vf prodigy_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return adamw_end(k, w, s[0], root);
 }
 
+#define prodigy_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
+    RULE("prodigy", TOTALS(3), WHOLE, NOT_CAUTIOUS("sums over all tensors come before its update"),                 \
+         .label = "Prodigy", .title = "Prodigy: Adam that estimates its learning rate (Mishchenko & Defazio 2023)", \
+         .lr = 1.0, .decay = "decoupled", .share = "d_group")                                                       \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                       \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                    \
+    STATE(SIGNED, "s", .beta = "beta2")                                                                             \
+    STATE(WEIGHT, "p0")                                                                                             \
+    HYPER("beta1", "decay rate of the first moment", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                \
+    HYPER("beta2", "decay rate of the second moment", .initial = 0.999, .maximum = 1.0, .exclusive = 1)             \
+    HYPER("beta3", "decay rate of the estimate's sums; the root of beta2 if 0", .maximum = 1.0, .exclusive = 1)     \
+    HYPER("eps", "added to the root of the second moment, times the estimate", .initial = 1e-8, .maximum = 1.0)     \
+    HYPER("d0", "first estimate of the learning rate", .initial = 1e-6, .minimum = 1e-30, .maximum = 1e6)           \
+    HYPER("d_coef", "scale of the estimate", .initial = 1.0, .maximum = 1e6)                                        \
+    HYPER("growth_rate", "the estimate grows by at most this factor in a step", .initial = 1e300, .minimum = 1.0,   \
+          .maximum = 1e300)                                                                                         \
+    HYPER("safeguard_warmup", "1: lr is left out of the estimate's divisor, for a warm-up", .maximum = 1.0)         \
+    HYPER("debias", "1: debias the moments", .maximum = 1.0)                                                        \
+    HYPER("slice_p", "the estimate's sums are over every so many-th element", .initial = 1.0, .minimum = 1.0,       \
+          .maximum = 1e9)                                                                                           \
+    HYPER("d_group", "groups of one number share one estimate, and have one lr or 0", .maximum = 1e6)               \
+    SCALAR("d", .maximum = 1e300)                                                                                   \
+    SCALAR("d_max", .maximum = 1e300)                                                                               \
+    SCALAR("d_numerator", .minimum = -1e300, .maximum = 1e300)
+
 #endif

@@ -35,8 +35,6 @@ HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
     k[RMSPROP_DECAY] = (float)p->decay;
 }
 
-#define rmsprop_PARTS HSTEP_PARTS_OF(rmsprop, UNLESS_OPTION)
-
 /* Without momentum and centering: the same with the zeros left out that neither makes of the rest. */
 V_OP vf rmsprop_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 {
@@ -66,5 +64,19 @@ V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[1] = v_add(v_mul(k[RMSPROP_MOMENTUM], s[1]), scaled);
     return v_add(v_mul(k[RMSPROP_LR], s[1]), v_mul(k[RMSPROP_DECAY], w));
 }
+
+#define rmsprop_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                  \
+    RULE("rmsprop", ELEMENTWISE, PARTS_UNLESS_OPTION(rmsprop), CAUTIOUS(RMSPROP_DECAY),                    \
+         .label = "RMSProp", .title = "RMSprop (Tieleman & Hinton 2012), with momentum and centering",     \
+         .lr = 1e-2, .decay = "l2", .keeps = "momentum_buffer")                                            \
+    STATE(NONNEG, "square_avg", .beta = "alpha", .precise_while = "centered", .precise = HSTEP_FORMAT_f32) \
+    OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                    \
+    OPTIONAL("centered", SIGNED, "grad_avg", .beta = "alpha", .precise_while = "centered",                 \
+             .precise = HSTEP_FORMAT_f32)                                                                  \
+    HYPER("alpha", "decay rate of the second moment", .initial = 0.99, .maximum = 1.0, .exclusive = 1)     \
+    HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                \
+    HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                   \
+    HYPER("centered", "1: divide by the deviation from the mean gradient", .maximum = 1.0)                 \
+    HYPER("debias", "1: debias the second moment, as torchastic does", .maximum = 1.0)
 
 #endif

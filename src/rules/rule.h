@@ -1,4 +1,4 @@
-/* What every rule header builds on. A rule is a list of its constants and two functions, or three:
+/* What every rule header builds on. A rule is a list of its constants, two functions or more, and a row:
  *
  *   enum { NAME_..., NAME_constants }, the places in k[] and, in lower case like the functions, how many there are;
  *   HSTEP_INLINE void NAME_prepare(float *k, struct hstep_prepare *p)
@@ -8,38 +8,36 @@
  *       the arithmetic: from the weight, the effective gradient and the states (replaced in place) to the change d; the
  *       new weight is w - d. A state of role WEIGHT is replaced by its change likewise. All-zero inputs must give
  *       all-zero states: padding relies on it;
- *   #define NAME_PARTS HSTEP_PARTS(PREFIX)
- *       where the rule is two functions after each other, so that a step may take roots in one loop and quotients in
- *       the next: V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root), which replaces the states
- *       and returns a numerator, and V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root), which returns d.
- *       Rules may share them. Not with states of role WEIGHT. HSTEP_PARTS_OF(PREFIX, ROOTLESS) where no loop waits
- *       for a divider and PREFIX_end() needs no root; HSTEP_PARTS_OF(PREFIX, UNLESS_OPTION) where the parts are for
- *       mode without RULE_OPTION;
+ *   V_OP vf PREFIX_start(const vf *k, vf g, vf *s, const int mode, vf *root)
+ *   V_OP vf PREFIX_end(const vf *k, vf w, vf numerator, vf root)
+ *       rules in PARTS (row.h) only, of which none has a state of role WEIGHT: NAME_rule() is the one after the other.
+ *       The first replaces the states and returns a numerator, the second returns d. Rules may share them;
  *   V_OP void NAME_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
  *       rules with NORMS(n) only: the same states, and the n values whose squares are summed over the whole tensor.
  *       Their roots reach a second prepare() as p->norm; then the rule starts again from the stored states. With
- *       TOTALS_n the values themselves are summed over all tensors of the optimizer that have the rule and one number
- *       of the hyper-parameter that it names, and reach the second prepare() of each as p->total. Tensors without a
+ *       TOTALS(n) the values themselves are summed over all tensors of the optimizer that have the rule and one number
+ *       in the hyper-parameter .share, and reach the second prepare() of each as p->total. Tensors without a
  *       gradient, and whose lr is 0, add nothing. The numbers that such a rule keeps are one set for all these tensors:
  *       prepare() must make the same of them for each, from p->shared and p->total alone;
  *   V_OP vf NAME_cross(const vf *k, vf w, vf g, vf *s, const int mode, const int pair)
  *   V_OP vf NAME_vector(const vf *k, vf old, vf mean, const int pair)
- *       kind FACTORED_n only, for tensors that are matrices: a value of each element, and the new number of a row or a
- *       column from its old one and the mean of those values over the row or column. Pair 0 is made before the sums of
- *       NORMS, from gradients alone (w and s[] may be 0), pair 1 after them; then prepare() is called again with
- *       p->mean, the mean over each new vector of rows. In NAME_rule() and the others the number of an element's row
- *       and column are s[] of those states; what is done to them there is not stored. */
+ *       *       FACTORED(pairs, n) only, for tensors that are matrices: a value of each element, and the new number
+ *       of a row or a *       column from its old one and the mean of those values over the row or column. Pair 0 is
+ *       made before the sums of *       NORMS, from gradients alone (w and s[] may be 0), pair 1 after them; then
+ *       prepare() is called again with *       p->mean, the mean over each new vector of rows. In NAME_rule() and the
+ *       others the number of an element's row *       and column are s[] of those states; what is done to them there
+ *       is not stored;
+ *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
+ *       the row: name, states, hyper-parameters and the rest of what the tables know of it (row.h). */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
 #include "base/detmath.h"
+#include "rules/row.h"
 
 /* What one loop hands to the next: numerator and root; the numerator alone, of rules that wait for no divider; both,
  * but nothing where a conditional state is stored. */
 enum { HSTEP_PARTS_ROOT = 1, HSTEP_PARTS_ROOTLESS, HSTEP_PARTS_UNLESS_OPTION };
-
-#define HSTEP_PARTS(prefix) HSTEP_PARTS_OF(prefix, ROOT)
-#define HSTEP_PARTS_OF(prefix, kind) , prefix, 1, HSTEP_PARTS_##kind
 
 #define HSTEP_MAX_SCALARS 16
 #define HSTEP_MAX_NORMS 4

@@ -6,6 +6,10 @@
 #include "base/scale.h"
 #include "base/schedule.h"
 #include "base/structs.h"
+#ifndef VL /* a device has its own vocabulary */
+#include "vec/scalar.h"
+#endif
+#include "rules/rules.h"
 #include "rules/transforms.h"
 #include "tables/tensor.h"
 
@@ -68,52 +72,63 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 };
 /* clang-format on */
 
-HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
-#define STATE(name, role, beta, unless) PRECISE_STATE(name, role, beta, unless, NULL, NONE)
-#define PRECISE_STATE(name, role, beta, unless, option, format) \
-    {name, role, beta, unless, HALFSTEP_EXTENT_ELEMENTS, option, HSTEP_FORMAT_##format}
-#define ROW_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_ROWS, NULL, HSTEP_FORMAT_NONE}
-#define COLUMN_STATE(name, beta) {name, NONNEG, beta, NULL, HALFSTEP_EXTENT_COLUMNS, NULL, HSTEP_FORMAT_NONE}
-#define HYPER(name, title, initial, minimum, maximum, exclusive) {name, title, initial, minimum, maximum, exclusive}
-#define STATES(...) {__VA_ARGS__}
-#define HYPERS(...) {__VA_ARGS__}
-#define SCALARS(...) {__VA_ARGS__}
-#define SCALAR(name, minimum, maximum) {name, minimum, maximum}
-#define NO_NORMS 0, 0, NULL
-#define NORMS_1 1, 0, NULL
-#define NORMS_2 2, 0, NULL
-#define TOTALS_3(share) 3, 1, share
-#define ELEMENTWISE HSTEP_ELEMENTWISE, HSTEP_NO_TRANSFORM, 0
-#define RAW_GRADIENT HSTEP_RAW_GRADIENT, HSTEP_NO_TRANSFORM, 0
-#define MATRIX(name) HSTEP_MATRIX, HSTEP_TRANSFORM_##name, 0
-#define FACTORED_1 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 1
-#define FACTORED_2 HSTEP_FACTORED, HSTEP_NO_TRANSFORM, 2
-#define SIGN(decay) NULL
-#define NO_SIGN(reason) reason
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    {id, name, #fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign},
+/* Of rules likewise. */
+#define ANY_NAME(name, ...) sizeof name
+#define NAME_SIZE(rule) HSTEP_OF_ROW(rule, ANY_NAME)
+#define CAUTION_CAUTIOUS(decay) (int)(decay)
+#define CAUTION_NOT_CAUTIOUS(reason) -1
+#define CAUTION_WORD(name, shape, parts, caution, ...) CAUTION_##caution
+#define RULE(id, rule)                                                                                                \
+    enum { RULE_ID_##id##_OF_ONE_ROW };                                                                               \
+    ROW((id) > 0, #rule, "ids count from 1")                                                                          \
+    ROW(NAME_SIZE(rule) > 1 && NAME_SIZE(rule) <= 24, #rule, "names have 1 to 23 characters")                         \
+    ROW((int)rule##_states <= HALFSTEP_MAX_STATES, #rule, "more states than HALFSTEP_MAX_STATES")                     \
+    ROW((int)rule##_hypers <= HSTEP_MAX_OWN_HYPERS, #rule, "more hyper-parameters than HSTEP_MAX_OWN_HYPERS")         \
+    ROW((int)rule##_scalars <= HSTEP_MAX_NAMED_SCALARS, #rule, "more scalars than HSTEP_MAX_NAMED_SCALARS")           \
+    ROW((int)rule##_constants <= HSTEP_MAX_SCALARS, #rule, "more constants than HSTEP_MAX_SCALARS")                   \
+    ROW(HSTEP_SUMS(rule) <= HSTEP_MAX_NORMS, #rule, "more sums than HSTEP_MAX_NORMS")                                 \
+    ROW((int)rule##_vectors == 9 * HSTEP_PAIRS(rule), #rule,                                                          \
+        "FACTORED(n, ...) has n states over rows and n over columns")                                                 \
+    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < (int)rule##_constants, #rule, "CAUTIOUS names a constant of another rule") \
+    ROW(HSTEP_OF_ROW(rule, CAUTION_WORD) < 0 || !HSTEP_SUMS(rule), #rule,                                             \
+        "CAUTIOUS is for rules whose update no sum comes before")
 #include "rules/rules.def"
 #undef RULE
-#undef NO_SIGN
-#undef SIGN
-#undef FACTORED_2
-#undef FACTORED_1
-#undef MATRIX
-#undef RAW_GRADIENT
-#undef ELEMENTWISE
-#undef TOTALS_3
-#undef NORMS_2
-#undef NORMS_1
-#undef NO_NORMS
-#undef SCALAR
-#undef SCALARS
-#undef STATES
-#undef HYPERS
-#undef COLUMN_STATE
-#undef ROW_STATE
-#undef PRECISE_STATE
-#undef STATE
-#undef HYPER
+
+#define KIND_ELEMENTWISE HSTEP_ELEMENTWISE
+#define KIND_NORMS(n) HSTEP_ELEMENTWISE
+#define KIND_TOTALS(n) HSTEP_ELEMENTWISE
+#define KIND_RAW_GRADIENT HSTEP_RAW_GRADIENT
+#define KIND_MATRIX(transformation) HSTEP_MATRIX, .transform = HSTEP_TRANSFORM_##transformation
+#define KIND_FACTORED(pairs, n) HSTEP_FACTORED
+#define MEMBERS_CAUTIOUS(decay) .decay_constant = decay
+#define MEMBERS_NOT_CAUTIOUS(reason) .not_cautious = reason
+#define RULE_MEMBERS(name_, shape, parts, caution, ...) \
+    .name = name_, .kind = KIND_##shape, MEMBERS_##caution, __VA_ARGS__,
+#define STATE_MEMBERS(role_, name_, ...) \
+    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = EXTENT_##role_, __VA_ARGS__},
+#define OPTIONAL_MEMBERS(unless_, role_, name_, ...) \
+    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .unless = unless_, __VA_ARGS__},
+#define HYPER_MEMBERS(name_, title_, ...) {.name = name_, .title = title_, __VA_ARGS__},
+#define SCALAR_MEMBERS(name_, ...) {.name = name_, __VA_ARGS__},
+#define EXTENT_SIGNED HALFSTEP_EXTENT_ELEMENTS
+#define EXTENT_NONNEG HALFSTEP_EXTENT_ELEMENTS
+#define EXTENT_GRADIENT HALFSTEP_EXTENT_ELEMENTS
+#define EXTENT_WEIGHT HALFSTEP_EXTENT_ELEMENTS
+#define EXTENT_ROWS HALFSTEP_EXTENT_ROWS
+#define EXTENT_COLUMNS HALFSTEP_EXTENT_COLUMNS
+HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
+#define RULE(id_, rule)                                                                                      \
+    {.id = id_,                                                                                              \
+     .norms = HSTEP_SUMS(rule),                                                                              \
+     .totals = HSTEP_IS_TOTALS(rule),                                                                        \
+     .pairs = HSTEP_PAIRS(rule),                                                                             \
+     HSTEP_OF_ROW(rule, RULE_MEMBERS).state = {rule##_ROW(HSTEP_NOTHING, STATE_MEMBERS, OPTIONAL_MEMBERS,    \
+                                                          HSTEP_NOTHING, HSTEP_NOTHING){NULL}},              \
+     .hyper = {rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HYPER_MEMBERS, HSTEP_NOTHING){NULL}}, \
+     .scalar = {rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, SCALAR_MEMBERS){NULL}}},
+#include "rules/rules.def"
+#undef RULE
 };
 
 int hstep_rule_states(int rule)
@@ -307,8 +322,8 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
         info->state_role[i] = rule->state[i].role;
         info->state_name[i] = rule->state[i].name;
         info->state_extent[i] = rule->state[i].extent;
-        info->precise_if[i] = rule->state[i].option;
-        info->precise_format[i] = rule->state[i].option ? hstep_formats[rule->state[i].precise].name : NULL;
+        info->precise_if[i] = rule->state[i].precise_while;
+        info->precise_format[i] = rule->state[i].precise_while ? hstep_formats[rule->state[i].precise].name : NULL;
         info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
     }
     info->scalars = hstep_rule_scalars(row);
@@ -317,7 +332,7 @@ int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
     info->totals = rule->totals ? rule->norms : 0;
     info->matrix = rule->kind == HSTEP_MATRIX || rule->kind == HSTEP_FACTORED;
     info->accumulates = rule->keeps != NULL;
-    info->cautious = !rule->no_sign;
+    info->cautious = !rule->not_cautious;
     info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
     info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
     return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;

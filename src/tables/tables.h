@@ -1,9 +1,10 @@
-/* The rows of formats.def and rules.def as data, and recipes parsed against them. */
+/* The rows of formats and rules as data, and recipes parsed against them. */
 #ifndef HSTEP_TABLES_H
 #define HSTEP_TABLES_H
 
 #include "halfstep.h"
 #include "rules/rule.h"
+#include "rules/transforms.h"
 
 /* Row numbers, in the order of the .def files. */
 enum {
@@ -25,7 +26,7 @@ enum {
 };
 
 enum {
-#define RULE(id, name, ...) HSTEP_RULE_ROW_##id,
+#define RULE(id, rule) HSTEP_RULE_##rule,
 #include "rules/rules.def"
 #undef RULE
     HSTEP_RULES
@@ -41,45 +42,57 @@ struct hstep_format {
     const char *code_dtype, *extra_dtype;
 };
 
+/* A title of a switch, which is 0 or 1, begins with "0:" or "1:" and what that value does; bindings take it for true or
+ * false. Other titles never begin so. */
 struct hstep_hyper {
     const char *name, *title;
     double initial, minimum, maximum;
-    int exclusive;
+    int exclusive; /* the maximum itself is too large */
 };
 
-/* A double that a rule keeps for each tensor, and the bounds of what its updates leave there. */
+/* A double that a rule keeps for each tensor, and the bounds of what its updates leave there, which a checkpoint may
+ * not leave either. */
 struct hstep_scalar {
     const char *name;
     double minimum, maximum;
 };
 
+/* Names of states are torch's where torch has them. */
 struct hstep_state {
     const char *name;
     int role;
-    const char *beta, *unless;
-    int extent;
-    const char
-        *option; /* a hyper-parameter: while it is not 0, a block format gives way to the format of row `precise` */
+    /* The hyper-parameter that each update multiplies the state by before it adds what is new: the grid of second
+     * moments goes by it (base/grid.h). NULL where none does, as of a maximum. Of role WEIGHT: the hyper-parameter b by
+     * which the weights to evaluate are w + (1 - 1/b) (state - w), or NULL. */
+    const char *beta;
+    const char *unless; /* the hyper-parameter that makes the state needless by being 0, or NULL */
+    int extent;         /* HALFSTEP_EXTENT_* */
+    /* While this hyper-parameter is not 0, the state is a largest value so far, or is subtracted from one of its size.
+     * Errors of coarse codes would not average out in it, so that `precise` stands in for a block format. */
+    const char *precise_while;
     int precise;
 };
 
 /* What a rule needs beyond one pass over independent elements. */
 enum { HSTEP_ELEMENTWISE, HSTEP_RAW_GRADIENT, HSTEP_MATRIX, HSTEP_FACTORED };
 
+/* The row of a rule (rules/row.h). */
 struct hstep_rule {
-    int id;
-    const char *name, *kernel, *label, *title; /* kernel: the function prefix */
-    double lr, weight_decay;                   /* initial values */
-    const char *decay;
-    struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name */
-    const char *formats;                               /* default formats of the states, as in a recipe, or NULL */
+    int id; /* pinned: files store it */
+    const char *name;
+    int kind, norms, totals, pairs, transform; /* of its SHAPE; totals: the sums are over all tensors */
+    int decay_constant;       /* the coefficient of the weight among the constants, where it is known */
+    const char *not_cautious; /* why no group of it is cautious, as the end of a sentence, or NULL */
+    const char *label;        /* the name as a class of a binding has it: an identifier */
+    const char *title;
+    double lr, weight_decay; /* initial values */
+    const char *decay;       /* the initial decay mode */
+    const char *formats; /* default formats of the states, as in a recipe. NULL: f32 for f32 weights, else bf16-sr */
+    const char *keeps;   /* the state in which micro-steps gather the gradient. NULL: they would lose it */
+    const char *share;   /* of TOTALS: sums are over tensors with one number in this hyper-parameter */
+    struct hstep_state state[HALFSTEP_MAX_STATES + 1]; /* up to the first without a name, as the two below */
     struct hstep_hyper hyper[HSTEP_MAX_OWN_HYPERS + 1];
-    int norms, totals; /* totals: they are sums over all tensors */
-    const char *share; /* of one number in this hyper-parameter */
     struct hstep_scalar scalar[HSTEP_MAX_NAMED_SCALARS + 1];
-    const char *keeps;
-    int kind, transform, pairs;
-    const char *no_sign; /* why no group of it is cautious, as the end of a sentence, or NULL */
 };
 
 extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];

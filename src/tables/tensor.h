@@ -14,7 +14,7 @@
 
 struct hstep_slot {
     int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
-    int precise;                   /* the format is that of a PRECISE_STATE, in place of the recipe's */
+    int precise;                   /* the format is the state's own (precise), in place of the recipe's */
     int root;                      /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
     float grid;                    /* of what is stored now; 1 where root is 0 */
     char *code, *extra;

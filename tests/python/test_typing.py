@@ -1,4 +1,4 @@
-"""What editors and type checkers see: the stub is that of the classes, examples and a user's file pass, and mistakes in one are found."""
+"""What editors and type checkers see: the stub and lists are those of the classes, examples and a user's file pass, and mistakes in one are found."""
 import importlib.util
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
-STUBS = os.path.join(ROOT, "scripts", "stubs.py")
+GENERATE = os.path.join(ROOT, "scripts", "generate.py")
 
 GOOD = '''
 import torch
@@ -69,12 +69,13 @@ def errors(tool, folder):
     return [(os.path.basename(name), int(line)) for name, line in re.findall(r"^ *(\S+\.py):(\d+).*\berror\b", out, re.M)], out
 
 
-@pytest.mark.skipif(not os.path.exists(STUBS), reason="the sources are not here")
-def test_the_stub_is_current():
-    spec = importlib.util.spec_from_file_location("stubs", STUBS)
-    stubs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stubs)
-    assert open(stubs.FILE).read() == stubs.stub(), "python scripts/stubs.py --write"
+@pytest.mark.skipif(not os.path.exists(GENERATE), reason="the sources are not here")
+def test_what_follows_from_the_table_of_rules_is_current():
+    spec = importlib.util.spec_from_file_location("generate", GENERATE)
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for path, text in generate.files().items():
+        assert open(os.path.join(ROOT, path), encoding="utf-8").read() == text, f"{path}: make generate"
 
 
 @pytest.mark.all

@@ -45,4 +45,8 @@ static inline void ref_adafactor(const struct ref_hyper *h, struct ref_tensor *r
     free(u);
 }
 
+#define ref_adafactor_ROWS(X)                                           \
+    X("adafactor", ref_adafactor, 1e-2, "relative_step=0 beta1=0.9", 1) \
+    X("adafactor", ref_adafactor, 1e-2, "published=1 eps=1e-30 scale_parameter=0", 0)
+
 #endif

@@ -20,4 +20,6 @@ static inline void ref_adamw(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_adamw_ROWS(X) X("adamw", ref_adamw, 1e-3, "", 1)
+
 #endif

@@ -23,4 +23,6 @@ static inline void ref_adan(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_adan_ROWS(X) X("adan", ref_adan, 1e-3, "", 1)
+
 #endif

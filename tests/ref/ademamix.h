@@ -26,4 +26,8 @@ static inline void ref_ademamix(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_ademamix_ROWS(X)                 \
+    X("ademamix", ref_ademamix, 1e-3, "", 1) \
+    X("ademamix", ref_ademamix, 1e-3, "alpha_warmup=300 beta3_warmup=600", 0)
+
 #endif

@@ -24,4 +24,8 @@ static inline void ref_adopt(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_adopt_ROWS(X)              \
+    X("adopt", ref_adopt, 1e-3, "", 1) \
+    X("adopt", ref_adopt, 1e-3, "clipped=0 beta2=0.99", 0)
+
 #endif

@@ -69,4 +69,8 @@ static inline void ref_came(const struct ref_hyper *h, struct ref_tensor *r)
     free(u);
 }
 
+#define ref_came_ROWS(X)             \
+    X("came", ref_came, 1e-3, "", 1) \
+    X("came", ref_came, 1e-3, "clip_threshold=0 beta3=0.99", 0)
+
 #endif

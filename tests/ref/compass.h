@@ -21,4 +21,8 @@ static inline void ref_compass(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_compass_ROWS(X)                \
+    X("compass", ref_compass, 1e-3, "", 1) \
+    X("compass", ref_compass, 1e-3, "published=1", 0)
+
 #endif

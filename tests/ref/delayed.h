@@ -29,4 +29,6 @@ static inline void ref_delayed(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_delayed_ROWS(X) X("adamw-delayed", ref_delayed, 1e-3, "", 1)
+
 #endif

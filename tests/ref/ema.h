@@ -16,4 +16,8 @@ static inline void ref_ema(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_ema_ROWS(X)                  \
+    X("ema", ref_ema, 1, "beta=0.99", 1) \
+    X("ema", ref_ema, 1, "debias=1", 0)
+
 #endif

@@ -33,4 +33,8 @@ static inline void ref_lamb(const struct ref_hyper *h, struct ref_tensor *r)
     r->scalar[2] = ratio;
 }
 
+#define ref_lamb_ROWS(X)             \
+    X("lamb", ref_lamb, 2e-3, "", 1) \
+    X("lamb", ref_lamb, 2e-3, "debias=0 trust_scale=0.5", 0)
+
 #endif

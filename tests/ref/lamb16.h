@@ -29,4 +29,6 @@ static inline void ref_lamb16(const struct ref_hyper *h, struct ref_tensor *r)
     r->scalar[2] = ratio;
 }
 
+#define ref_lamb16_ROWS(X) X("lamb16", ref_lamb16, 2e-3, "", 1)
+
 #endif

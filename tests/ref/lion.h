@@ -14,4 +14,6 @@ static inline void ref_lion(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_lion_ROWS(X) X("lion", ref_lion, 1e-3, "", 1)
+
 #endif

@@ -24,4 +24,8 @@ static inline void ref_lpfadamw(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_lpfadamw_ROWS(X)                 \
+    X("lpfadamw", ref_lpfadamw, 1e-3, "", 1) \
+    X("lpfadamw", ref_lpfadamw, 1e-3, "published=1", 0)
+
 #endif

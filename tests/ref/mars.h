@@ -24,4 +24,8 @@ static inline void ref_mars(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_mars_ROWS(X)             \
+    X("mars", ref_mars, 1e-3, "", 1) \
+    X("mars", ref_mars, 1e-3, "max_norm=0", 0)
+
 #endif

@@ -64,4 +64,6 @@ static inline void ref_muon(const struct ref_hyper *h, struct ref_tensor *r)
     free(u);
 }
 
+#define ref_muon_ROWS(X) X("muon", ref_muon, 1e-2, "", 1)
+
 #endif

@@ -40,4 +40,10 @@ static inline void ref_prodigy(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+/* Gradients that no weight answers to would let the estimate grow without end. */
+#define ref_prodigy_ROWS(X)                                         \
+    X("prodigy", ref_prodigy, 1e-3, "d0=1", 1)                      \
+    X("prodigy", ref_prodigy, 1e-1, "d0=1e-2 growth_rate=1.001", 0) \
+    X("prodigy", ref_prodigy, 1e-3, "d0=1 slice_p=11", 0)
+
 #endif

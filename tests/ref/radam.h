@@ -22,4 +22,6 @@ static inline void ref_radam(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_radam_ROWS(X) X("radam", ref_radam, 1e-3, "", 1)
+
 #endif

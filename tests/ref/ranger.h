@@ -14,4 +14,6 @@ static inline void ref_ranger(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_ranger_ROWS(X) X("ranger", ref_ranger, 2e-3, "", 1)
+
 #endif

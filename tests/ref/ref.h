@@ -22,7 +22,7 @@
 
 enum ref_decay { REF_L2, REF_DECOUPLED, REF_FULLY_DECOUPLED, REF_PROXIMAL };
 
-/* The rules' own hyper-parameters, by the names that they have in rules.def. A new name is added here. */
+/* The rules' own hyper-parameters, by the names that they have in their rows. A new name is added here. */
 /* clang-format off */
 #define REF_HYPERS(X) \
     X(beta1) X(beta2) X(beta3) X(eps) X(momentum) X(dampening) X(nesterov) X(amsgrad) X(k) X(alpha) X(centered)   \

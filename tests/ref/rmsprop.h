@@ -22,4 +22,10 @@ static inline void ref_rmsprop(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+/* v - mean^2 is a difference, of which coarse codes leave nothing. */
+#define ref_rmsprop_ROWS(X)                            \
+    X("rmsprop", ref_rmsprop, 1e-4, "momentum=0.9", 1) \
+    X("rmsprop", ref_rmsprop, 1e-3, "debias=1", 0)     \
+    X("rmsprop", ref_rmsprop, 1e-4, "momentum=0.9 centered=1", 0)
+
 #endif

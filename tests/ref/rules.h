@@ -4,6 +4,7 @@
 #define HALFSTEP_REF_RULES_H
 
 #include "ref/adafactor.h"
+#include "ref/adam.h"
 #include "ref/adamw.h"
 #include "ref/adan.h"
 #include "ref/ademamix.h"

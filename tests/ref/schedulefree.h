@@ -23,4 +23,6 @@ static inline void ref_schedulefree(const struct ref_hyper *h, struct ref_tensor
     }
 }
 
+#define ref_schedulefree_ROWS(X) X("schedulefree", ref_schedulefree, 1e-3, "", 1)
+
 #endif

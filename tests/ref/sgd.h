@@ -18,4 +18,8 @@ static inline void ref_sgd(const struct ref_hyper *h, struct ref_tensor *r)
     }
 }
 
+#define ref_sgd_ROWS(X)                                   \
+    X("sgd", ref_sgd, 3e-2, "momentum=0.9 nesterov=1", 1) \
+    X("sgd", ref_sgd, 1e-1, "", 0)
+
 #endif

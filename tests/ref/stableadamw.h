@@ -25,4 +25,6 @@ static inline void ref_stableadamw(const struct ref_hyper *h, struct ref_tensor 
     }
 }
 
+#define ref_stableadamw_ROWS(X) X("stableadamw", ref_stableadamw, 1e-3, "", 1)
+
 #endif

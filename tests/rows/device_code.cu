@@ -25,16 +25,14 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
 #include "base/grid.h"
 #include "kernels/pair.h"
 
-#define HSTEP_INCLUDE_RULES
-#include "rules/rules.def"
-#undef HSTEP_INCLUDE_RULES
+#include "rules/rules.h"
 
 #define KERNEL __attribute__((global))
-#define RULE(id, name, fn, ...)                                                         \
-    KERNEL void prepare_##id(float *k, struct hstep_prepare *p) { fn##_prepare(k, p); } \
-    KERNEL void rule_##id(const vf *k, vf w, vf g, vf *s, vf *d)                        \
-    {                                                                                   \
-        for (int mode = 0; mode < RULE_MODES; mode++) *d = fn##_rule(k, w, g, s, mode); \
+#define RULE(id, name)                                                                      \
+    KERNEL void prepare_##name(float *k, struct hstep_prepare *p) { name##_prepare(k, p); } \
+    KERNEL void rule_##name(const vf *k, vf w, vf g, vf *s, vf *d)                          \
+    {                                                                                       \
+        for (int mode = 0; mode < RULE_MODES; mode++) *d = name##_rule(k, w, g, s, mode);   \
     }
 #include "rules/rules.def"
 #undef RULE

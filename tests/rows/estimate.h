@@ -36,4 +36,11 @@ V_OP vf estimate_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[ESTIMATE_LR], v_sign(g)), v_mul(k[ESTIMATE_DECAY], w));
 }
 
+#define estimate_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                          \
+    RULE("estimate", TOTALS(3), WHOLE, NOT_CAUTIOUS("sums over all tensors come before its update"),                \
+         .label = "Estimate", .title = "sums over all tensors", .lr = 1e-3, .decay = "decoupled", .share = "share") \
+    STATE(WEIGHT, "x0")                                                                                             \
+    HYPER("share", "groups of one number share the estimate", .maximum = 1.0)                                       \
+    SCALAR("estimate", .maximum = 1e300)
+
 #endif

@@ -91,4 +91,19 @@ V_OP vf factored_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     return v_add(v_mul(k[FACTORED_LR], v_div0(s[0], divisor)), v_mul(k[FACTORED_DECAY], w));
 }
 
+#define factored_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                \
+    RULE("factored", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),  \
+         .label = "Factored", .title = "vectors over rows and columns", .lr = 1e-3, .decay = "decoupled", \
+         .keeps = "exp_avg")                                                                              \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                          \
+    STATE(ROWS, "sq_row", .beta = "beta2")                                                                \
+    STATE(COLUMNS, "sq_col", .beta = "beta2")                                                             \
+    STATE(ROWS, "res_row", .beta = "beta2")                                                               \
+    STATE(COLUMNS, "res_col", .beta = "beta2")                                                            \
+    HYPER("beta1", "decay rate", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                          \
+    HYPER("beta2", "decay rate", .initial = 0.99, .maximum = 1.0, .exclusive = 1)                         \
+    HYPER("eps", "added to squares", .initial = 1e-8, .maximum = 1.0)                                     \
+    SCALAR("rms", .maximum = 1e300)
+
 #endif

@@ -36,8 +36,8 @@ int hstep_cuda_find_fused(const struct hstep_tensor *t)
     static const struct {
         int kernel, rule, first, second;
     } rows[] = {
-#define KERNEL_FUSED(id, one, two) \
-    {HSTEP_CUDA_fused_##id##_##one##_##two, HSTEP_RULE_ROW_##id, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two},
+#define KERNEL_FUSED(rule, one, two) \
+    {HSTEP_CUDA_fused_##rule##_##one##_##two, HSTEP_RULE_##rule, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two},
 #include "device/cuda/code/kernels.def"
     };
 #define NAMED(fn) HSTEP_FORMAT_##fn,

@@ -174,21 +174,23 @@ V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t i
 
 /* ---- A tile ---- */
 
-/* At compile time. states: one byte each, the role, and FUSED_CONDITIONAL where it may be left out. */
+/* At compile time. role and optional: HSTEP_ROLES() and HSTEP_OPTIONALS() of the rule. */
 struct fused_what {
-    int states, first, second, option;
+    int first, second, option;
+    int role[HALFSTEP_MAX_STATES + 1], optional[HALFSTEP_MAX_STATES + 1];
 };
 
-enum { FUSED_CONDITIONAL = 16, FUSED_TILES_ONLY = 0x40 };
-
-V_OP int role_of(const struct fused_what f, const int j) { return f.states >> 8 * j & 15; }
-/* RULE_OPTION says that one of the conditional ones is; a rule may have several. */
+V_OP int role_of(const struct fused_what f, const int j) { return f.role[j]; }
+V_OP int optionals_of(const struct fused_what f)
+{
+    return f.optional[0] + f.optional[1] + f.optional[2] + f.optional[3];
+}
+/* RULE_OPTION says that one of the optional ones is; a rule may have several. */
 V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
 {
-    const int state = f.states >> 8 * j & 255, conditional = f.states & 0x01010101 * FUSED_CONDITIONAL;
-    if (!(state & FUSED_CONDITIONAL)) return state != 0;
+    if (!f.optional[j]) return f.role[j] != 0;
     if (!f.option) return 0;
-    return conditional == FUSED_CONDITIONAL << 8 * j || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
+    return optionals_of(f) == 1 || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
 }
 
 /* Of states of gradients, beside states in blocks. */
@@ -331,61 +333,34 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
         if (!w->active) continue;
         if (!w->option)
             for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
-        else if (f.states & 0x01010101 * FUSED_CONDITIONAL)
+        else if (optionals_of(f))
             for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(with, rule, w, run);
     }
 }
 
 /* ---- Kernels ---- */
 
-#undef STATE
-#undef PRECISE_STATE
-#undef ROW_STATE
-#undef COLUMN_STATE
-#undef STATES
-#define FUSED_ROLE_0 0
-#define FUSED_ROLE_SIGNED HALFSTEP_ROLE_SIGNED
-#define FUSED_ROLE_NONNEG HALFSTEP_ROLE_NONNEG
-#define FUSED_ROLE_GRADIENT HALFSTEP_ROLE_GRADIENT
-#define FUSED_ROLE_WEIGHT HALFSTEP_ROLE_WEIGHT
-#define ROW_STATE(...) FUSED_TILES_ONLY
-#define COLUMN_STATE(...) FUSED_TILES_ONLY
-#define STATE(name, role, beta, unless) \
-    (FUSED_ROLE_##role | _Generic((unless), char *: FUSED_CONDITIONAL, const char *: FUSED_CONDITIONAL, default: 0))
-#define PRECISE_STATE(name, role, beta, unless, option, format) STATE(name, role, beta, unless)
-#define STATES(...) FUSED_BYTES(__VA_ARGS__, 0, 0, 0, 0, 0, 0)
-#define FUSED_BYTES(s0, s1, s2, s3, s4, s5, ...) \
-    ((s0) | (s1) << 8 | (s2) << 16 | (s3) << 24 | ((s4) || (s5) ? FUSED_TILES_ONLY : 0))
-
-/* What a rule without states, or with states as its weights alone, does is the same in all recipes: one has it. */
-V_OP int has_kernel(const int states, const int first)
-{
-    const int roles = (states | states >> 8 | states >> 16 | states >> 24) & 15;
-    if (states & 0x40404040) return 0;
-    return first == HSTEP_FORMAT_f32 || (roles & ~HALFSTEP_ROLE_WEIGHT) != 0;
-}
-
-/* Values of more than two states do not fit half of the registers. */
-#define BLOCKS_OF(states) \
-    (((states) & 0x000f0000 && !((states) & FUSED_CONDITIONAL << 16)) || (states) & 0x01010101 ? 1 : 2)
-#define FUSED_KERNEL(one, two, id, fn, bytes)                                                                    \
-    CUDA_KERNEL_SHARED(BLOCKS_OF(bytes))                                                                         \
-    void halfstep_cuda_fused_##id##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)           \
-    {                                                                                                            \
-        CUDA_SHARED struct fused_work work;                                                                      \
-        const struct span span = span_of(&call, what.first, what.n);                                             \
-        const struct fused_what f = {bytes, HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0};                          \
-        if (!has_kernel(bytes, HSTEP_FORMAT_##one)) return;                                                      \
-        fused_chunks(f, fn##_rule, HSTEP_CUDA_fused_##id##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
-                     span.end);                                                                                  \
+/* Whether a recipe has a kernel under a rule. What a rule without states, or with states as its weights alone, does is
+ * the same in all recipes: one has it. */
+#define HAS_KERNEL(rule, first)                                          \
+    ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && !rule##_vectors && \
+     (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
+/* Values of more than two states do not fit half of the registers; a state of a weight takes as many. */
+#define BLOCKS_OF(rule) ((int)rule##_states - (int)rule##_optionals > 2 || rule##_weights ? 1 : 2)
+#define FUSED_KERNEL(one, two, rule)                                                                                 \
+    CUDA_KERNEL_SHARED(BLOCKS_OF(rule))                                                                              \
+    void halfstep_cuda_fused_##rule##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)             \
+    {                                                                                                                \
+        CUDA_SHARED struct fused_work work;                                                                          \
+        const struct span span = span_of(&call, what.first, what.n);                                                 \
+        const struct fused_what f = {                                                                                \
+            HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0, {HSTEP_ROLES(rule) 0}, {HSTEP_OPTIONALS(rule) 0}};            \
+        if (!HAS_KERNEL(rule, one)) return;                                                                          \
+        fused_chunks(f, rule##_rule, HSTEP_CUDA_fused_##rule##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
+                     span.end);                                                                                      \
     }
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, ...) \
-    HSTEP_CUDA_FUSED_RECIPES(FUSED_KERNEL, id, fn, states)
+#define RULE(id, rule) HSTEP_CUDA_FUSED_RECIPES(FUSED_KERNEL, rule)
 #include "rules/rules.def"
 #undef RULE
-#undef STATE
-#undef ROW_STATE
-#undef COLUMN_STATE
-#undef STATES
 
 #endif

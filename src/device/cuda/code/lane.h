@@ -12,9 +12,7 @@
 #include "kernels/pair.h"
 #include "tables/layout.h"
 
-#define HSTEP_INCLUDE_RULES
-#include "rules/rules.def"
-#undef HSTEP_INCLUDE_RULES
+#include "rules/rules.h"
 
 enum {
     LANES = 32,

@@ -33,113 +33,77 @@ V_OP struct constants constants_of(const float *k)
 CUDA_DEVICE void step_rule(int rule, int mode, const vf *k, struct values *v)
 {
     switch (rule) {
-#define RULE(id, name, fn, ...) \
-    case HSTEP_RULE_ROW_##id: EACH_VECTOR(v->change[i] = fn##_rule(k, v->weight[i], v->gradient[i], s, mode));
+#define RULE(id, name) \
+    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_rule(k, v->weight[i], v->gradient[i], s, mode));
 #include "rules/rules.def"
 #undef RULE
     }
 }
 
 /* The values of the rule's sums. */
-#define NO_NORMS(id, fn)
-#define NORMS(id, fn, count)                                                                        \
-    case HSTEP_RULE_ROW_##id:                                                                       \
-        EACH_VECTOR(vf y[HSTEP_MAX_NORMS]; fn##_norms(k, v->weight[i], v->gradient[i], s, y, mode); \
-                    for (int j = 0; j < count; j++) x[j][i] = y[j]);
-#define NORMS_1(id, fn) NORMS(id, fn, 1)
-#define NORMS_2(id, fn) NORMS(id, fn, 2)
-#define NORMS_3(id, fn) NORMS(id, fn, 3)
-#define TOTALS_3(share) NORMS_3
 CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, struct values *v, vf (*x)[2])
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    norms(id, fn)
+#define NORMS_CASE(name, count)                                                                       \
+    case HSTEP_RULE_##name:                                                                           \
+        EACH_VECTOR(vf y[HSTEP_MAX_NORMS]; name##_norms(k, v->weight[i], v->gradient[i], s, y, mode); \
+                    for (int j = 0; j < count; j++) x[j][i] = y[j]);
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), NORMS_CASE, name, HSTEP_SUMS(name))
 #include "rules/rules.def"
 #undef RULE
     default: break;
     }
 }
-#undef NO_NORMS
-#undef NORMS
-#undef NORMS_1
-#undef NORMS_2
-#undef NORMS_3
-#undef TOTALS_3
 
-#define ELEMENTWISE(id, fn)
-#define RAW_GRADIENT(id, fn)
-#define FACTORED_1(id, fn)
-#define FACTORED_2(id, fn)
-#define MATRIX(name) MATRIX_RULE
-#define MATRIX_RULE(id, fn) \
-    case HSTEP_RULE_ROW_##id: EACH_VECTOR(v->change[i] = fn##_direction(k, v->gradient[i], s, mode));
 CUDA_DEVICE void step_direction(int rule, int mode, const vf *k, struct values *v)
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    kind(id, fn)
+#define DIRECTION_CASE(name) \
+    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_direction(k, v->gradient[i], s, mode));
+#define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), DIRECTION_CASE, name)
 #include "rules/rules.def"
 #undef RULE
     default: break;
     }
 }
 
-#undef MATRIX_RULE
-#define MATRIX_RULE(id, fn) \
-    case HSTEP_RULE_ROW_##id: EACH_VECTOR(v->change[i] = fn##_change(k, v->weight[i], v->gradient[i]));
 /* The transformed direction is in the place of the gradient. */
 CUDA_DEVICE void step_change(int rule, const vf *k, struct values *v)
 {
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    kind(id, fn)
+#define CHANGE_CASE(name) \
+    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_change(k, v->weight[i], v->gradient[i]));
+#define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), CHANGE_CASE, name)
 #include "rules/rules.def"
 #undef RULE
     default: break;
     }
 }
 
-#undef MATRIX
-#undef MATRIX_RULE
-#undef FACTORED_1
-#undef FACTORED_2
-#define MATRIX(name) ELEMENTWISE
-#define FACTORED_1(id, fn) \
-    case HSTEP_RULE_ROW_##id: EACH_VECTOR(x[i] = fn##_cross(k, v->weight[i], v->gradient[i], s, mode, pair));
-#define FACTORED_2 FACTORED_1
 CUDA_DEVICE void step_cross(int rule, int pair, int mode, const vf *k, struct values *v, vf *x)
 {
     (void)pair, (void)mode, (void)k, (void)v, (void)x; /* there may be no such rule */
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    kind(id, fn)
+#define CROSS_CASE(name) \
+    case HSTEP_RULE_##name: EACH_VECTOR(x[i] = name##_cross(k, v->weight[i], v->gradient[i], s, mode, pair));
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), CROSS_CASE, name)
 #include "rules/rules.def"
 #undef RULE
     default: break;
     }
 }
 
-#undef FACTORED_1
-#undef FACTORED_2
-#define FACTORED_1(id, fn) \
-    case HSTEP_RULE_ROW_##id: return fn##_vector(k, old, mean, pair);
-#define FACTORED_2 FACTORED_1
 CUDA_DEVICE vf step_vector(int rule, int pair, const vf *k, vf old, vf mean)
 {
     (void)pair, (void)k, (void)mean;
     switch (rule) {
-#define RULE(id, name, fn, label, title, lr, wd, decay, states, formats, hypers, norms, scalars, keeps, kind, sign) \
-    kind(id, fn)
+#define VECTOR_CASE(name) \
+    case HSTEP_RULE_##name: return name##_vector(k, old, mean, pair);
+#define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), VECTOR_CASE, name)
 #include "rules/rules.def"
 #undef RULE
     default: return old;
     }
 }
-#undef ELEMENTWISE
-#undef RAW_GRADIENT
-#undef MATRIX
-#undef FACTORED_1
-#undef FACTORED_2
 
 #endif

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""What editors and type checkers see of the package, whose classes are made from the library's table of rules when it is imported:
-python/halfstep/__init__.pyi.
+"""What follows from the library's table of rules and is kept in files: the stub of the package, whose classes are made when it is
+imported (python/halfstep/__init__.pyi); the hash that `python -m halfstep verify` expects; the lists of rules in README.md and of
+classes in docs/python.md.
 
-    stubs.py            prints it
-    stubs.py --write    writes it, with the package in this tree and the library that HALFSTEP_LIBRARY names
+    generate.py            names the files that are not as they would be written, and exits with 1 if there are any
+    generate.py --write    writes them
+
+Both take the package in this tree and the library that HALFSTEP_LIBRARY names. `make generate` builds that library first.
 """
 import inspect
 import os
@@ -12,8 +15,7 @@ import sys
 import textwrap
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-FILE = os.path.join(ROOT, "python", "halfstep", "__init__.pyi")
-HEAD = '''"""Made by scripts/stubs.py from the library's table of rules."""
+HEAD = '''"""Made by scripts/generate.py from the library's table of rules."""
 import os
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
@@ -60,7 +62,7 @@ def stub():
     known = {*aliases, *rules.classes, *re.findall(r" as (\w+)", HEAD)}
     missing = set(halfstep.__all__) - known
     if missing:
-        sys.exit(f"stubs.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has")
+        sys.exit(f"generate.py: HEAD lacks {', '.join(sorted(missing))}, which halfstep.__all__ has")
     common = inspect.signature(Optimizer.__init__).parameters
     out = [HEAD]
     for name, cls in rules.classes.items():
@@ -89,15 +91,37 @@ def parts(cls, common):
     return found
 
 
+def between(path, mark, text):
+    """The file with the text between its marks."""
+    with open(os.path.join(ROOT, path), encoding="utf-8") as file:
+        before, rest = file.read().split(f"<!-- {mark} -->")
+    return before + f"<!-- {mark} -->" + text + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
+
+
+def files():
+    """The text of each file, by path."""
+    from halfstep import __main__, _abi, rules
+    main = os.path.join("python", "halfstep", "__main__.py")
+    with open(os.path.join(ROOT, main), encoding="utf-8") as file:
+        verify = re.sub(r'^EXPECTED = ".*"$', f'EXPECTED = "{__main__.run()}"', file.read(), flags=re.M)
+    return {os.path.join("python", "halfstep", "__init__.pyi"): stub(), main: verify,
+            "README.md": between("README.md", "rules", " ".join(f"`{name}`" for name in _abi.rules)),
+            os.path.join("docs", "python.md"): between(os.path.join("docs", "python.md"), "classes", " ".join(f"`{name}`" for name in rules.classes))}
+
+
 def main():
     sys.path.insert(0, os.path.join(ROOT, "python"))
-    text = stub()
-    if "--write" in sys.argv[1:]:
-        with open(FILE, "w") as file:
-            file.write(text)
-    else:
-        sys.stdout.write(text)
+    changed = []
+    for path, text in files().items():
+        with open(os.path.join(ROOT, path), encoding="utf-8") as file:
+            if file.read() != text:
+                changed.append(path)
+        if path in changed and "--write" in sys.argv[1:]:
+            with open(os.path.join(ROOT, path), "w", encoding="utf-8") as file:
+                file.write(text)
+    print("\n".join(changed))
+    return 1 if changed and "--write" not in sys.argv[1:] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,20 @@
+/* Adam (Kingma & Ba 2015): the arithmetic of adamw.h. Its decay is a part of the gradient (l2) unless a group says
+ * otherwise. */
+#ifndef HSTEP_ADAM_H
+#define HSTEP_ADAM_H
+
+#include "rules/adamw.h"
+
+enum { adam_constants = adamw_constants };
+
+HSTEP_INLINE void adam_prepare(float *k, struct hstep_prepare *p) { adamw_prepare(k, p); }
+
+V_OP vf adam_rule(const vf *k, vf w, vf g, vf *s, const int mode) { return adamw_rule(k, w, g, s, mode); }
+
+#define adam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)             \
+    RULE("adam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY), \
+         .label = "Adam", .title = "Adam (Kingma & Ba 2015)",      \
+         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")            \
+    ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)
+
+#endif

@@ -1,0 +1,103 @@
+/* How a rule's header writes its row, and what the preprocessor may ask of it.
+ *
+ *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
+ *       RULE("name", SHAPE, PARTS, CAUTION, .label = ..., ...)   members of struct hstep_rule (tables/tables.h)
+ *       STATE(ROLE, "name", .beta = ...)                         members of struct hstep_state
+ *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while that hyper-parameter is
+ *                                                                0; these come last
+ *       HYPER("name", "title", .initial = ..., ...)              members of struct hstep_hyper
+ *       SCALAR("name", .maximum = ...)                           members of struct hstep_scalar
+ *
+ * Members that are left out are 0. The order of STATE and OPTIONAL is that of s[], the order of HYPER that of
+ * p->hyper[], the order of SCALAR that of hstep_own(p)->scalar[].
+ *
+ * SHAPE    ELEMENTWISE               one pass over independent elements
+ *          NORMS(n)                  n sums of squares over the tensor come before its update: NAME_norms()
+ *          TOTALS(n)                 n sums over all tensors of the optimizer whose groups have one number in the
+ *                                    hyper-parameter .share. Their scalars are one set for all of these; the first of
+ *                                    them never falls
+ *          RAW_GRADIENT              the gradient slot is a weight, and taken as it is
+ *          MATRIX(transformation)    tensors of two or more dimensions are stepped as matrices; a row of transforms.def
+ *          FACTORED(pairs, n)        likewise, by pairs of vectors over rows and columns; n sums as with NORMS
+ * PARTS    PARTS(PREFIX)             the rule is PREFIX_start() and PREFIX_end() after each other (rule.h), so that a
+ *                                    step may take roots in one loop and quotients in the next
+ *          PARTS_ROOTLESS(PREFIX)    likewise; no loop waits for a divider, and PREFIX_end() needs no root
+ *          PARTS_UNLESS_OPTION(PREFIX)    the parts are for mode without RULE_OPTION
+ *          WHOLE                     it has no parts
+ * CAUTION  CAUTIOUS(DECAY)           the change is an update, whose sign one pass finds, plus k[DECAY] times the
+ *                                    weight: a group of it may be cautious
+ *          NOT_CAUTIOUS("why")       it may not; the reason is the end of a sentence
+ * ROLE     SIGNED; NONNEG, a second moment, never negative; GRADIENT, stored as the gradient is; WEIGHT, stored as the
+ *          weight is, and starts as its copy; ROWS and COLUMNS, fp32 vectors over the rows and the columns of a matrix,
+ *          never negative: the first of each are pair 0, the second pair 1. NONNEG states are then of tensors that are
+ *          no matrices */
+#ifndef HSTEP_ROW_H
+#define HSTEP_ROW_H
+
+/* For parts of a row that somebody has no use for, and to count those that are there. */
+#define HSTEP_NOTHING(...)
+#define HSTEP_ONE(...) +1
+
+#define HSTEP_ROLE_OF_SIGNED HALFSTEP_ROLE_SIGNED
+#define HSTEP_ROLE_OF_NONNEG HALFSTEP_ROLE_NONNEG
+#define HSTEP_ROLE_OF_GRADIENT HALFSTEP_ROLE_GRADIENT
+#define HSTEP_ROLE_OF_WEIGHT HALFSTEP_ROLE_WEIGHT
+#define HSTEP_ROLE_OF_ROWS HALFSTEP_ROLE_NONNEG
+#define HSTEP_ROLE_OF_COLUMNS HALFSTEP_ROLE_NONNEG
+
+/* Vectors over rows count 1, over columns 8. */
+#define HSTEP_VECTOR_SIGNED 0
+#define HSTEP_VECTOR_NONNEG 0
+#define HSTEP_VECTOR_GRADIENT 0
+#define HSTEP_VECTOR_WEIGHT 0
+#define HSTEP_VECTOR_ROWS 1
+#define HSTEP_VECTOR_COLUMNS 8
+
+/* Words of a row as lists. SHAPE: sums, whether they are over all tensors, pairs of vectors, whether a matrix is
+ * transformed. PARTS: prefix, whether there are any, their kind. */
+#define HSTEP_SHAPE_ELEMENTWISE 0, 0, 0, 0
+#define HSTEP_SHAPE_RAW_GRADIENT 0, 0, 0, 0
+#define HSTEP_SHAPE_NORMS(n) n, 0, 0, 0
+#define HSTEP_SHAPE_TOTALS(n) n, 1, 0, 0
+#define HSTEP_SHAPE_MATRIX(transformation) 0, 0, 0, 1
+#define HSTEP_SHAPE_FACTORED(pairs, n) n, 0, pairs, 0
+#define HSTEP_WORD_WHOLE whole, 0, 0
+#define HSTEP_WORD_PARTS(prefix) prefix, 1, HSTEP_PARTS_ROOT
+#define HSTEP_WORD_PARTS_ROOTLESS(prefix) prefix, 1, HSTEP_PARTS_ROOTLESS
+#define HSTEP_WORD_PARTS_UNLESS_OPTION(prefix) prefix, 1, HSTEP_PARTS_UNLESS_OPTION
+#define HSTEP_SHAPE_WORD(name, shape, ...) HSTEP_SHAPE_##shape
+#define HSTEP_PARTS_WORD(name, shape, parts, ...) HSTEP_WORD_##parts
+#define HSTEP_OF_ROW(rule, WORD) rule##_ROW(WORD, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING)
+
+#define HSTEP_SUMS(rule) HSTEP_PICK(HSTEP_FIRST, HSTEP_OF_ROW(rule, HSTEP_SHAPE_WORD))
+#define HSTEP_IS_TOTALS(rule) HSTEP_PICK(HSTEP_SECOND, HSTEP_OF_ROW(rule, HSTEP_SHAPE_WORD))
+#define HSTEP_PAIRS(rule) HSTEP_PICK(HSTEP_THIRD, HSTEP_OF_ROW(rule, HSTEP_SHAPE_WORD))
+#define HSTEP_IS_MATRIX(rule) HSTEP_PICK(HSTEP_FOURTH, HSTEP_OF_ROW(rule, HSTEP_SHAPE_WORD))
+#define HSTEP_PARTS_PREFIX(rule) HSTEP_PICK(HSTEP_FIRST, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
+#define HSTEP_HAS_PARTS(rule) HSTEP_PICK(HSTEP_SECOND, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
+#define HSTEP_PARTS_KIND(rule) HSTEP_PICK(HSTEP_THIRD, HSTEP_OF_ROW(rule, HSTEP_PARTS_WORD))
+#define HSTEP_PICK(which, ...) which(__VA_ARGS__, )
+#define HSTEP_FIRST(a, ...) a
+#define HSTEP_SECOND(a, b, ...) b
+#define HSTEP_THIRD(a, b, c, ...) c
+#define HSTEP_FOURTH(a, b, c, d, ...) d
+
+/* X(...) where `number`, one of those above, is not 0. X may use no HSTEP_IF. */
+#define HSTEP_IF(number, X, ...) HSTEP_IF_(number, X, __VA_ARGS__)
+#define HSTEP_IF_(number, X, ...) HSTEP_IF_##number(X, __VA_ARGS__)
+#define HSTEP_IF_0(X, ...)
+#define HSTEP_IF_1(X, ...) X(__VA_ARGS__)
+#define HSTEP_IF_2(X, ...) X(__VA_ARGS__)
+#define HSTEP_IF_3(X, ...) X(__VA_ARGS__)
+#define HSTEP_IF_4(X, ...) X(__VA_ARGS__)
+
+/* The roles of a rule's states, and whether each is optional, as lists with a comma behind each. */
+#define HSTEP_ROLE_ITEM(role, ...) HSTEP_ROLE_OF_##role,
+#define HSTEP_OPTIONAL_ROLE_ITEM(unless, role, ...) HSTEP_ROLE_OF_##role,
+#define HSTEP_ITEM_0(...) 0,
+#define HSTEP_ITEM_1(...) 1,
+#define HSTEP_ROLES(rule) \
+    rule##_ROW(HSTEP_NOTHING, HSTEP_ROLE_ITEM, HSTEP_OPTIONAL_ROLE_ITEM, HSTEP_NOTHING, HSTEP_NOTHING)
+#define HSTEP_OPTIONALS(rule) rule##_ROW(HSTEP_NOTHING, HSTEP_ITEM_0, HSTEP_ITEM_1, HSTEP_NOTHING, HSTEP_NOTHING)
+
+#endif

@@ -1,0 +1,61 @@
+/* All rules. Files that include this have a vocabulary of vectors (vec/). */
+#ifndef HSTEP_RULES_H
+#define HSTEP_RULES_H
+
+#include "halfstep.h"
+#include "rules/adafactor.h"
+#include "rules/adam.h"
+#include "rules/adamw.h"
+#include "rules/adan.h"
+#include "rules/ademamix.h"
+#include "rules/adopt.h"
+#include "rules/came.h"
+#include "rules/compass.h"
+#include "rules/delayed.h"
+#include "rules/ema.h"
+#include "rules/lamb.h"
+#include "rules/lamb16.h"
+#include "rules/lion.h"
+#include "rules/lpfadamw.h"
+#include "rules/mars.h"
+#include "rules/muon.h"
+#include "rules/prodigy.h"
+#include "rules/radam.h"
+#include "rules/ranger.h"
+#include "rules/rmsprop.h"
+#include "rules/schedulefree.h"
+#include "rules/sgd.h"
+#include "rules/stableadamw.h"
+
+/* What the compiler may ask of a row. Of lion lion_states; lion_optionals, those of its states that may be needless;
+ * lion_signed, lion_nonneg and lion_weights, those of the three roles; lion_vectors, 1 for each state over rows and 8
+ * for each over columns; lion_hypers and lion_scalars. And so of every rule. */
+#define HSTEP_NUMBERS(rule, STATE, OPTIONAL) 0 rule##_ROW(HSTEP_NOTHING, STATE, OPTIONAL, HSTEP_NOTHING, HSTEP_NOTHING)
+#define HSTEP_IF_SIGNED(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_SIGNED)
+#define HSTEP_IF_NONNEG(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_NONNEG)
+#define HSTEP_IF_WEIGHT(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_WEIGHT)
+#define HSTEP_IF_VECTOR(role, ...) +HSTEP_VECTOR_##role
+#define HSTEP_IF_OPTIONAL_SIGNED(unless, ...) HSTEP_IF_SIGNED(__VA_ARGS__)
+#define HSTEP_IF_OPTIONAL_NONNEG(unless, ...) HSTEP_IF_NONNEG(__VA_ARGS__)
+#define RULE(id, rule)                                                                                       \
+    enum {                                                                                                   \
+        rule##_states = HSTEP_NUMBERS(rule, HSTEP_ONE, HSTEP_ONE),                                           \
+        rule##_optionals = HSTEP_NUMBERS(rule, HSTEP_NOTHING, HSTEP_ONE),                                    \
+        rule##_signed = HSTEP_NUMBERS(rule, HSTEP_IF_SIGNED, HSTEP_IF_OPTIONAL_SIGNED),                      \
+        rule##_nonneg = HSTEP_NUMBERS(rule, HSTEP_IF_NONNEG, HSTEP_IF_OPTIONAL_NONNEG),                      \
+        rule##_weights = HSTEP_NUMBERS(rule, HSTEP_IF_WEIGHT, HSTEP_NOTHING),                                \
+        rule##_vectors = HSTEP_NUMBERS(rule, HSTEP_IF_VECTOR, HSTEP_NOTHING),                                \
+        rule##_hypers = 0 rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_ONE, HSTEP_NOTHING), \
+        rule##_scalars = 0 rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_ONE) \
+    };
+#include "rules/rules.def"
+#undef RULE
+#undef HSTEP_IF_SIGNED
+#undef HSTEP_IF_NONNEG
+#undef HSTEP_IF_WEIGHT
+#undef HSTEP_IF_VECTOR
+#undef HSTEP_IF_OPTIONAL_SIGNED
+#undef HSTEP_IF_OPTIONAL_NONNEG
+#undef HSTEP_NUMBERS
+
+#endif
