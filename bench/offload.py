@@ -95,7 +95,7 @@ def stand_in():
     zeros = kept(lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 
     def zeros_on(shape, dtype, device):
-        if not _devices.is_late(device):
+        if not _devices.is_asynchronous(device):
             return zeros(shape, dtype)
         made = torch.zeros(shape, dtype=dtype)
         HOST.difference_update([at for at in HOST if made.data_ptr() <= at < made.data_ptr() + made.nbytes])  # of what was freed

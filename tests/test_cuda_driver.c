@@ -1,8 +1,9 @@
-/* The CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/), which works late and never on memory
- * that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes (--short: a
- * 61st; --all: all of them). Errors have to come back as one code and one sentence. What the fake leaves out or mixes
- * up has to be noticed. FAKE_CUDA names another fake, such as that whose kernels are those of src/device/cuda/code.
- * Over 500 lines because all of it shares one small problem, made once for the GPU and once for the host. */
+/* The CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/), which works asynchronously and never
+ * on memory that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt has to have its hashes
+ * (--short: a 61st; --all: all of them). Errors have to come back as one code and one sentence. What the fake leaves
+ * out or mixes up has to be noticed. FAKE_CUDA names another fake, such as that whose kernels are those of
+ * src/device/cuda/code. Over 500 lines because all of it shares one small problem, made once for the GPU and once for
+ * the host. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -1077,7 +1078,7 @@ static void test_closing(void)
         halfstep_device_release(p.o, (void *)(uintptr_t)p.gradients[i]);
     }
     problem_close(&q);
-    /* And its link with a copy on its way, though core/ leaves none there. */
+    /* And its link with a copy on its way, though the handle leaves none there. */
     struct hstep_link *link;
     char sent[64] = "";
     MUST(hstep_link_open(&link, "", NULL));

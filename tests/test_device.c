@@ -1,7 +1,7 @@
 /* The seam (device.h), held to by a device that is as far away as one in this process can be: its memory cannot be
- * touched but while it works, and it works only while it is waited for. What core/ reads without a wait is then not
- * there yet, a pointer that crosses the seam is a fault, and what core/ gives away and changes too early is read as
- * changed. Behind it the host does the work, so every case of tests/golden/hashes.txt has to have its hash (a
+ * touched but while it works, and it works only while it is waited for. What the handle reads without a wait is then
+ * not there yet, a pointer that crosses the seam is a fault, and what the handle gives away and changes too early is
+ * read as changed. Behind it the host does the work, so every case of tests/golden/hashes.txt has to have its hash (a
  * sixteenth of them by itself; --short: a 61st; --all: all). Runs under sanitizers. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE

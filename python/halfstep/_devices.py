@@ -17,7 +17,7 @@ def of(tensor):
     return tensor.device
 
 
-def is_late(device):
+def is_asynchronous(device):
     """Whether work on it is submitted, and done when somebody waits."""
     return device.type != "cpu"
 
@@ -116,7 +116,7 @@ def is_pinned(tensor):
 def check_copies(p, name):
     """Raises ValueError where a parameter lies whose copies cannot be put on streams."""
     device = of(p)
-    if is_late(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
+    if is_asynchronous(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
         raise ValueError(f"halfstep: parameter {name!r} is on {device}, from which nothing can be offloaded: torch has no streams there")
 
 
@@ -148,7 +148,7 @@ class Side:
         with self.torch.stream(self.stream):
             to.copy_(tensor, non_blocking=True)
         for one in (to, tensor):
-            if is_late(one.device):
+            if is_asynchronous(one.device):
                 one.record_stream(self.stream)
 
     def event(self):

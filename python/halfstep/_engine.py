@@ -146,7 +146,7 @@ def create_handle(threads, seed, device=None):
     """device: a torch.device; None: the processor. A handle on a GPU works on the stream that is current there."""
     handle = c_void_p()
     options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if device is not None and _devices.is_late(device):
+    if device is not None and _devices.is_asynchronous(device):
         options.device, options.stream = _devices.c_name(device), _devices.stream(device)
     code = lib.halfstep_create(byref(options), byref(handle))
     if code:
@@ -440,7 +440,7 @@ class Group:
     def take_lr(self, lr):
         """Has an lr that is a tensor on the GPU read there at each step: without a wait, and anew at every replay of a graph.
         Says whether it is such."""
-        if not isinstance(lr, torch.Tensor) or not _devices.is_late(_devices.of(lr)) or not _devices.is_late(self.device):
+        if not isinstance(lr, torch.Tensor) or not _devices.is_asynchronous(_devices.of(lr)) or not _devices.is_asynchronous(self.device):
             if self.lr is not None:
                 check(lib.halfstep_bind_hyper(self.handle, self.index, b"lr", None), self.handle)
                 self.lr = None
@@ -467,15 +467,15 @@ class DevicePart:
     def __init__(self, handle, device):
         self.handle, self.device, self.first, self.n = handle, device, 0, 0
         self.scale = None
-        self.stream = _devices.stream(device) if _devices.is_late(device) else None
+        self.stream = _devices.stream(device) if _devices.is_asynchronous(device) else None
         #: its own skipped steps that tell() has seen
         self.counted = 0
         #: where states are during a step that are kept elsewhere (streaming.py), or None
         self.stage = None
 
     @property
-    def late(self):
-        return _devices.is_late(self.device)
+    def asynchronous(self):
+        return _devices.is_asynchronous(self.device)
 
     def slice(self, pointers):
         """Of an array for all members."""
@@ -519,7 +519,7 @@ class Engine:
                 self.members += members
                 self.groups += [Group(g, part.handle, device, c, groups) for (g, _), c in c_groups.items()]
             self.handle = self.parts[0].handle
-            self.late = any(part.late for part in self.parts)
+            self.asynchronous = any(part.asynchronous for part in self.parts)
             self.index_of = {m.p: i for i, m in enumerate(self.members)}
             # From here on nothing can go wrong but memory: states come into being all together.
             fresh = [(m, *self._create_state(optimizer, m)) for m in self.members]
@@ -814,7 +814,7 @@ class Engine:
     def use_streams(self):
         """Works on the streams that are torch's current ones."""
         for part in self.parts:
-            if part.late:
+            if part.asynchronous:
                 stream = _devices.stream(part.device)
                 if stream != part.stream:
                     check(lib.halfstep_set_stream(part.handle, stream), part.handle)
@@ -824,7 +824,7 @@ class Engine:
         """Waits for everything that was submitted: NONFINITE if some of it was refused, with the handle that knows which."""
         code, handle = _abi.OK, self.handle
         for part in self.parts:
-            if part.late:
+            if part.asynchronous:
                 found = lib.halfstep_synchronize(part.handle)
                 if found == _abi.NONFINITE:
                     code, handle = found, part.handle
@@ -835,7 +835,7 @@ class Engine:
     def keep_until_read(self, tensors):
         """Keeps memory that the caller lets go of until the streams that may differ from those it was made on have read it."""
         for part in self.parts:
-            if part.late and part.stream is not None and not _devices.capturing(part.device):
+            if part.asynchronous and part.stream is not None and not _devices.capturing(part.device):
                 _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
 
     def step(self, micro=False):

@@ -579,7 +579,7 @@ class Ranks:
             with part.states(not whole):
                 given = (lib.halfstep_accumulate_states_finish(part.handle, part.slice(gradients), own.data_ptr()) if micro else
                          lib.halfstep_step_finish(part.handle, part.slice(weights), part.slice(gradients), own.data_ptr()))
-            if given == _abi.OK and part.late and own[HEAD:HEAD + part.n].any():
+            if given == _abi.OK and part.asynchronous and own[HEAD:HEAD + part.n].any():
                 given = lib.halfstep_synchronize(part.handle)
             if given == _abi.NONFINITE:
                 code = given, part.handle

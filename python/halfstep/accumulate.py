@@ -223,11 +223,11 @@ class GradientAccumulator:
                 for other in self._handles.values():
                     check(lib.halfstep_set_threads(other, threads), other)
                 self._threads = threads
-            if _devices.is_late(device):
+            if _devices.is_asynchronous(device):
                 check(lib.halfstep_set_stream(handle, _devices.stream(device)), handle)
             check(lib.halfstep_accumulate(handle, self._indices[i], buffer.data_ptr(), self._c_format, grad.data_ptr(),
                                           gradient_format.encode(), 1.0), handle)
-            if _devices.is_late(device) and not _devices.capturing(device):
+            if _devices.is_asynchronous(device) and not _devices.capturing(device):
                 _devices.record([grad], device)
         self._buffers[i] = buffer
         p.grad = None

@@ -404,7 +404,7 @@ class EMA(torch.nn.Module):
             if _extra_dtype(fmt) is not None:
                 handle.bind(index, SLOT_WEIGHT, handle.extras, _find(self.extra, name))
         code = lib.halfstep_step(handle.handle, handle.weights, handle.gradients)
-        if code == _abi.OK and _devices.is_late(handle.device):
+        if code == _abi.OK and _devices.is_asynchronous(handle.device):
             code = lib.halfstep_synchronize(handle.handle)  # whether it counts has to be known
         if code == _abi.NONFINITE:
             self._refuse(lib.halfstep_nonfinite_tensor(handle.handle).decode())
@@ -436,7 +436,7 @@ class EMA(torch.nn.Module):
         elif held.threads != threads:
             check(lib.halfstep_set_threads(held.handle, threads), held.handle)
             held.threads = threads
-        if _devices.is_late(device):
+        if _devices.is_asynchronous(device):
             check(lib.halfstep_set_stream(held.handle, _devices.stream(device)), held.handle)
         steps = int(self.n_averaged)
         held.count(len(members), steps, int(self.counters[0]))

@@ -290,7 +290,7 @@ class CPUOffload(Hosted):
     def _is_offloaded(self, p):
         here = local(p)
         device = _devices.of(here)
-        if not _devices.is_late(device) or here.numel() == 0 or _sharding.is_gathered(self.rule, p):
+        if not _devices.is_asynchronous(device) or here.numel() == 0 or _sharding.is_gathered(self.rule, p):
             return False
         return here.numel() >= self.minimal_size or _sharding.is_dtensor(p) or self.norm_group is not None or not _can_step_on(device)
 

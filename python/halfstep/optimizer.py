@@ -609,7 +609,7 @@ class Optimizer(torch.optim.Optimizer):
             if len(flat) != len(known) or not all(map(is_, flat, known)) or self.state is not engine.optimizer_state \
                     or engine.formats != formats_of(self.param_groups) or not engine.refresh(self):
                 engine = None
-            elif engine.late:
+            elif engine.asynchronous:
                 engine.use_streams()
         return self._build(decides=decides) if engine is None else engine
 
@@ -845,8 +845,8 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, given=None):
         """The step itself; `given` are the weights and gradients by parameter that a compiled step has."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scaler_is_late = any(isinstance(t, _Tensor) and _devices.is_late(_devices.of(t)) for t in (scale, found_inf))
-        if found_inf is not None and not scaler_is_late and float(found_inf):
+        scaler_on_gpu = any(isinstance(t, _Tensor) and _devices.is_asynchronous(_devices.of(t)) for t in (scale, found_inf))
+        if found_inf is not None and not scaler_on_gpu and float(found_inf):
             # A GradScaler has seen it, and will lower its scale.
             self._count_skipped()
             return
@@ -855,7 +855,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_mode()
         waiting = self._give_zeros(given)
         try:
-            self._step_all(given, scale, found_inf, scaler_is_late)
+            self._step_all(given, scale, found_inf, scaler_on_gpu)
         finally:
             for p in waiting:
                 p.grad = None
@@ -891,7 +891,7 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 self._pending.pop(p, None)
 
-    def _step_all(self, given, scale, found_inf, scaler_is_late):
+    def _step_all(self, given, scale, found_inf, scaler_on_gpu):
         for _ in range(3):
             keep, back, stepped = [], [], []
             engine = self._current()
@@ -905,9 +905,9 @@ class Optimizer(torch.optim.Optimizer):
             return
         if engine.guarded:
             self._notice(token=engine.plain if engine.weights_are_plain else None)
-        if not scaler_is_late:
+        if not scaler_on_gpu:
             engine.set_gradient_scale(1.0 if scale is None else 1.0 / float(scale))
-        elif engine.late and len(engine.parts) == 1:
+        elif engine.asynchronous and len(engine.parts) == 1:
             engine.bind_gradient_scale(scale, found_inf)
             self._scaled = True
         else:  # the verdict on several handles is this process's
@@ -921,7 +921,7 @@ class Optimizer(torch.optim.Optimizer):
         moved = [m for m, _ in back if isinstance(m, Member)]
         self._arrive([m for m in moved if m.offloaded])
         code, handle = engine.step(self.optimizer_accumulation)
-        if engine.late:
+        if engine.asynchronous:
             engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
             if self._empty and code == _abi.OK:  # whose steps are counted here
                 code, handle = engine.hear()
@@ -945,7 +945,7 @@ class Optimizer(torch.optim.Optimizer):
         """Waits for what was submitted to a GPU, if anything was, and says what came of it. Nothing can be asked in a capture."""
         self._settle()
         engine = self._engine
-        if engine is None or not engine.late or any(part.late and _devices.capturing(part.device) for part in engine.parts):
+        if engine is None or not engine.asynchronous or any(part.asynchronous and _devices.capturing(part.device) for part in engine.parts):
             return
         code, handle = engine.hear()
         engine.tell(self.param_groups)
@@ -988,7 +988,7 @@ class Optimizer(torch.optim.Optimizer):
             self._count_skipped()
             self._report_nonfinite(None, None)
             return
-        if code == _abi.NONFINITE or code == _abi.OK and not engine.late:
+        if code == _abi.NONFINITE or code == _abi.OK and not engine.asynchronous:
             engine.tell(self.param_groups)
         if code == _abi.NONFINITE:
             self._report_nonfinite(engine, handle or engine.handle)
@@ -1021,7 +1021,7 @@ class Optimizer(torch.optim.Optimizer):
         self._warned.add("nonfinite")
         name = lib.halfstep_nonfinite_tensor(handle).decode() if handle else ""
         # On a GPU those of another step may have taken their place.
-        grads = [local(m.p.grad) for m in engine.members if m.p.grad is not None] if name and not engine.late else []
+        grads = [local(m.p.grad) for m in engine.members if m.p.grad is not None] if name and not engine.asynchronous else []
         if not name:
             what = "a gradient on another rank or device, or the norm of all of them, is not finite or too large"
         elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
@@ -1049,7 +1049,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._stale(m, self.state.get(p)):
             engine = self._build({p: grad})
             m = engine.members[engine.index_of[p]]
-        if engine.late:
+        if engine.asynchronous:
             engine.use_streams()
         return engine, m
 
@@ -1098,7 +1098,7 @@ class Optimizer(torch.optim.Optimizer):
             back = [(m, None)]
         else:
             back = []
-        if engine.late and not m.offloaded:
+        if engine.asynchronous and not m.offloaded:
             engine.keep_until_read([local(grad), *keep])
         if code == _abi.NONFINITE and not micro:
             engine.tell(self.param_groups)
@@ -1128,7 +1128,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is not None:
             before = self.grad_norm if (dropped or partial) and self.clip_norm else None
             check(self._engine.end_round(bool(self.clip_norm)), self._engine.handle)
-            if not self._engine.late or before is not None:
+            if not self._engine.asynchronous or before is not None:
                 self._engine.tell(self.param_groups)
             if before is not None:
                 for group in self.param_groups:

@@ -174,7 +174,7 @@ class StateStreaming(Hosted):
 
     def _is_streamed(self, p):
         here = local(p)
-        return _devices.is_late(_devices.of(here)) and here.numel() >= max(self.minimal_size, 1) and not _sharding.is_gathered(self.rule, p)
+        return _devices.is_asynchronous(_devices.of(here)) and here.numel() >= max(self.minimal_size, 1) and not _sharding.is_gathered(self.rule, p)
 
     def _check_device(self, p, name):
         super()._check_device(p, name)

@@ -165,7 +165,7 @@ static void count_groups(const struct hstep_call *call)
     for (int i = 0; i < call->plan.n_groups; i++) call->plan.groups[i].steps++;
 }
 
-/* What the caller of a late device will be told. */
+/* What the caller of an asynchronous device will be told. */
 static void enter(const struct hstep_call *call)
 {
     struct hstep_ledger *l = call->plan.ledger;

@@ -45,7 +45,7 @@ struct hstep_device {
     /* A step on it returns before it is done, and is told of when somebody asks: until the handle has fetched them,
      * tensors, groups and ledger in its memory are ahead of the handle's own. What such a device reads of the process's
      * memory it has read when a call returns. Its own pointers are all that it takes of callers (owns()). */
-    int late;
+    int asynchronous;
 
     /* A device that has several of its kind, or streams; else NULL, as are those down to why(). name: of the options,
      * after its colon, or "". close() ends what open() has begun, after all that is still to be done. */

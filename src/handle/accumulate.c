@@ -24,7 +24,7 @@ static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hste
         a->chunks = chunks;
     }
     int error = o->device->accumulate(a);
-    error = o->device->late ? hstep_why(o, error) : hstep_wait(o, error);
+    error = o->device->asynchronous ? hstep_why(o, error) : hstep_wait(o, error);
     free(chunks);
     return error;
 }

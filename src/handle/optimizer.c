@@ -60,7 +60,7 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     atomic_flag_clear(&o->hand_lock);
     atomic_init(&o->ahead, 0);
     int error = device->open ? device->open(&o->context, rest, options.stream) : HALFSTEP_OK;
-    if (error || (error = hstep_first_plan(o)) || (error = hstep_open_late(o))) return fail_create(o, error);
+    if (error || (error = hstep_first_plan(o)) || (error = hstep_open_sync(o))) return fail_create(o, error);
     *optimizer = o;
     return HALFSTEP_OK;
 }
@@ -78,7 +78,7 @@ void halfstep_destroy(halfstep_optimizer *o)
 {
     if (!o) return;
     hstep_release_plan(o);
-    hstep_close_late(o);
+    hstep_close_sync(o);
     o->device->release(&o->context, o->plan.round_squares);
     o->device->release(&o->context, o->verdict);
     o->device->release(&o->context, o->memory);

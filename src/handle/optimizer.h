@@ -48,10 +48,10 @@ struct halfstep_optimizer {
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
-    /* Of late devices (late.c). */
+    /* Of asynchronous devices (sync.c). */
     atomic_int ahead;               /* steps were asked for since the last fetch */
     int captured;                   /* a step was recorded, and may be made again at any time */
-    int changed_first, changed_end; /* tensors that core/ has changed since it sent them */
+    int changed_first, changed_end; /* tensors that were changed since they were sent */
     int counts_changed;             /* also steps of groups, or what the ledger counts */
     struct hstep_group *sent;       /* groups as they were sent, */
     struct hstep_group *fetched;    /* and room for as many */
@@ -102,7 +102,7 @@ int hstep_why(const halfstep_optimizer *o, int error);
 /* ARGUMENT, with the device's sentence to come, unless its memory can be there. */
 int hstep_check_owned(const halfstep_optimizer *o, const void *memory);
 
-/* Of late devices, and nothing to do for others (late.c). What steps have come to, into the handle; waits. */
+/* Of asynchronous devices, and nothing to do for others (sync.c). What steps have come to, into the handle; waits. */
 int hstep_fetch(const halfstep_optimizer *o);
 /* Tensors were changed, which were fetched before; counts of groups or of the ledger likewise. */
 void hstep_changed(halfstep_optimizer *o, int first, int n);
@@ -112,9 +112,10 @@ int hstep_send(halfstep_optimizer *o);
 int hstep_send_at_once(halfstep_optimizer *o);
 /* Hyper-parameters from their places; of every device. */
 int hstep_send_bound(halfstep_optimizer *o);
-int hstep_open_late(halfstep_optimizer *o);
-int hstep_settle_late(halfstep_optimizer *o);
-void hstep_close_late(halfstep_optimizer *o);
+/* What these devices keep for it: from halfstep_create() on, from hstep_settle() on, and until halfstep_destroy(). */
+int hstep_open_sync(halfstep_optimizer *o);
+int hstep_settle_sync(halfstep_optimizer *o);
+void hstep_close_sync(halfstep_optimizer *o);
 
 #define HSTEP_MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
 
@@ -124,8 +125,8 @@ struct hstep_room {
     struct hstep_verdict verdict;
 };
 
-/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that late
- * devices keep, or of this call alone. */
+/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that
+ * asynchronous devices keep, or of this call alone. */
 int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room);
 void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room);
 

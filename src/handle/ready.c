@@ -11,7 +11,7 @@ static int check_bound(const struct hstep_request *s)
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (!o->settled) {
-        if (o->n_tensors || o->device->late)
+        if (o->n_tensors || o->device->asynchronous)
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
         return HALFSTEP_OK;
     }

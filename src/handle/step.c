@@ -269,9 +269,9 @@ static int finish(const struct hstep_request *s)
     return verdict.refused || verdict.offenders ? refuse(s, &verdict) : HALFSTEP_OK;
 }
 
-/* The same on a late device, which works on statistics of its own: those of the caller may be its memory or the
- * process's, for which there is a wait. */
-static int make_late(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+/* The same on an asynchronous device, which works on statistics of its own: those of the caller may be its memory or
+ * the process's, for which there is a wait. */
+static int make_asynchronously(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
@@ -302,7 +302,7 @@ static int make(struct hstep_request *s, enum hstep_part call, int64_t *statisti
     int error = hstep_check_ready(s, call);
     if (error || (o->unshared && (error = hstep_fetch(o)))) return error;
     hstep_share_scalars(s->o);
-    if (o->device->late) return make_late(s, call, statistics, own);
+    if (o->device->asynchronous) return make_asynchronously(s, call, statistics, own);
     s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
     error = hand_over(s, 0);
     if (!error && call == HSTEP_FINISH)
@@ -446,7 +446,7 @@ int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tens
 
 /* ---- Rounds of release ---- */
 
-static int end_round_late(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
+static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
 {
     if (!o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
     int error = hstep_send(o);
@@ -465,7 +465,7 @@ static int end_round(halfstep_optimizer *o, const int64_t *statistics)
 {
     struct hstep_verdict verdict;
     struct hstep_request s = request_of(o, 0, 0, 0, NULL);
-    if (o->device->late) return end_round_late(o, &s, statistics);
+    if (o->device->asynchronous) return end_round_asynchronously(o, &s, statistics);
     s.call.statistics = (int64_t *)(uintptr_t)statistics;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
@@ -498,7 +498,7 @@ int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
 {
     if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
     const uint64_t bytes = HSTEP_EXACT_LIMBS * sizeof *statistics;
-    int64_t *own = o->device->late ? o->plan.statistics : statistics;
+    int64_t *own = o->device->asynchronous ? o->plan.statistics : statistics;
     int error = o->device->copy(&o->context, own, o->plan.round_squares, bytes);
     if (!error) error = o->device->carry(&o->context, own, 1);
     if (!error && own != statistics) error = o->device->copy(&o->context, statistics, own, bytes);

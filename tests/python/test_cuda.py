@@ -55,15 +55,15 @@ def pair(gpu, cls, dtype=torch.float32, shapes=None, device=0, **options):
     return out
 
 
-def give(gpu, params, given, late=True):
+def give(gpu, params, given, asynchronous=True):
     for name, g in given.items():
         p = params[name]
         if _devices.of(p).type == "cpu":
             p.grad = g.clone()
         elif p.grad is None:
-            p.grad = gpu.tensor(torch.zeros_like(g) if late else g, _devices.of(p).index)
+            p.grad = gpu.tensor(torch.zeros_like(g) if asynchronous else g, _devices.of(p).index)
     for name, g in given.items():
-        if _devices.of(params[name]).type == "cuda" and late:
+        if _devices.of(params[name]).type == "cuda" and asynchronous:
             gpu.later(params[name].grad, g)
 
 
@@ -426,7 +426,7 @@ def test_a_captured_step_goes_on_at_each_replay(fake):
     both = pair(fake, halfstep.AdamW, torch.bfloat16, states="int8")
     stream = fake.stream()
     for params, opt in both:
-        give(fake, params, gradients(params, 0), late=False)
+        give(fake, params, gradients(params, 0), asynchronous=False)
     with fake.on(stream):
         run(fake, both, 1, 3)
         fake.synchronize()
@@ -523,7 +523,7 @@ def test_sums_over_micro_batches(gpu, fmt):
         sums = halfstep.GradientAccumulator(params.items(), format=fmt, seed=3)
         for step in range(5):
             given = gradients(params, step)
-            give(gpu, params, given, late=False)
+            give(gpu, params, given, asynchronous=False)
             for i, p in enumerate(params.values()):
                 sums._take(i, p)
         gpu.synchronize()
@@ -571,7 +571,7 @@ def test_a_gradient_on_another_device(gpu, where):
 def test_no_memory_on_the_device(fake):
     both = pair(fake, halfstep.AdamW)
     for params, _ in both:
-        give(fake, params, gradients(params, 1), late=False)
+        give(fake, params, gradients(params, 1), asynchronous=False)
     for allocation in itertools.count(1):
         fake.control.fail_allocation = allocation
         try:

@@ -33,7 +33,7 @@ def pair(gpu, base, recipe="f32", device=0, how=None, **options):
 
 
 def backward(gpu, params, given, add=False, hooks=True):
-    """What a backward pass does: gradients come late, and hooks are called at once."""
+    """What a backward pass does: gradients are written asynchronously, and hooks are called at once."""
     for name, g in given.items():
         p = params[name]
         with torch.no_grad():
@@ -501,7 +501,7 @@ def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     run(gpu, both, 1, 4)
     same(gpu, both)
-    assert not both[1][1]._engine.late
+    assert not both[1][1]._engine.asynchronous
 
 
 def test_two_gpus(fake):

@@ -188,7 +188,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 if p.device.type == "meta":
                     raise NotImplementedError(f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; call "
                                               "to_empty() first")
-                moved |= _devices.is_late(_devices.of(p))
+                moved |= _devices.is_asynchronous(_devices.of(p))
                 if p.requires_grad:
                     group["params"].append(member)
             if group["params"]:

@@ -342,7 +342,7 @@ static int cuda_saturated(const struct hstep_access *a, uint64_t *count)
 const struct hstep_device hstep_cuda_device = {
     .name = "cuda",
     .shared = 0,
-    .late = 1,
+    .asynchronous = 1,
     .open = cuda_open,
     .close = cuda_close,
     .follow = cuda_follow,

@@ -1,8 +1,8 @@
-/* Devices that are late: what their own memory holds of a handle, and the two ways there and back.
+/* Asynchronous devices: what their own memory holds of a handle, and the two ways there and back.
  *
  * Between two fetches counters, grids, scalars, steps of groups and the ledger belong to the device; recipes,
- * hyper-parameters and places belong to core/, which sends what it has changed before the next step. Whoever reads or
- * changes what belongs to the device fetches first. */
+ * hyper-parameters and places belong to the handle, which sends what it has changed before the next step. Whoever
+ * reads or changes what belongs to the device fetches first. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,12 +15,12 @@ static int records(const halfstep_optimizer *o) { return o->device->records && o
 
 /* ---- To the device ---- */
 
-/* Of a group, all that stands before its steps belongs to core/. */
+/* Of a group, all that stands before its steps belongs to the handle. */
 #define OWN_BYTES offsetof(struct hstep_group, steps)
 
 void hstep_changed(halfstep_optimizer *o, int first, int n)
 {
-    if (!o->device->late || !n) return;
+    if (!o->device->asynchronous || !n) return;
     if (o->changed_end == o->changed_first) o->changed_first = o->changed_end = first;
     if (first < o->changed_first) o->changed_first = first;
     if (first + n > o->changed_end) o->changed_end = first + n;
@@ -84,7 +84,7 @@ static int send(halfstep_optimizer *o)
 
 int hstep_send(halfstep_optimizer *o)
 {
-    if (!o->device->late || !o->settled) return HALFSTEP_OK;
+    if (!o->device->asynchronous || !o->settled) return HALFSTEP_OK;
     hstep_lock(&o->hand_lock);
     int error = send(o);
     hstep_unlock(&o->hand_lock);
@@ -132,7 +132,7 @@ static int fetch(halfstep_optimizer *o)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER,
                           "the stream is being captured: what steps come to is known after a replay only");
     int error = HALFSTEP_OK;
-    /* What core/ has changed was fetched before that, and no step has been made since. */
+    /* What the handle has changed was fetched before that, and no step has been made since. */
     if (o->changed_end > o->changed_first || o->counts_changed) return HALFSTEP_OK;
     if (o->n_tensors)
         error = o->device->copy(&o->context, o->tensors, o->plan.tensors, (uint64_t)o->n_tensors * sizeof *o->tensors);
@@ -164,15 +164,15 @@ static int fetch(halfstep_optimizer *o)
 int hstep_fetch(const halfstep_optimizer *const_o)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)(uintptr_t)const_o;
-    if (!o->device->late || !o->settled || !(atomic_load(&o->ahead) || o->captured)) return HALFSTEP_OK;
+    if (!o->device->asynchronous || !o->settled || !(atomic_load(&o->ahead) || o->captured)) return HALFSTEP_OK;
     return fetch(o);
 }
 
 /* ---- Places of their own ---- */
 
-int hstep_open_late(halfstep_optimizer *o)
+int hstep_open_sync(halfstep_optimizer *o)
 {
-    if (!o->device->late) return HALFSTEP_OK;
+    if (!o->device->asynchronous) return HALFSTEP_OK;
     uint64_t bytes = sizeof *o->plan.ledger;
     o->counts_changed = 1;
     o->offender = -1;
@@ -180,9 +180,9 @@ int hstep_open_late(halfstep_optimizer *o)
     return error ? error : o->device->zero(&o->context, o->plan.ledger, bytes);
 }
 
-int hstep_settle_late(halfstep_optimizer *o)
+int hstep_settle_sync(halfstep_optimizer *o)
 {
-    if (!o->device->late) return HALFSTEP_OK;
+    if (!o->device->asynchronous) return HALFSTEP_OK;
     free(o->sent);
     o->sent = calloc(2 * (size_t)o->n_groups + 1, sizeof *o->sent);
     if (!o->sent) return HALFSTEP_ERROR_MEMORY;
@@ -194,7 +194,7 @@ int hstep_settle_late(halfstep_optimizer *o)
 int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room)
 {
     if (o->device->shared) return HALFSTEP_OK;
-    if (!o->device->late) return o->device->allocate(&o->context, sizeof **room, (void **)room);
+    if (!o->device->asynchronous) return o->device->allocate(&o->context, sizeof **room, (void **)room);
     hstep_lock(&o->hand_lock);
     int error = HALFSTEP_OK;
     if (!o->rooms) error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **room, &o->rooms);
@@ -205,10 +205,10 @@ int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room)
 
 void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room)
 {
-    if (!o->device->shared && !o->device->late) o->device->release(&o->context, room);
+    if (!o->device->shared && !o->device->asynchronous) o->device->release(&o->context, room);
 }
 
-void hstep_close_late(halfstep_optimizer *o)
+void hstep_close_sync(halfstep_optimizer *o)
 {
     if (o->plan.ledger) o->device->release(&o->context, o->plan.ledger);
     if (o->rooms) o->device->release(&o->context, o->rooms);
@@ -223,7 +223,7 @@ void hstep_close_late(halfstep_optimizer *o)
 int halfstep_synchronize(halfstep_optimizer *o)
 {
     if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (!o->device->late) return HALFSTEP_OK;
+    if (!o->device->asynchronous) return HALFSTEP_OK;
     int error = hstep_fetch(o);
     if (!error) error = hstep_wait(o, hstep_send(o));
     if (error || o->refusals == o->refusals_told) return error;
@@ -239,7 +239,7 @@ static void bind(halfstep_optimizer *o, const double **held, const double *place
 {
     if (place && !*held) *set = *value;
     if (!place && *held) {
-        if (!o->device->late) *value = *set;
+        if (!o->device->asynchronous) *value = *set;
         else if (sent) *sent = NAN;
     }
     *held = place;
