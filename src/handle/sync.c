@@ -15,9 +15,6 @@ static int records(const halfstep_optimizer *o) { return o->device->records && o
 
 /* ---- To the device ---- */
 
-/* Of a group, all that stands before its steps belongs to the handle. */
-#define OWN_BYTES offsetof(struct hstep_group, steps)
-
 void hstep_changed(halfstep_optimizer *o, int first, int n)
 {
     if (!o->device->asynchronous || !n) return;
@@ -34,8 +31,8 @@ static int send_groups(halfstep_optimizer *o)
     for (int i = 0; !error && i < o->n_groups; i++) {
         struct hstep_group *group = &o->groups[i], *sent = &o->sent[i];
         if (o->counts_changed) error = o->device->copy(&o->context, &o->plan.groups[i], group, sizeof *group);
-        else if (memcmp(group, sent, OWN_BYTES))
-            error = o->device->copy(&o->context, &o->plan.groups[i], group, OWN_BYTES);
+        else if (memcmp(group, sent, HSTEP_GROUP_SET_BYTES))
+            error = o->device->copy(&o->context, &o->plan.groups[i], group, HSTEP_GROUP_SET_BYTES);
         if (!error) memcpy(sent, group, sizeof *group);
     }
     return error;
@@ -62,7 +59,7 @@ static int send_ledger(halfstep_optimizer *o)
 static int anything_to_send(const halfstep_optimizer *o)
 {
     int any = o->counts_changed || o->changed_end > o->changed_first || o->sent_scale != o->gradient_scale;
-    for (int i = 0; !any && i < o->n_groups; i++) any = memcmp(&o->groups[i], &o->sent[i], OWN_BYTES) != 0;
+    for (int i = 0; !any && i < o->n_groups; i++) any = memcmp(&o->groups[i], &o->sent[i], HSTEP_GROUP_SET_BYTES) != 0;
     return any;
 }
 

@@ -50,6 +50,8 @@ struct hstep_tensor {
     int sums, first_sum;
 };
 
+/* What callers set stands first, in HSTEP_GROUP_SET_BYTES; the steps, which a device counts, stand last: handle/sync.c
+ * sends the one without the other. */
 struct hstep_group {
     struct hstep_recipe recipe;
     double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];
@@ -58,6 +60,9 @@ struct hstep_group {
     int decay, schedule;
     uint64_t steps;
 };
+
+#define HSTEP_GROUP_SET_BYTES offsetof(struct hstep_group, steps)
+_Static_assert(HSTEP_GROUP_SET_BYTES + sizeof(uint64_t) == sizeof(struct hstep_group), "the steps stand last");
 
 /* The role of the state in a slot; 0 for the weight and the gradient. */
 HSTEP_INLINE int hstep_slot_role(const struct hstep_tensor *t, int slot)
