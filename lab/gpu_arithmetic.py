@@ -57,7 +57,7 @@ class Gpu:
         self.call("cuDeviceGetName", name, 100, device)
         self.name = name.value.decode()
         self.call("cuModuleLoadData", ctypes.byref(self.module), code)
-        self.rooms = [self.allocate(8 * PIECE) for _ in range(2)]
+        self.buffers = [self.allocate(8 * PIECE) for _ in range(2)]
 
     def call(self, name, *arguments):
         code = getattr(self.driver, name)(*arguments)
@@ -70,22 +70,22 @@ class Gpu:
         return place
 
     def run(self, kernel, like, inputs=(), *numbers):
-        """What a kernel leaves in its first room: an array like `like`; the inputs go into the rooms before. One thread at a time."""
+        """What a kernel leaves in its first buffer: an array like `like`; the inputs go into the buffers before. One thread at a time."""
         with self.lock:
             self.call("cuCtxSetCurrent", self.context)
             return self.run_alone(kernel, like, inputs, *numbers)
 
     def run_alone(self, kernel, like, inputs, *numbers):
         import numpy
-        for room, values in zip(self.rooms, inputs):
-            self.call("cuMemcpyHtoD_v2", room, ctypes.c_void_p(values.ctypes.data), ctypes.c_size_t(values.nbytes))
+        for buffer, values in zip(self.buffers, inputs):
+            self.call("cuMemcpyHtoD_v2", buffer, ctypes.c_void_p(values.ctypes.data), ctypes.c_size_t(values.nbytes))
         function = ctypes.c_void_p()
         self.call("cuModuleGetFunction", ctypes.byref(function), self.module, kernel.encode())
-        held = [self.rooms[0], *([self.rooms[1]] if len(inputs) > 1 else []), *(ctypes.c_uint32(n) for n in numbers)]
+        held = [self.buffers[0], *([self.buffers[1]] if len(inputs) > 1 else []), *(ctypes.c_uint32(n) for n in numbers)]
         places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
         self.call("cuLaunchKernel", function, len(like) // 256, 1, 1, 256, 1, 1, 0, None, places, None)
         out = numpy.empty_like(like)
-        self.call("cuMemcpyDtoH_v2", ctypes.c_void_p(out.ctypes.data), self.rooms[0], ctypes.c_size_t(out.nbytes))
+        self.call("cuMemcpyDtoH_v2", ctypes.c_void_p(out.ctypes.data), self.buffers[0], ctypes.c_size_t(out.nbytes))
         return out
 
 

@@ -315,9 +315,9 @@ struct spec {
 static struct spec parse(const char *text)
 {
     struct spec s = {.text = text};
-    char room[256], *save = NULL;
-    snprintf(room, sizeof room, "%s", text);
-    char *m = strtok_r(room, "+", &save), *v = strtok_r(NULL, "+", &save);
+    char copy[256], *save = NULL;
+    snprintf(copy, sizeof copy, "%s", text);
+    char *m = strtok_r(copy, "+", &save), *v = strtok_r(NULL, "+", &save);
     if (!m || !v || !make_map(&s.m, m, 0) || !make_map(&s.v, v, 1)) {
         fprintf(stderr, "int4_trials: bad spec %s\n", text);
         exit(1);

@@ -117,7 +117,7 @@ static int problem_open_as(struct problem *p, const char *device, const char *re
     check_idle("halfstep_allocate_states");
     for (int i = 0; i < TENSORS && !error; i++) {
         for (int j = 0; j < N; j++) p->values[i][j] = 1.0f + (float)(j % 5);
-        /* In halves: what is read in one piece later wants more room. */
+        /* In halves: what is read in one piece later wants a larger buffer. */
         for (int half = 0; half < 2 && !error; half++)
             error = halfstep_write_slot(p->o, i, HALFSTEP_SLOT_WEIGHT, p->weights[i], half * rows / 2, rows / 2,
                                         p->values[i] + half * N / 2);
@@ -210,7 +210,7 @@ static void two_sets(struct problem *p, const void *sets[2][TENSORS], void *owne
     }
 }
 
-/* 80 steps, more than there are pinned rooms, and not one wait; the first counters that are read wait for all. */
+/* 80 steps, more than there are pinned buffers, and not one wait; the first counters that are read wait for all. */
 static void test_submission(const char *recipe)
 {
     struct problem p;

@@ -460,15 +460,15 @@ done:
 /* ---- Lists of faults --------------------------------------------------------------------------------------------- */
 
 static char (*faults)[64];
-static size_t fault_count, fault_room;
+static size_t fault_count, fault_capacity;
 
 extern void *__real_realloc(void *memory, size_t bytes);
 
 static void add_fault(const char *name, const char *error, uint64_t number, int from_on)
 {
-    if (fault_count == fault_room) {
-        fault_room = fault_room ? 2 * fault_room : 1024;
-        faults = __real_realloc(faults, fault_room * sizeof *faults);
+    if (fault_count == fault_capacity) {
+        fault_capacity = fault_capacity ? 2 * fault_capacity : 1024;
+        faults = __real_realloc(faults, fault_capacity * sizeof *faults);
     }
     snprintf(faults[fault_count++], sizeof *faults, "%s:%s:%llu%s", name, error, (unsigned long long)number,
              from_on ? "+" : "");

@@ -77,12 +77,12 @@ class Carrier:
         side.copy(into, tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor))
         return side.event()
 
-    def _room(self, tensor):
+    def _take_buffer(self, tensor):
         held = self.spare.get((tensor.dtype, tensor.numel()))
         return held.pop().view(tensor.shape) if held else _devices.pinned(tensor.shape, tensor.dtype)
 
-    def _vacate(self, room):
-        self.spare.setdefault((room.dtype, room.numel()), []).append(room)
+    def _leave_buffer(self, buffer):
+        self.spare.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
     # ---- Gradients ----
 
@@ -92,11 +92,11 @@ class Carrier:
         copy, here = self.of(p), local(grad)
         if copy.alone:
             self._add(copy)
-            room = self._room(here)
-            copy.more = room, self._fetch(room, here)
+            buffer = self._take_buffer(here)
+            copy.more = buffer, self._fetch(buffer, here)
             return
         if not _fits(copy.gradient, here):
-            copy.gradient = self._room(here)
+            copy.gradient = self._take_buffer(here)
         copy.down, copy.alone = self._fetch(copy.gradient, here), alone
         copy.given = None if alone else (weakref.ref(grad), _mark(grad))
 
@@ -104,7 +104,7 @@ class Carrier:
         if copy.more is not None:
             _devices.wait(copy.more[1])  # before which that of the first one came
             copy.gradient.add_(copy.more[0])
-            self._vacate(copy.more[0])
+            self._leave_buffer(copy.more[0])
             copy.more = None
 
     def gradient(self, p):
@@ -126,7 +126,7 @@ class Carrier:
         """Forgets gradients that are nowhere else."""
         for copy in self.copies.values():
             if copy.more is not None:
-                self._vacate(copy.more[0])  # what comes there next comes on the same stream
+                self._leave_buffer(copy.more[0])  # what comes there next comes on the same stream
             copy.alone, copy.more = False, None
 
     # ---- Weights ----
@@ -177,25 +177,25 @@ class Carrier:
 
     def send(self, optimizer, p, grad):
         """Has p stepped by a thread of this carrier as soon as its gradient is here."""
-        room = self._room(local(grad))
-        down = self._fetch(room, local(grad))
+        buffer = self._take_buffer(local(grad))
+        down = self._fetch(buffer, local(grad))
         if self.thread is None:
             self.work = queue.SimpleQueue()
             self.thread = threading.Thread(target=_run, args=(weakref.ref(self), self.work), name="halfstep-offload", daemon=True)
             self.thread.start()
-        self.work.put((weakref.ref(optimizer), p, room, down, optimizer.optimizer_accumulation))
+        self.work.put((weakref.ref(optimizer), p, buffer, down, optimizer.optimizer_accumulation))
 
-    def carry_out(self, optimizer, p, room, down, micro):
+    def carry_out(self, optimizer, p, buffer, down, micro):
         copy = self.of(p)
-        copy.gradient, copy.down, copy.given, copy.alone = room, down, None, True
+        copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
         if self.error is None:  # after one, gradients stay until step() has told it
             try:
-                optimizer._step_sent(p, room, micro)
+                optimizer._step_sent(p, buffer, micro)
             except BaseException as error:
                 self.error = error
                 return
             copy.gradient, copy.alone = None, False
-            self._vacate(room)
+            self._leave_buffer(buffer)
 
     def join(self):
         """Until all that was sent is stepped. Raises what went wrong there."""

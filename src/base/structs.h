@@ -26,13 +26,13 @@ static inline int hstep_take_struct(void *ours, size_t size, const void *theirs)
     return given != 0;
 }
 
-/* Ours as the caller's, as far as there is room, zero beyond ours: 0 if it has no such size. */
+/* Ours as the caller's: as much as that has bytes for, and zero beyond ours. 0 if it has no such size. */
 static inline int hstep_give_struct(void *theirs, const void *ours, size_t size)
 {
-    uint32_t room = hstep_struct_size(theirs), head = sizeof room;
-    if (!room) return 0;
-    memset((char *)theirs + head, 0, room - head);
-    memcpy((char *)theirs + head, (const char *)ours + head, (room < size ? room : size) - head);
+    uint32_t bytes = hstep_struct_size(theirs), head = sizeof bytes;
+    if (!bytes) return 0;
+    memset((char *)theirs + head, 0, bytes - head);
+    memcpy((char *)theirs + head, (const char *)ours + head, (bytes < size ? bytes : size) - head);
     return 1;
 }
 

@@ -54,11 +54,11 @@ struct halfstep_optimizer {
     int changed_first, changed_end; /* tensors that were changed since they were sent */
     int counts_changed;             /* also steps of groups, or what the ledger counts */
     struct hstep_group *sent;       /* groups as they were sent, */
-    struct hstep_group *fetched;    /* and room for as many */
+    struct hstep_group *fetched;    /* and as they are fetched */
     double sent_scale;
     uint64_t refusals, refusals_seen, refusals_told; /* as the ledger has them */
     int offender, in_round, too_large;
-    void *rooms; /* of calls about single tensors, one for each, in the memory of the device */
+    void *single_scratch; /* of calls about single tensors, one for each, in the memory of the device */
     atomic_flag hand_lock;
 
     /* Where hyper-parameters are read in the memory of the device, or NULL. */
@@ -120,17 +120,17 @@ void hstep_close_sync(halfstep_optimizer *o);
 #define HSTEP_MAX_SINGLE_STATISTICS (HSTEP_STATISTICS_HEAD + 1 + HSTEP_MAX_SUMS * HSTEP_EXACT_LIMBS)
 
 /* Statistics and a verdict of one tensor, so that several threads may each step one. */
-struct hstep_room {
+struct hstep_single_scratch {
     int64_t statistics[HSTEP_MAX_SINGLE_STATISTICS];
     struct hstep_verdict verdict;
 };
 
-/* Leaves *room as it is where the process's memory is the device's; else the room of one tensor, of all that
+/* Leaves *scratch as it is where the process's memory is the device's; else the scratch of one tensor, of all that
  * asynchronous devices keep, or of this call alone. */
-int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room);
-void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room);
+int hstep_take_scratch(halfstep_optimizer *o, int tensor, struct hstep_single_scratch **scratch);
+void hstep_leave_scratch(halfstep_optimizer *o, struct hstep_single_scratch *scratch);
 
-/* Room for one more element; on failure the array is as it was. */
+/* Grows an array to hold one more element; on failure it is as it was. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);
 
 /* The formats of a tensor's states under the group's hyper-parameters. */

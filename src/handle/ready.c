@@ -180,13 +180,13 @@ static int check_memory(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
-int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
+int hstep_check_ready(const struct hstep_request *s, enum hstep_call_kind kind)
 {
     int error = check_bound(s);
     if (error || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
-        (part == HSTEP_FINISH && (error = check_norms(s))) || (part == HSTEP_ALONE && (error = check_alone(s))) ||
-        (error = check_memory(s)))
+        (kind != HSTEP_CALL_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (kind == HSTEP_CALL_FINISH && (error = check_norms(s))) ||
+        (kind == HSTEP_CALL_ALONE && (error = check_alone(s))) || (error = check_memory(s)))
         return error;
     return HALFSTEP_OK;
 }

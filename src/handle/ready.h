@@ -11,10 +11,10 @@ struct hstep_request {
     int *norms_made; /* by the call between begin and finish */
 };
 
-/* What a call does of its request; ALONE is all of it. */
-enum hstep_part { HSTEP_BEGIN, HSTEP_NORMS, HSTEP_FINISH, HSTEP_ALONE };
+/* Which public call it is: one of the three of a step that processes share, or the one that makes all of it. */
+enum hstep_call_kind { HSTEP_CALL_BEGIN, HSTEP_CALL_NORMS, HSTEP_CALL_FINISH, HSTEP_CALL_ALONE };
 
 /* What stands against it, as a sentence; nothing has been asked of the device then. */
-int hstep_check_ready(const struct hstep_request *s, enum hstep_part part);
+int hstep_check_ready(const struct hstep_request *s, enum hstep_call_kind kind);
 
 #endif

@@ -73,11 +73,11 @@ static void place_stream(void *arg, char **place, uint64_t bytes)
 {
     struct layout *layout = arg;
     if (layout->base) *place = layout->base + layout->offset;
-    uint64_t room = (bytes + 63) / 64 * 64;
+    uint64_t space = (bytes + 63) / 64 * 64;
     /* Streams at exact power-of-two distances fight for the same cache sets and halve the speed. */
-    if (bytes >= 1 << 20) room += 4096 + 64;
+    if (bytes >= 1 << 20) space += 4096 + 64;
     /* All of them may be more than a number holds; no memory is as large. */
-    layout->offset = layout->offset > UINT64_MAX - room ? UINT64_MAX : layout->offset + room;
+    layout->offset = layout->offset > UINT64_MAX - space ? UINT64_MAX : layout->offset + space;
 }
 
 int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)

@@ -271,7 +271,7 @@ static int finish(const struct hstep_request *s)
 
 /* The same on an asynchronous device, which works on statistics of its own: those of the caller may be its memory or
  * the process's, for which there is a wait. */
-static int make_asynchronously(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *own)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
@@ -279,14 +279,14 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_part call, in
     int error = hstep_send(o);
     if (error) return error;
     s->call.statistics = own;
-    if (call != HSTEP_BEGIN) atomic_store(&o->ahead, 1);
+    if (kind != HSTEP_CALL_BEGIN) atomic_store(&o->ahead, 1);
     if (device->records && device->records(&o->context)) o->captured = 1;
     error = hstep_send_bound(o);
-    if (!error && (call == HSTEP_NORMS || call == HSTEP_FINISH))
+    if (!error && (kind == HSTEP_CALL_NORMS || kind == HSTEP_CALL_FINISH))
         error = device->copy(&o->context, own, statistics, bytes);
-    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
-    if (!error && call == HSTEP_NORMS) error = norms(s);
-    if (call == HSTEP_BEGIN || call == HSTEP_NORMS) {
+    if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
+    if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
+    if (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS) {
         if (!error) error = device->copy(&o->context, statistics, own, bytes);
         return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
     }
@@ -295,21 +295,22 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_part call, in
     return hstep_why(o, error);
 }
 
-/* statistics: written by HSTEP_BEGIN and HSTEP_NORMS, read by HSTEP_FINISH. own: room of the device for as many. */
-static int make(struct hstep_request *s, enum hstep_part call, int64_t *statistics, int64_t *own)
+/* statistics: written by HSTEP_CALL_BEGIN and HSTEP_CALL_NORMS, read by HSTEP_CALL_FINISH. own: memory of the device
+ * for as many. */
+static int make(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *own)
 {
     const halfstep_optimizer *o = s->o;
-    int error = hstep_check_ready(s, call);
+    int error = hstep_check_ready(s, kind);
     if (error || (o->unshared && (error = hstep_fetch(o)))) return error;
     hstep_share_scalars(s->o);
-    if (o->device->asynchronous) return make_asynchronously(s, call, statistics, own);
-    s->call.statistics = call == HSTEP_BEGIN || call == HSTEP_NORMS ? statistics : own;
+    if (o->device->asynchronous) return make_asynchronously(s, kind, statistics, own);
+    s->call.statistics = kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? statistics : own;
     error = hand_over(s, 0);
-    if (!error && call == HSTEP_FINISH)
+    if (!error && kind == HSTEP_CALL_FINISH)
         error = o->device->copy(&o->context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
-    if (!error && (call == HSTEP_BEGIN || call == HSTEP_ALONE)) error = begin(s);
-    if (!error && call == HSTEP_NORMS) error = norms(s);
-    return error || call == HSTEP_BEGIN || call == HSTEP_NORMS ? hstep_wait(o, error) : finish(s);
+    if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
+    if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
+    return error || kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? hstep_wait(o, error) : finish(s);
 }
 
 /* ---- The public faces: arguments, and the floating-point environment of what is computed here ---- */
@@ -330,118 +331,118 @@ int64_t halfstep_tensor_statistics_count(const halfstep_optimizer *o, int32_t te
     return hstep_sums_offset(1) + count_sums(o, tensor, 1) * HSTEP_EXACT_LIMBS;
 }
 
-static int call_all(halfstep_optimizer *o, enum hstep_part call, int micro, void *const *weights,
+static int call_all(halfstep_optimizer *o, enum hstep_call_kind kind, int micro, void *const *weights,
                     const void *const *gradients, const int64_t *statistics)
 {
-    if (!o || (call != HSTEP_ALONE && !statistics) ||
-        (o->n_tensors && (!gradients || (!weights && !micro && call != HSTEP_BEGIN))))
+    if (!o || (kind != HSTEP_CALL_ALONE && !statistics) ||
+        (o->n_tensors && (!gradients || (!weights && !micro && kind != HSTEP_CALL_BEGIN))))
         return HALFSTEP_ERROR_ARGUMENT;
     struct hstep_request s = request_of(o, 0, o->n_tensors, micro, gradients);
     s.norms_made = &o->norms_made;
     s.call.weights = weights;
     s.call.verdict = o->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, call, (int64_t *)(uintptr_t)statistics, o->plan.statistics);
+    int result = make(&s, kind, (int64_t *)(uintptr_t)statistics, o->plan.statistics);
     hstep_fp_leave(fp);
     return result;
 }
 
-static int call_one(halfstep_optimizer *o, enum hstep_part call, int micro, int32_t tensor, void *weight,
+static int call_one(halfstep_optimizer *o, enum hstep_call_kind kind, int micro, int32_t tensor, void *weight,
                     const void *gradient, const int64_t *statistics)
 {
-    if (!o || (call != HSTEP_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || (kind != HSTEP_CALL_ALONE && !statistics)) return HALFSTEP_ERROR_ARGUMENT;
     int result = hstep_check_tensor(o, tensor);
     if (result) return result;
-    struct hstep_room here, *room = &here;
-    if ((result = hstep_take_room(o, tensor, &room)))
+    struct hstep_single_scratch here, *scratch = &here;
+    if ((result = hstep_take_scratch(o, tensor, &scratch)))
         return result == HALFSTEP_ERROR_MEMORY
                    ? hstep_fail(o, result, "no memory for a step of tensor '%s'", o->labels[tensor].name)
                    : hstep_why(o, result);
     struct hstep_request s = request_of(o, tensor, 1, micro, &gradient);
     s.norms_made = &o->labels[tensor].norms_made;
     s.call.single = 1;
-    s.call.weights = micro || call == HSTEP_BEGIN ? NULL : &weight;
-    s.call.verdict = &room->verdict;
+    s.call.weights = micro || kind == HSTEP_CALL_BEGIN ? NULL : &weight;
+    s.call.verdict = &scratch->verdict;
     struct hstep_fp fp = hstep_fp_enter();
-    result = make(&s, call, (int64_t *)(uintptr_t)statistics, room->statistics);
+    result = make(&s, kind, (int64_t *)(uintptr_t)statistics, scratch->statistics);
     hstep_fp_leave(fp);
-    hstep_leave_room(o, room);
+    hstep_leave_scratch(o, scratch);
     return result;
 }
 
 int halfstep_step_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, HSTEP_BEGIN, 0, NULL, gradients, statistics);
+    return call_all(o, HSTEP_CALL_BEGIN, 0, NULL, gradients, statistics);
 }
 
 int halfstep_step_norms(halfstep_optimizer *o, void *const *weights, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, HSTEP_NORMS, 0, weights, gradients, statistics);
+    return call_all(o, HSTEP_CALL_NORMS, 0, weights, gradients, statistics);
 }
 
 int halfstep_step_finish(halfstep_optimizer *o, void *const *weights, const void *const *gradients,
                          const int64_t *statistics)
 {
-    return call_all(o, HSTEP_FINISH, 0, weights, gradients, statistics);
+    return call_all(o, HSTEP_CALL_FINISH, 0, weights, gradients, statistics);
 }
 
 int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
 {
-    return call_all(o, HSTEP_ALONE, 0, weights, gradients, NULL);
+    return call_all(o, HSTEP_CALL_ALONE, 0, weights, gradients, NULL);
 }
 
 int halfstep_step_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient, int64_t *statistics)
 {
-    return call_one(o, HSTEP_BEGIN, 0, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_CALL_BEGIN, 0, tensor, NULL, gradient, statistics);
 }
 
 int halfstep_step_tensor_norms(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
                                int64_t *statistics)
 {
-    return call_one(o, HSTEP_NORMS, 0, tensor, weight, gradient, statistics);
+    return call_one(o, HSTEP_CALL_NORMS, 0, tensor, weight, gradient, statistics);
 }
 
 int halfstep_step_tensor_finish(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient,
                                 const int64_t *statistics)
 {
-    return call_one(o, HSTEP_FINISH, 0, tensor, weight, gradient, statistics);
+    return call_one(o, HSTEP_CALL_FINISH, 0, tensor, weight, gradient, statistics);
 }
 
 int halfstep_step_tensor(halfstep_optimizer *o, int32_t tensor, void *weight, const void *gradient)
 {
-    return call_one(o, HSTEP_ALONE, 0, tensor, weight, gradient, NULL);
+    return call_one(o, HSTEP_CALL_ALONE, 0, tensor, weight, gradient, NULL);
 }
 
 int halfstep_accumulate_states(halfstep_optimizer *o, const void *const *gradients)
 {
-    return call_all(o, HSTEP_ALONE, 1, NULL, gradients, NULL);
+    return call_all(o, HSTEP_CALL_ALONE, 1, NULL, gradients, NULL);
 }
 
 int halfstep_accumulate_states_begin(halfstep_optimizer *o, const void *const *gradients, int64_t *statistics)
 {
-    return call_all(o, HSTEP_BEGIN, 1, NULL, gradients, statistics);
+    return call_all(o, HSTEP_CALL_BEGIN, 1, NULL, gradients, statistics);
 }
 
 int halfstep_accumulate_states_finish(halfstep_optimizer *o, const void *const *gradients, const int64_t *statistics)
 {
-    return call_all(o, HSTEP_FINISH, 1, NULL, gradients, statistics);
+    return call_all(o, HSTEP_CALL_FINISH, 1, NULL, gradients, statistics);
 }
 
 int halfstep_accumulate_states_tensor(halfstep_optimizer *o, int32_t tensor, const void *gradient)
 {
-    return call_one(o, HSTEP_ALONE, 1, tensor, NULL, gradient, NULL);
+    return call_one(o, HSTEP_CALL_ALONE, 1, tensor, NULL, gradient, NULL);
 }
 
 int halfstep_accumulate_states_tensor_begin(halfstep_optimizer *o, int32_t tensor, const void *gradient,
                                             int64_t *statistics)
 {
-    return call_one(o, HSTEP_BEGIN, 1, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_CALL_BEGIN, 1, tensor, NULL, gradient, statistics);
 }
 
 int halfstep_accumulate_states_tensor_finish(halfstep_optimizer *o, int32_t tensor, const void *gradient,
                                              const int64_t *statistics)
 {
-    return call_one(o, HSTEP_FINISH, 1, tensor, NULL, gradient, statistics);
+    return call_one(o, HSTEP_CALL_FINISH, 1, tensor, NULL, gradient, statistics);
 }
 
 /* ---- Rounds of release ---- */

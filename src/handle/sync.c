@@ -188,27 +188,28 @@ int hstep_settle_sync(halfstep_optimizer *o)
     return HALFSTEP_OK;
 }
 
-int hstep_take_room(halfstep_optimizer *o, int tensor, struct hstep_room **room)
+int hstep_take_scratch(halfstep_optimizer *o, int tensor, struct hstep_single_scratch **scratch)
 {
     if (o->device->shared) return HALFSTEP_OK;
-    if (!o->device->asynchronous) return o->device->allocate(&o->context, sizeof **room, (void **)room);
+    if (!o->device->asynchronous) return o->device->allocate(&o->context, sizeof **scratch, (void **)scratch);
     hstep_lock(&o->hand_lock);
     int error = HALFSTEP_OK;
-    if (!o->rooms) error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **room, &o->rooms);
+    if (!o->single_scratch)
+        error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **scratch, &o->single_scratch);
     hstep_unlock(&o->hand_lock);
-    *room = error ? NULL : (struct hstep_room *)o->rooms + tensor;
+    *scratch = error ? NULL : (struct hstep_single_scratch *)o->single_scratch + tensor;
     return error;
 }
 
-void hstep_leave_room(halfstep_optimizer *o, struct hstep_room *room)
+void hstep_leave_scratch(halfstep_optimizer *o, struct hstep_single_scratch *scratch)
 {
-    if (!o->device->shared && !o->device->asynchronous) o->device->release(&o->context, room);
+    if (!o->device->shared && !o->device->asynchronous) o->device->release(&o->context, scratch);
 }
 
 void hstep_close_sync(halfstep_optimizer *o)
 {
     if (o->plan.ledger) o->device->release(&o->context, o->plan.ledger);
-    if (o->rooms) o->device->release(&o->context, o->rooms);
+    if (o->single_scratch) o->device->release(&o->context, o->single_scratch);
     free(o->sent);
     free((void *)(uintptr_t)o->lr_place);
     free(o->lr_set);

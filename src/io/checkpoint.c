@@ -83,9 +83,9 @@ typedef struct manifest {
     const char *current;
     uint64_t step, sequence;
     file_record *files;
-    size_t file_count, file_room;
+    size_t file_count, file_capacity;
     value_record *values;
-    size_t value_count, value_room;
+    size_t value_count, value_capacity;
 } manifest;
 
 static void free_manifest(manifest *m)
@@ -250,7 +250,7 @@ static int parse_file(hstep_json *json, manifest *m)
     } while (hstep_json_take(json, ','));
     if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc || !parse_crc(crc, &record.crc))
         return 0;
-    if (!hstep_grow((void **)&m->files, m->file_count, &m->file_room, sizeof record)) return -1;
+    if (!hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof record)) return -1;
     record.name = name;
     m->files[m->file_count++] = record;
     return 1;
@@ -275,7 +275,7 @@ static int parse_values(hstep_json *json, manifest *m)
     do {
         if (!hstep_json_string(json, &key) || !hstep_json_expect(json, ':') || !hstep_json_string(json, &value))
             return 0;
-        if (!hstep_grow((void **)&m->values, m->value_count, &m->value_room, sizeof *m->values)) return -1;
+        if (!hstep_grow((void **)&m->values, m->value_count, &m->value_capacity, sizeof *m->values)) return -1;
         m->values[m->value_count++] = (value_record){key, value};
     } while (hstep_json_take(json, ','));
     return hstep_json_expect(json, '}');
@@ -658,9 +658,10 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
             return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);
 
     char *copy = hstep_copy(name), *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
-    int code = copy && path && shown && hstep_grow((void **)&m->files, m->file_count, &m->file_room, sizeof *m->files)
-                   ? HALFSTEP_OK
-                   : hstep_fail_memory(error);
+    int code =
+        copy && path && shown && hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
+            ? HALFSTEP_OK
+            : hstep_fail_memory(error);
     if (!code) code = hstep_create_file(&sink.file, path, shown, error);
     if (!code)
         code = writer ? hstep_stream_safetensors(writer, shown, write_checked, &sink, fill, context, error)
@@ -712,7 +713,7 @@ static int add_value(halfstep_checkpoint_save *save, const char *key, const char
             return HALFSTEP_OK;
         }
     record.key = hstep_copy(key);
-    if (!record.key || !hstep_grow((void **)&m->values, m->value_count, &m->value_room, sizeof record)) {
+    if (!record.key || !hstep_grow((void **)&m->values, m->value_count, &m->value_capacity, sizeof record)) {
         free((char *)record.key);
         free((char *)record.value);
         return hstep_fail_memory(error);
@@ -1049,7 +1050,7 @@ static int is_damage(int code, const hstep_error *error)
            (code == HALFSTEP_ERROR_IO && (error->missing || error->incomplete));
 }
 
-/* The current generation of dir failed to open, with code and text in *error, which has room: opens the newest other
+/* The current generation of dir failed to open, with code and text in *error, which keeps text: opens the newest other
  * one that is sound if fallback is set and all that are newer are damaged, and otherwise completes the text with what
  * else there is. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,

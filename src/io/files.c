@@ -336,7 +336,7 @@ void hstep_free_names(char **names, size_t count)
 
 int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_error *error)
 {
-    size_t room = 0, found = 0;
+    size_t capacity = 0, found = 0;
     char **list = NULL;
     int code = HALFSTEP_OK;
     *names = NULL;
@@ -351,7 +351,7 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
             break;
         }
         if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        if (!hstep_grow((void **)&list, found, &room, sizeof *list) || !(list[found] = hstep_copy(entry->d_name))) {
+        if (!hstep_grow((void **)&list, found, &capacity, sizeof *list) || !(list[found] = hstep_copy(entry->d_name))) {
             code = hstep_fail_memory(error);
             break;
         }

@@ -56,7 +56,7 @@ typedef struct record {
     tensor_record *tensors;
     named_tensor *by_name;
     setting *settings;
-    size_t setting_count, setting_room;
+    size_t setting_count, setting_capacity;
     uint64_t seed[BOTH], skipped[BOTH];
     double norm[BOTH];
 } record;
@@ -73,7 +73,7 @@ static void free_record(record *r)
 
 static int add_setting(record *r, const setting *added, hstep_error *error)
 {
-    if (!hstep_grow((void **)&r->settings, r->setting_count, &r->setting_room, sizeof *added))
+    if (!hstep_grow((void **)&r->settings, r->setting_count, &r->setting_capacity, sizeof *added))
         return hstep_fail_memory(error);
     r->settings[r->setting_count++] = *added;
     return HALFSTEP_OK;
@@ -428,8 +428,8 @@ typedef struct loading {
     int apart;                  /* model is a file of its own */
     unsigned char *known;       /* per tensor of the file of states: it is one that the optimizer stores */
     uint64_t *places;           /* where the streams are in their files, as each_stream() visits them */
-    size_t place_count, place_room;
-    char *key; /* room for any key that is looked up */
+    size_t place_count, place_capacity;
+    char *key; /* memory for any key that is looked up */
     size_t key_bytes;
     hstep_error *error;
 } loading;
@@ -815,7 +815,7 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
         return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, NULL);
     }
     int code = hstep_find_stream(source, &t->info, stream, &index);
-    if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_room, sizeof *l->places))
+    if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
         code = hstep_fail_memory(l->error);
     if (code) return code;
     l->places[l->place_count++] = index;

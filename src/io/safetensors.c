@@ -70,11 +70,10 @@ static const char *measure_shape(const uint64_t *shape, uint64_t ndim, uint32_t 
 
 /* ---- Reader ------------------------------------------------------------------------------------------------------ */
 
-/* An array in pieces of equal length, which grows without copying and never has room for more than one piece too
- * many. */
+/* An array in pieces of equal length, which grows without copying and never has more than one piece too many. */
 typedef struct series {
     char **pieces;
-    size_t piece_count, piece_room, count;
+    size_t piece_count, piece_capacity, count;
 } series;
 
 enum { SERIES_PIECE = 1024 };
@@ -86,11 +85,11 @@ static void *series_at(const series *list, size_t element, size_t index)
     return list->pieces[index / SERIES_PIECE] + index % SERIES_PIECE * element;
 }
 
-/* Room for one more element at the end; NULL when memory is short. */
+/* Adds an element at the end; NULL when memory is short. */
 static void *series_add(series *list, size_t element)
 {
     if (list->count / SERIES_PIECE == list->piece_count) {
-        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_room, sizeof *list->pieces))
+        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_capacity, sizeof *list->pieces))
             return NULL;
         if (!(list->pieces[list->piece_count] = malloc(SERIES_PIECE * element))) return NULL;
         list->piece_count++;
@@ -332,7 +331,7 @@ static int read_metadata(header_reader *reader)
                               reader->path, HSTEP_MAX_METADATA);
         if (!(stored = series_add(&file->metadata, sizeof *stored))) return hstep_fail_memory(reader->error);
         *stored = (uint32_t)(key - file->header);
-        /* Behind the key's zero byte there is room: two quotes and a colon have stood between them. */
+        /* Behind the key's zero byte there is space: two quotes and a colon have stood between them. */
         memmove(file->header + *stored + strlen(key) + 1, value, strlen(value) + 1);
     } while (hstep_json_take(&reader->json, ','));
     return hstep_json_expect(&reader->json, '}') ? HALFSTEP_OK : fail_json(reader);
@@ -573,9 +572,9 @@ typedef struct tensor_plan {
 
 struct halfstep_safetensors_writer {
     tensor_plan *tensors;
-    size_t tensor_count, tensor_room, size_count;
+    size_t tensor_count, tensor_capacity, size_count;
     text_pair *metadata; /* sorted by key */
-    size_t metadata_count, metadata_room;
+    size_t metadata_count, metadata_capacity;
 };
 
 int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer)
@@ -630,7 +629,7 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     plan.name = hstep_copy(name);
     plan.shape = malloc((ndim + 1) * sizeof *plan.shape);
     if (!plan.name || !plan.shape ||
-        !hstep_grow((void **)&writer->tensors, writer->tensor_count, &writer->tensor_room, sizeof plan)) {
+        !hstep_grow((void **)&writer->tensors, writer->tensor_count, &writer->tensor_capacity, sizeof plan)) {
         free(plan.name);
         free(plan.shape);
         return hstep_fail_memory(&error);
@@ -672,7 +671,7 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
     }
     pair.key = hstep_copy(key);
     if (!pair.key ||
-        !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_room, sizeof pair)) {
+        !hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_capacity, sizeof pair)) {
         free(pair.key);
         free(pair.value);
         return hstep_fail_memory(&error);

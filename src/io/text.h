@@ -80,38 +80,38 @@ static inline char *hstep_copy(const char *text)
 }
 
 /* Grows *array to hold one more than count elements. Returns 0 when memory is short, and leaves the array as it was. */
-static inline int hstep_grow(void **array, size_t count, size_t *room, size_t element)
+static inline int hstep_grow(void **array, size_t count, size_t *capacity, size_t element)
 {
-    if (count < *room) return 1;
-    size_t wanted = *room ? 2 * *room : 16;
+    if (count < *capacity) return 1;
+    size_t wanted = *capacity ? 2 * *capacity : 16;
     if (wanted > SIZE_MAX / element) return 0;
     void *larger = realloc(*array, wanted * element);
     if (!larger) return 0;
     *array = larger;
-    *room = wanted;
+    *capacity = wanted;
     return 1;
 }
 
 /* A byte buffer that remembers a failed allocation, so that a long series of appends is checked once. */
 typedef struct hstep_buffer {
     char *data;
-    size_t bytes, room;
+    size_t bytes, capacity;
     int failed;
 } hstep_buffer;
 
 static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
 {
     if (buffer->failed) return;
-    if (bytes > buffer->room - buffer->bytes) {
-        size_t room = buffer->room ? buffer->room : 4096;
-        while (room - buffer->bytes < bytes && room <= SIZE_MAX / 2) room *= 2;
-        char *larger = room - buffer->bytes < bytes ? NULL : realloc(buffer->data, room);
+    if (bytes > buffer->capacity - buffer->bytes) {
+        size_t capacity = buffer->capacity ? buffer->capacity : 4096;
+        while (capacity - buffer->bytes < bytes && capacity <= SIZE_MAX / 2) capacity *= 2;
+        char *larger = capacity - buffer->bytes < bytes ? NULL : realloc(buffer->data, capacity);
         if (!larger) {
             buffer->failed = 1;
             return;
         }
         buffer->data = larger;
-        buffer->room = room;
+        buffer->capacity = capacity;
     }
     if (bytes) memcpy(buffer->data + buffer->bytes, data, bytes);
     buffer->bytes += bytes;

@@ -106,14 +106,14 @@ int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_c
 
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks)
 {
-    int64_t room = 0, count = 0;
+    int64_t left = 0, count = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t cost = chunks[i].runs * chunks[i].length + HSTEP_CHUNK_COST;
-        if (cost > room) {
+        if (cost > left) {
             tasks[count++] = i;
-            room = HSTEP_CHUNK;
+            left = HSTEP_CHUNK;
         }
-        room -= cost;
+        left -= cost;
         chunks[i].task = count - 1;
     }
     tasks[count] = n;

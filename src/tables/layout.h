@@ -9,7 +9,7 @@
 void hstep_lay_out(struct hstep_tensor *t);
 /* How many chunks a laid out tensor has, with `index` as its number; written where out is not NULL. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
-/* Makes tasks of chunks: how many. tasks: room for n + 1 numbers, the first chunk of each and at the end n. */
+/* Makes tasks of chunks: how many. tasks: for n + 1 numbers, the first chunk of each and at the end n. */
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);

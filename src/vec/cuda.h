@@ -243,7 +243,7 @@ V_OP vi vi_min(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I] ? a.x
 V_OP vi vi_max(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
 V_OP vi vi_iota(void) { V_LANES(vi, I); }
 
-/* ---- Memory: whole words of the rooms of a lane, which are aligned (device/cuda/code/lane.h) ---- */
+/* ---- Memory: whole words of the scratch of a lane, which are aligned (device/cuda/code/lane.h) ---- */
 
 V_OP uint32_t hstep_cuda_word(const void *p, int at)
 {

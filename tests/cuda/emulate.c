@@ -109,7 +109,7 @@ int hstep_emulated_arithmetic(const float *a, const float *b, float *root, float
            hstep_cuda_are_quotients(x, hstep_cuda_quotients(x, y)) << 1;
 }
 
-/* Two rooms by turns: a lane may give its next word before others have taken its last. */
+/* Two arrays by turns: a lane may give its next word before others have taken its last. */
 uint32_t hstep_emulated_shuffle(uint32_t x, int mask)
 {
     int p = parity[current] ^= 1;

@@ -341,9 +341,9 @@ int inject_record(const char *who)
 
 uint64_t inject_count(enum inject_call call) { return atomic_load(&counts[call]); }
 
-size_t inject_places(enum inject_call call, uint64_t *numbers, size_t room)
+size_t inject_places(enum inject_call call, uint64_t *numbers, size_t capacity)
 {
-    for (size_t i = 0; i < place_counts[call] && i < room; i++) numbers[i] = places[call][i].number;
+    for (size_t i = 0; i < place_counts[call] && i < capacity; i++) numbers[i] = places[call][i].number;
     return place_counts[call];
 }
 

@@ -31,8 +31,8 @@ uint64_t inject_struck(void);
  * callers was first seen. Starts anew; NULL stops. Returns 0 for an unknown module. */
 int inject_record(const char *who);
 uint64_t inject_count(enum inject_call call);
-/* Numbers of the calls that came from a new place, ascending; returns how many there are, writes at most `room`. */
-size_t inject_places(enum inject_call call, uint64_t *numbers, size_t room);
+/* Numbers of the calls that came from a new place, ascending; returns how many there are, writes at most `capacity`. */
+size_t inject_places(enum inject_call call, uint64_t *numbers, size_t capacity);
 
 /* Blocks of memory that were allocated through the wrapped calls and not freed (only where calls are wrapped by the
  * linker). */

@@ -131,7 +131,7 @@ struct listing {
     const struct plan *plan;
     const struct lm_config *shape;
     struct forecast *list;
-    int n, room;
+    int n, capacity;
 };
 
 /* Adds a recipe unless it is impossible or there already. */
@@ -139,7 +139,7 @@ static void add_recipe(struct listing *l, const char *weight, const char *states
 {
     char recipe[3 * RECIPE_BYTES], full[RECIPE_BYTES];
     snprintf(recipe, sizeof recipe, "%s/%s%s%s", l->plan->rule, weight, states ? "/" : "", states ? states : "");
-    if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK || l->n == l->room) return;
+    if (halfstep_recipe_full(recipe, full, sizeof full) != HALFSTEP_OK || l->n == l->capacity) return;
     for (int i = 0; i < l->n; i++)
         if (strcmp(l->list[i].recipe, full) == 0) return;
     if (make_forecast(l->plan, l->shape, full, &l->list[l->n]) == 0) l->n++;
@@ -315,7 +315,7 @@ static int is_released(const char *recipe)
 
 static int plan_all(struct plan *plan, const struct args *args)
 {
-    enum { ROOM = 1024 };
+    enum { CAPACITY = 1024 };
     char error[600];
     struct lm_config shape = {
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
@@ -338,13 +338,13 @@ static int plan_all(struct plan *plan, const struct args *args)
     }
     int shaped = !args_given(args, "params");
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
-    struct forecast *list = calloc(ROOM, sizeof *list);
+    struct forecast *list = calloc(CAPACITY, sizeof *list);
     if (!list) return failure(command.name, "out of memory");
     int n = 0;
     for (int i = 0; i < plan->recipes.n; i++)
         if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
     if (plan->recipes.n == 0) {
-        struct listing listing = {plan, shaped ? &shape : NULL, list, 0, ROOM};
+        struct listing listing = {plan, shaped ? &shape : NULL, list, 0, CAPACITY};
         list_recipes(&listing);
         n = listing.n;
     }

@@ -94,7 +94,7 @@ static int unpack(const char *path, const struct data_file *packed, struct data_
     return -1;
 }
 
-int data_append(const char *path, struct data_file *out, size_t *room, char *error, size_t error_bytes)
+int data_append(const char *path, struct data_file *out, size_t *capacity, char *error, size_t error_bytes)
 {
     size_t before = out->n;
     FILE *file = fopen(path, "rb");
@@ -102,14 +102,14 @@ int data_append(const char *path, struct data_file *out, size_t *room, char *err
         snprintf(error, error_bytes, "%s: %s", path, strerror(errno));
         return -1;
     }
-    int status = read_all(file, path, out, room, error, error_bytes);
+    int status = read_all(file, path, out, capacity, error, error_bytes);
     fclose(file);
     if (!status && out->n - before >= 2 && out->bytes[before] == 0x1F && out->bytes[before + 1] == 0x8B) {
         struct data_file packed = {malloc(out->n - before), out->n - before};
         if (packed.bytes) {
             memcpy(packed.bytes, out->bytes + before, packed.n);
             out->n = before;
-            status = unpack(path, &packed, out, room, error, error_bytes);
+            status = unpack(path, &packed, out, capacity, error, error_bytes);
         } else {
             snprintf(error, error_bytes, "%s: out of memory while unpacking", path);
             status = -1;
@@ -122,9 +122,9 @@ int data_append(const char *path, struct data_file *out, size_t *room, char *err
 
 int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes)
 {
-    size_t room = 0;
+    size_t capacity = 0;
     *out = (struct data_file){0};
-    int status = data_append(path, out, &room, error, error_bytes);
+    int status = data_append(path, out, &capacity, error, error_bytes);
     if (!status && !out->n) {
         snprintf(error, error_bytes, "%s: is empty", path);
         status = -1;

@@ -21,9 +21,9 @@ struct data_part {
  * one line that names the file; then out is empty. An empty file is an error. */
 int data_load(const char *path, struct data_file *out, char *error, size_t error_bytes);
 void data_free(struct data_file *file);
-/* The same after what out holds already, room bytes of which are allocated: what cannot be read leaves it as it was. An
- * empty file adds nothing and is no error. */
-int data_append(const char *path, struct data_file *out, size_t *room, char *error, size_t error_bytes);
+/* The same after what out holds already, *capacity bytes of which are allocated: what cannot be read leaves it as it
+ * was. An empty file adds nothing and is no error. */
+int data_append(const char *path, struct data_file *out, size_t *capacity, char *error, size_t error_bytes);
 
 /* The files behind names: a name is that file, of whatever kind, or a folder, which stands for the regular files in it
  * and in its folders, in the order of the bytes of their names. In a folder, names that begin with a dot, empty files,
@@ -33,7 +33,7 @@ struct data_list {
         char *path;
         int named; /* itself, and not a folder that it is in */
     } *file;
-    size_t n, room;
+    size_t n, capacity;
 };
 /* 0, or -1 and one line that names all that are not there or cannot be read; then out is empty. */
 int data_list(const char *const *names, int n, struct data_list *out, char *error, size_t error_bytes);

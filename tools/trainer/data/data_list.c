@@ -21,8 +21,8 @@ struct problems {
 
 static void complain(struct problems *p, const char *path, const char *what)
 {
-    size_t room = p->bytes < LINE ? p->bytes : LINE;
-    if (p->n && p->used + strlen(path) + strlen(what) + sizeof "; :  and 2147483647 more" > room) {
+    size_t limit = p->bytes < LINE ? p->bytes : LINE;
+    if (p->n && p->used + strlen(path) + strlen(what) + sizeof "; :  and 2147483647 more" > limit) {
         p->more++;
         return;
     }
@@ -42,15 +42,15 @@ static int judge(const struct problems *p)
 
 static void add_file(struct data_list *list, struct problems *p, const char *path, int named)
 {
-    if (list->n == list->room) {
-        size_t room = list->room ? 2 * list->room : 16;
-        void *grown = realloc(list->file, room * sizeof *list->file);
+    if (list->n == list->capacity) {
+        size_t capacity = list->capacity ? 2 * list->capacity : 16;
+        void *grown = realloc(list->file, capacity * sizeof *list->file);
         if (!grown) {
             p->no_memory = 1;
             return;
         }
         list->file = grown;
-        list->room = room;
+        list->capacity = capacity;
     }
     char *copy = strdup(path);
     if (!copy) p->no_memory = 1;
@@ -62,7 +62,7 @@ static int by_bytes(const void *a, const void *b) { return strcmp(*(char *const 
 /* The names in a folder, sorted, to be freed. -1 where it cannot be read. */
 static int read_folder(const char *folder, char ***names, size_t *n, struct problems *p)
 {
-    size_t room = 0;
+    size_t capacity = 0;
     DIR *stream = opendir(folder);
     *names = NULL;
     *n = 0;
@@ -70,9 +70,9 @@ static int read_folder(const char *folder, char ***names, size_t *n, struct prob
     struct dirent *entry;
     while (!p->no_memory && (errno = 0, entry = readdir(stream)) != NULL) {
         if (entry->d_name[0] == '.') continue;
-        if (*n == room) {
-            room = room ? 2 * room : 16;
-            char **grown = realloc(*names, room * sizeof *grown);
+        if (*n == capacity) {
+            capacity = capacity ? 2 * capacity : 16;
+            char **grown = realloc(*names, capacity * sizeof *grown);
             if (grown) *names = grown;
             else p->no_memory = 1;
         }
@@ -162,7 +162,7 @@ int data_load_all(const char *const *names, int n, struct data_file *out, size_t
 {
     struct problems p = {error, error_bytes, 0, 0, 0, 0};
     struct data_list list;
-    size_t room = 0;
+    size_t capacity = 0;
     *out = (struct data_file){0};
     expand(names, n, &list, &p);
     /* Where one is missing there is no use in reading the others. */
@@ -170,7 +170,7 @@ int data_load_all(const char *const *names, int n, struct data_file *out, size_t
     for (size_t i = 0; i < list.n && reading; i++) {
         char why[600];
         size_t before = out->n;
-        if (data_append(list.file[i].path, out, &room, why, sizeof why) != 0) complain(&p, "", why);
+        if (data_append(list.file[i].path, out, &capacity, why, sizeof why) != 0) complain(&p, "", why);
         else if (out->n == before && list.file[i].named) complain(&p, list.file[i].path, "is empty");
     }
     *files = list.n;

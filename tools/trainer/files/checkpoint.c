@@ -169,9 +169,9 @@ static int load_history(struct source *source, struct run_history *history)
         bad = load_table(source, "validation", sizeof(struct run_validation) / sizeof(double), &validations,
                          &n_validations);
     history->point = points;
-    history->n_points = history->point_room = n_points;
+    history->n_points = history->point_capacity = n_points;
     history->validation = validations;
-    history->n_validations = history->validation_room = n_validations;
+    history->n_validations = history->validation_capacity = n_validations;
     return bad;
 }
 

@@ -116,36 +116,36 @@ __attribute__((format(printf, 2, 3))) static void object(struct reading *r, cons
 /* ---- Values ------------------------------------------------------------------------------------------------------ */
 
 /* The fewest digits that read back exactly. */
-static void print_number(double number, char *token, size_t room)
+static void print_number(double number, char *token, size_t token_bytes)
 {
     for (int digits = 6; digits <= 17; digits++) {
-        snprintf(token, room, "%.*g", digits, number);
+        snprintf(token, token_bytes, "%.*g", digits, number);
         if (strtod(token, NULL) == number) return;
     }
 }
 
 /* Reads a value of any kind. token: how it is quoted and compared. *number: NAN where it is none. */
-static int read_token(hstep_json *json, char *token, size_t room, double *number)
+static int read_token(hstep_json *json, char *token, size_t token_bytes, double *number)
 {
     const char *text;
     char first = hstep_json_peek(json);
     *number = NAN;
     if (first == '"') {
         if (!hstep_json_string(json, &text)) return 0;
-        snprintf(token, room, "\"%s\"", text);
+        snprintf(token, token_bytes, "\"%s\"", text);
         return 1;
     }
     if (first == 't' || first == 'f' || first == 'n') {
         text = first == 't' ? "true" : first == 'f' ? "false" : "null";
-        snprintf(token, room, "%s", text);
+        snprintf(token, token_bytes, "%s", text);
         return hstep_json_word(json, text);
     }
     if (first == '{' || first == '[') {
-        snprintf(token, room, "%s", first == '{' ? "an object" : "a list");
+        snprintf(token, token_bytes, "%s", first == '{' ? "an object" : "a list");
         return hstep_json_skip(json);
     }
     if (!hstep_json_real(json, number)) return 0;
-    print_number(*number, token, room);
+    print_number(*number, token, token_bytes);
     return 1;
 }
 

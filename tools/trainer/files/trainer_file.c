@@ -75,7 +75,7 @@ enum {
 /* 0, or -1 when memory is out; what is wrong with the text is left in json->problem. */
 static int read_options(hstep_json *json, struct trainer_file *file)
 {
-    size_t room = 0;
+    size_t capacity = 0;
     if (!hstep_json_expect(json, '{') || hstep_json_take(json, '}')) return 0;
     do {
         struct trainer_option option;
@@ -89,9 +89,9 @@ static int read_options(hstep_json *json, struct trainer_file *file)
             hstep_json_fail(json, "an option twice");
             return 0;
         }
-        if (file->options == room) {
-            room = room ? 2 * room : 64;
-            struct trainer_option *grown = realloc(file->option, room * sizeof *grown);
+        if (file->options == capacity) {
+            capacity = capacity ? 2 * capacity : 64;
+            struct trainer_option *grown = realloc(file->option, capacity * sizeof *grown);
             if (!grown) return -1;
             file->option = grown;
         }

@@ -45,22 +45,22 @@ static void use_one_thread(void)
 }
 
 /* oneDNN writes machine code and keeps tables for each kind of product, and some of its allocations are not looked at:
- * out of address space (ulimit -v) it crashes. So there has to be room for them before it is called. */
-static int has_room(char *error, size_t error_bytes)
+ * out of address space (ulimit -v) it crashes. So there has to be memory for them before it is called. */
+static int has_memory(char *error, size_t error_bytes)
 {
-    enum { ROOM = 24 << 20 };
-    void *room = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (room != MAP_FAILED) {
-        munmap(room, ROOM);
+    enum { NEEDED = 24 << 20 };
+    void *trial = mmap(NULL, NEEDED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (trial != MAP_FAILED) {
+        munmap(trial, NEEDED);
         return 1;
     }
-    snprintf(error, error_bytes, "out of memory: oneDNN needs %d MiB to prepare a matrix product", ROOM >> 20);
+    snprintf(error, error_bytes, "out of memory: oneDNN needs %d MiB to prepare a matrix product", NEEDED >> 20);
     return 0;
 }
 
 struct matmul *matmul_create(char *error, size_t error_bytes)
 {
-    if (!has_room(error, error_bytes)) return NULL;
+    if (!has_memory(error, error_bytes)) return NULL;
     struct matmul *context = calloc(1, sizeof *context);
     if (!context) {
         snprintf(error, error_bytes, "out of memory");
@@ -238,7 +238,7 @@ static struct matmul_shape widened(const struct matmul_shape *s)
 static int build(struct matmul *context, struct entry *entry, const struct matmul_shape *s)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    if (!has_room(context->error, sizeof context->error)) return -1;
+    if (!has_memory(context->error, sizeof context->error)) return -1;
     pthread_mutex_lock(&lock);
     dnnl_status_t status = build_exact(context, entry, s);
     if (status == dnnl_unimplemented && s->type != LM_F32) {

@@ -12,7 +12,7 @@
 static MPI_Comm job = MPI_COMM_NULL;
 static int own_rank;
 static MPI_Request *requests;
-static int n_requests, request_room;
+static int n_requests, request_capacity;
 static uint64_t bytes_sent, bytes_received;
 static char text[MPI_MAX_ERROR_STRING + 128];
 
@@ -28,15 +28,15 @@ static int judge(int code, const char *what)
 
 static MPI_Request *new_request(void)
 {
-    if (n_requests == request_room) {
-        int room = request_room ? 2 * request_room : 256;
-        MPI_Request *grown = realloc(requests, (size_t)room * sizeof *grown);
+    if (n_requests == request_capacity) {
+        int capacity = request_capacity ? 2 * request_capacity : 256;
+        MPI_Request *grown = realloc(requests, (size_t)capacity * sizeof *grown);
         if (!grown) {
             snprintf(text, sizeof text, "out of memory");
             return NULL;
         }
         requests = grown;
-        request_room = room;
+        request_capacity = capacity;
     }
     requests[n_requests] = MPI_REQUEST_NULL;
     return &requests[n_requests];
@@ -143,7 +143,7 @@ static void leave(void)
     MPI_Finalize();
     free(requests);
     requests = NULL;
-    n_requests = request_room = 0;
+    n_requests = request_capacity = 0;
 }
 
 static void end_job(int status) { MPI_Abort(MPI_COMM_WORLD, status); }

@@ -108,16 +108,16 @@ static void share_rows(struct run *run)
 static int list_nodes(struct run *run)
 {
     struct ranks *p = &run->parts;
-    int room = 0;
+    int capacity = 0;
     for (int rank = 0; rank < run->ranks; rank++) {
         struct tree tree;
         int64_t leaves = run->config->micro_steps, first = tree_first_leaf(leaves, run->ranks, rank);
         if (tree_plan(&tree, leaves, first, tree_first_leaf(leaves, run->ranks, rank + 1) - first) != 0)
             return run_fail(run, "out of memory");
-        room += tree.nodes;
-        struct tree_node *node = realloc(p->node, (size_t)room * sizeof *node);
+        capacity += tree.nodes;
+        struct tree_node *node = realloc(p->node, (size_t)capacity * sizeof *node);
         if (node) p->node = node;
-        int *node_rank = realloc(p->node_rank, (size_t)room * sizeof *node_rank);
+        int *node_rank = realloc(p->node_rank, (size_t)capacity * sizeof *node_rank);
         if (node_rank) p->node_rank = node_rank;
         for (int k = 0; node && node_rank && k < tree.nodes; k++) {
             p->node[p->nodes] = tree.node[k];
@@ -126,8 +126,8 @@ static int list_nodes(struct run *run)
         tree_free(&tree);
         if (!node || !node_rank) return run_fail(run, "out of memory");
     }
-    p->merge = calloc((size_t)room, sizeof *p->merge);
-    p->sums = calloc((size_t)room, sizeof *p->sums);
+    p->merge = calloc((size_t)capacity, sizeof *p->merge);
+    p->sums = calloc((size_t)capacity, sizeof *p->sums);
     if (!p->merge || !p->sums) return run_fail(run, "out of memory");
     tree_join(run->config->micro_steps, p->node, p->nodes, p->merge);
     return 0;

@@ -148,10 +148,10 @@ static int make_line(const struct report *report, int entry, enum curve_kind kin
     memset(line, 0, sizeof *line);
     if (points <= 0) return 0;
     int stride = (points + LINE_POINTS - 1) / LINE_POINTS;
-    double *memory = calloc(4 * (size_t)(points / stride + 2), sizeof *memory);
+    size_t capacity = (size_t)(points / stride + 2);
+    double *memory = calloc(4 * capacity, sizeof *memory);
     if (!memory) return -1;
-    size_t room = (size_t)(points / stride + 2);
-    *line = (struct line){0, memory, memory + room, memory + 2 * room, memory + 3 * room};
+    *line = (struct line){0, memory, memory + capacity, memory + 2 * capacity, memory + 3 * capacity};
     for (int i = (points - 1) % stride; i < points; i += stride) { /* ends at the last point */
         double sum = 0, low = INFINITY, high = -INFINITY;
         int n = 0;

@@ -146,11 +146,11 @@ static const char *covering_option(const char *hyper)
  * and what differs in default and meaning. */
 static void join_hyper(struct option *row, char text[3][256], const char *rule, const halfstep_hyper_info *hyper)
 {
-    size_t used = strlen(text[1]), room = sizeof text[1];
+    size_t used = strlen(text[1]), bytes = sizeof text[1];
     if (strtod(text[1], NULL) != hyper->initial)
-        snprintf(text[1] + used, room - used, ", %s %.6g", rule, hyper->initial);
+        snprintf(text[1] + used, bytes - used, ", %s %.6g", rule, hyper->initial);
     used = strlen(text[2]);
-    if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, room - used, "; %s: %s", rule, hyper->title);
+    if (!strstr(text[2], hyper->title)) snprintf(text[2] + used, bytes - used, "; %s: %s", rule, hyper->title);
     if (hyper->minimum < row->minimum) row->minimum = hyper->minimum;
     if (hyper->maximum < row->maximum || (hyper->maximum == row->maximum && hyper->exclusive_maximum)) return;
     row->maximum = hyper->maximum;

@@ -10,21 +10,21 @@
 
 /* ---- History ----------------------------------------------------------------------------------------------------- */
 
-static int grow(void **items, size_t *room, size_t n, size_t item_bytes)
+static int grow(void **items, size_t *capacity, size_t n, size_t item_bytes)
 {
-    if (n < *room) return 0;
-    size_t wanted = *room ? 2 * *room : 256;
+    if (n < *capacity) return 0;
+    size_t wanted = *capacity ? 2 * *capacity : 256;
     void *grown = realloc(*items, wanted * item_bytes);
     if (!grown) return -1;
     *items = grown;
-    *room = wanted;
+    *capacity = wanted;
     return 0;
 }
 
 int history_add_point(struct run_history *history, const struct run_point *point)
 {
     void *items = history->point;
-    if (grow(&items, &history->point_room, history->n_points, sizeof *point) != 0) return -1;
+    if (grow(&items, &history->point_capacity, history->n_points, sizeof *point) != 0) return -1;
     history->point = items;
     history->point[history->n_points++] = *point;
     return 0;
@@ -33,7 +33,8 @@ int history_add_point(struct run_history *history, const struct run_point *point
 int history_add_validation(struct run_history *history, double step, double loss)
 {
     void *items = history->validation;
-    if (grow(&items, &history->validation_room, history->n_validations, sizeof *history->validation) != 0) return -1;
+    if (grow(&items, &history->validation_capacity, history->n_validations, sizeof *history->validation) != 0)
+        return -1;
     history->validation = items;
     history->validation[history->n_validations++] = (struct run_validation){step, loss};
     return 0;

@@ -126,7 +126,7 @@ struct run_validation {
 struct run_history {
     struct run_point *point;
     struct run_validation *validation;
-    size_t n_points, n_validations, point_room, validation_room;
+    size_t n_points, n_validations, point_capacity, validation_capacity;
 };
 
 struct run_result {

@@ -34,16 +34,16 @@ int run_each_option(const struct run_config *config, run_option_visitor *visit, 
 
 struct saving {
     struct trainer_file *file;
-    size_t room;
+    size_t capacity;
 };
 
 static int keep_option(void *context, const struct option *option, const char *value)
 {
     struct saving *saving = context;
     struct trainer_file *file = saving->file;
-    if (file->options == saving->room) {
-        saving->room = saving->room ? 2 * saving->room : 64;
-        struct trainer_option *grown = realloc(file->option, saving->room * sizeof *grown);
+    if (file->options == saving->capacity) {
+        saving->capacity = saving->capacity ? 2 * saving->capacity : 64;
+        struct trainer_option *grown = realloc(file->option, saving->capacity * sizeof *grown);
         if (!grown) return -1;
         file->option = grown;
     }
