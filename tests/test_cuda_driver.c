@@ -1187,7 +1187,7 @@ int main(int argc, char **argv)
         in_child(fault_and_tell, NULL, "", "CUDA_ERROR_ILLEGAL_ADDRESS", HALFSTEP_ERROR_DEVICE);
     const struct golden_layout layouts[] = {
         {.threads = 1, .device = "cuda"},
-        {.threads = 1, .parts = 2, .bound = 1, .device = "cuda:0"},
+        {.threads = 1, .parts = 2, .states_bound = 1, .device = "cuda:0"},
         {.threads = 1, .parts = 3, .by_columns = 1, .device = "cuda"},
     };
     const char *const names[] = {"golden cases, through the driver", "in 2 shards of rows", "in 3 shards of columns"};

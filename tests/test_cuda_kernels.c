@@ -282,7 +282,7 @@ int main(int argc, char **argv)
     const struct hstep_device *host = hstep_default_device;
     hstep_default_device = &emulated;
     const struct golden_layout layouts[] = {
-        {.threads = 1}, {.threads = 1, .parts = 2, .bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
+        {.threads = 1}, {.threads = 1, .parts = 2, .states_bound = 1}, {.threads = 1, .parts = 3, .by_columns = 1}};
     const char *const names[] = {"golden cases", "in 2 shards of rows", "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)
         TEST(names[l]) {

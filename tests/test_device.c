@@ -441,9 +441,9 @@ int main(int argc, char **argv)
     apart.find_fused = hstep_host_device.find_fused;
     apart.workspace = hstep_host_device.workspace;
     hstep_default_device = &apart;
-    const struct golden_layout layouts[] = {{.threads = 1, .bound = 1},
-                                            {.threads = 3, .parts = 2, .bound = 1},
-                                            {.threads = 1, .parts = 3, .by_columns = 1, .bound = 1}};
+    const struct golden_layout layouts[] = {{.threads = 1, .states_bound = 1},
+                                            {.threads = 3, .parts = 2, .states_bound = 1},
+                                            {.threads = 1, .parts = 3, .by_columns = 1, .states_bound = 1}};
     const char *const names[] = {"every golden case, far from the host", "in 2 shards of rows",
                                  "in 3 shards of columns"};
     for (int l = 0; l < 3; l++)

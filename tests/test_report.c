@@ -245,7 +245,7 @@ int main(int argc, char **argv)
         char error[300];
         int n;
         make(&report, usual);
-        report.accuracies = 1;
+        report.has_accuracies = 1;
         report.groups = 2;
         report.group = groups;
         report.words = &words;

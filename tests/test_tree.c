@@ -39,7 +39,7 @@ static void run_range(const struct tree *tree, float *slots)
     for (int64_t i = 0; i < tree->count; i++) {
         const struct tree_leaf *leaf = &tree->leaf[i];
         float value = leaf_value(tree->first + i);
-        slots[leaf->slot] = leaf->fresh ? value : slots[leaf->slot] + value;
+        slots[leaf->slot] = leaf->overwrites ? value : slots[leaf->slot] + value;
         for (int m = 0; m < leaf->merges; m++) {
             struct tree_merge merge = tree->merge[leaf->first_merge + m];
             slots[merge.into] += slots[merge.from];

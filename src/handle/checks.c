@@ -36,11 +36,11 @@ static _Thread_local struct {
 
 /* Between the handle, for threads that did not fail themselves, and a text. The detail is not part of what a const
  * handle promises to keep. */
-static void copy_detail(const halfstep_optimizer *const_o, char *text, int out)
+static void copy_detail(const halfstep_optimizer *const_o, char *text, int to_text)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)const_o;
     hstep_lock(&o->detail_lock);
-    memcpy(out ? text : o->detail, out ? o->detail : text, HSTEP_DETAIL_BYTES);
+    memcpy(to_text ? text : o->detail, to_text ? o->detail : text, HSTEP_DETAIL_BYTES);
     hstep_unlock(&o->detail_lock);
 }
 

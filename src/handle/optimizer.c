@@ -57,8 +57,8 @@ int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimize
     atomic_init(&o->gradient_too_large, 0);
     atomic_flag_clear(&o->detail_lock);
     atomic_flag_clear(&o->workspace_lock);
-    atomic_flag_clear(&o->hand_lock);
-    atomic_init(&o->ahead, 0);
+    atomic_flag_clear(&o->sync_lock);
+    atomic_init(&o->device_ahead, 0);
     int error = device->open ? device->open(&o->context, rest, options.stream) : HALFSTEP_OK;
     if (error || (error = hstep_first_plan(o)) || (error = hstep_open_sync(o))) return fail_create(o, error);
     *optimizer = o;
@@ -130,8 +130,8 @@ static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *h
                       hyper->maximum, hyper->exclusive ? ')' : ']');
 }
 
-/* dry: only tells whether it could. */
-static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int dry)
+/* only_check: tells whether it could, and changes nothing. */
+static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int index, double value, int only_check)
 {
     if (index == HSTEP_CAUTIOUS && (value != 0.0) != (g->hyper[index] != 0.0)) {
         const struct hstep_rule *rule = &hstep_rules[g->recipe.rule];
@@ -142,7 +142,7 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "cautious cannot go from or to 0 once the states exist");
     }
     if (index < HSTEP_COMMON_HYPERS) {
-        if (dry) return HALFSTEP_OK;
+        if (only_check) return HALFSTEP_OK;
         g->hyper[index] = value;
         if (index == HSTEP_LR && !g->lr_was_set) {
             g->first_lr = value;
@@ -161,14 +161,14 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
     if (other_states && o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "%s cannot go from or to 0 once the states exist", name);
     /* All tensors of the group can follow, or nothing changes. */
-    for (int pass = 0; other_states && pass < (dry ? 1 : 2); pass++)
+    for (int pass = 0; other_states && pass < (only_check ? 1 : 2); pass++)
         for (int i = 0; i < o->n_tensors; i++) {
             struct hstep_tensor *t = &o->tensors[i], trial = *t;
             if (t->group != (int)(g - o->groups)) continue;
             int error = hstep_choose_states(o, &changed, o->labels[i].name, pass ? t : &trial);
             if (error) return error;
         }
-    if (!dry) *g = changed;
+    if (!only_check) *g = changed;
     return HALFSTEP_OK;
 }
 
@@ -248,7 +248,7 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
     if (group == HALFSTEP_ALL_GROUPS)
         return !strcmp(choice, "scan")        ? &o->scan
                : !strcmp(choice, "clip")      ? &o->clip
-               : !strcmp(choice, "missing")   ? &o->missing
+               : !strcmp(choice, "missing")   ? &o->missing_gradient
                : !strcmp(choice, "generator") ? &o->generator
                                               : NULL;
     return !strcmp(choice, "decay")      ? &o->groups[group].decay

@@ -23,14 +23,14 @@ struct halfstep_optimizer {
     const struct hstep_device *device;
     struct hstep_context context;
     uint64_t seed;
-    int generator; /* row */
-    int scan, clip, missing;
+    int generator;                    /* row */
+    int scan, clip, missing_gradient; /* HSTEP_SCAN_*, HSTEP_CLIP_*, HSTEP_MISSING_* */
     double gradient_scale, clip_norm;
 
     struct hstep_group *groups;
     struct hstep_tensor *tensors;
     struct hstep_label *labels; /* one for each tensor */
-    int shows;                  /* some label has a place for the host's copies */
+    int has_bound_copies;       /* some label has a place for the host's copies */
     int n_groups, n_tensors, capacity_groups, capacity_tensors, capacity_labels;
     /* Once it is settled what exists: */
     int settled;
@@ -41,15 +41,15 @@ struct halfstep_optimizer {
     int sums;                      /* of all tensors */
     /* How many are stepped as matrices, have vectors, a rule with sums over all tensors, are parts of one. */
     int matrices, factored, totals, parts;
-    int bound;      /* all slots have their memory */
-    int norms_made; /* by halfstep_step_norms(), for the next finish */
-    int unshared;   /* scalars of rules with totals were set, or are new, since tensors last had one set of them */
-    void *memory;   /* the library's own, or NULL */
+    int slots_bound;      /* all slots have their memory */
+    int norms_made;       /* by halfstep_step_norms(), for the next finish */
+    int scalars_unshared; /* those of rules with totals were set, or are new, since tensors last had one set of them */
+    void *memory;         /* the library's own, or NULL */
     uint64_t workspace_bytes;
     atomic_flag workspace_lock;
 
     /* Of asynchronous devices (sync.c). */
-    atomic_int ahead;               /* steps were asked for since the last fetch */
+    atomic_int device_ahead;        /* steps were asked for since the last fetch */
     int captured;                   /* a step was recorded, and may be made again at any time */
     int changed_first, changed_end; /* tensors that were changed since they were sent */
     int counts_changed;             /* also steps of groups, or what the ledger counts */
@@ -59,7 +59,7 @@ struct halfstep_optimizer {
     uint64_t refusals, refusals_seen, refusals_told; /* as the ledger has them */
     int offender, in_round, too_large;
     void *single_scratch; /* of calls about single tensors, one for each, in the memory of the device */
-    atomic_flag hand_lock;
+    atomic_flag sync_lock;
 
     /* Where hyper-parameters are read in the memory of the device, or NULL. */
     const double **lr_place; /* by group */

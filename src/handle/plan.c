@@ -121,7 +121,7 @@ int hstep_settle(halfstep_optimizer *o)
     }
     device->release(&o->context, o->plan.statistics);
     o->plan = plan;
-    o->unshared = o->totals > 0;
+    o->scalars_unshared = o->totals > 0;
     o->workspace_bytes = workspace * sizeof *plan.workspace;
     o->settled = 1;
     return HALFSTEP_OK;

@@ -15,15 +15,15 @@ static int check_bound(const struct hstep_request *s)
             return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet");
         return HALFSTEP_OK;
     }
-    int error = o->bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
+    int error = o->slots_bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
     if (error) return error;
-    if (!c->single && !o->bound) o->bound = 1;
+    if (!c->single && !o->slots_bound) o->slots_bound = 1;
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
         if (!c->weights[i] && c->gradients[i] && t[i].runs)
             return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': a gradient, but NULL weights",
                               o->labels[c->first + i].name);
-    for (int i = 0; o->missing == HSTEP_MISSING_ERROR && i < c->n; i++)
+    for (int i = 0; o->missing_gradient == HSTEP_MISSING_ERROR && i < c->n; i++)
         if (!c->gradients[i])
             return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has no gradient", o->labels[c->first + i].name);
     return HALFSTEP_OK;

@@ -62,19 +62,19 @@ static int64_t statistics_count(const struct hstep_request *s) { return hstep_su
 
 /* ---- Memory of the device ---- */
 
-/* Tensors of a request, and groups where all are stepped, to a device with memory of its own; or what it made of
- * them. */
-static int hand_over(const struct hstep_request *s, int back)
+/* Copies tensors of a request, and groups where all are stepped, to a device with memory of its own; or from it what it
+ * made of them. */
+static int hand_over(const struct hstep_request *s, int from_device)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     if (o->device->shared) return HALFSTEP_OK;
     struct hstep_tensor *ours = o->tensors + c->first, *theirs = c->plan.tensors + c->first;
     uint64_t bytes = (uint64_t)c->n * sizeof *ours, group_bytes = (uint64_t)o->n_groups * sizeof *o->groups;
-    int error = o->device->copy(&o->context, back ? ours : theirs, back ? theirs : ours, bytes);
-    if (!error && !(back && c->single))
-        error = o->device->copy(&o->context, back ? o->groups : c->plan.groups, back ? c->plan.groups : o->groups,
-                                group_bytes);
+    int error = o->device->copy(&o->context, from_device ? ours : theirs, from_device ? theirs : ours, bytes);
+    if (!error && !(from_device && c->single))
+        error = o->device->copy(&o->context, from_device ? o->groups : c->plan.groups,
+                                from_device ? c->plan.groups : o->groups, group_bytes);
     return error;
 }
 
@@ -139,8 +139,8 @@ static int transform(const struct hstep_request *s, int tensor)
     halfstep_optimizer *o = s->o;
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_own own = {.rows = t->rows, .row_length = t->row_length, .matrix = 1};
-    int looked = 0;
-    struct hstep_prepare p = {.own = &own, .own_was_asked = &looked};
+    int own_asked = 0;
+    struct hstep_prepare p = {.own = &own, .own_was_asked = &own_asked};
     float k[HSTEP_MAX_SCALARS];
     hstep_prepare_rule(&o->groups[t->group], &p, k);
     const struct hstep_matrix m = {tensor, t->rows, t->row_length, k};
@@ -271,23 +271,24 @@ static int finish(const struct hstep_request *s)
 
 /* The same on an asynchronous device, which works on statistics of its own: those of the caller may be its memory or
  * the process's, for which there is a wait. */
-static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *own)
+static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics,
+                               int64_t *scratch)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
-    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *own;
+    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *scratch;
     int error = hstep_send(o);
     if (error) return error;
-    s->call.statistics = own;
-    if (kind != HSTEP_CALL_BEGIN) atomic_store(&o->ahead, 1);
+    s->call.statistics = scratch;
+    if (kind != HSTEP_CALL_BEGIN) atomic_store(&o->device_ahead, 1);
     if (device->records && device->records(&o->context)) o->captured = 1;
     error = hstep_send_bound(o);
     if (!error && (kind == HSTEP_CALL_NORMS || kind == HSTEP_CALL_FINISH))
-        error = device->copy(&o->context, own, statistics, bytes);
+        error = device->copy(&o->context, scratch, statistics, bytes);
     if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
     if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
     if (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS) {
-        if (!error) error = device->copy(&o->context, statistics, own, bytes);
+        if (!error) error = device->copy(&o->context, statistics, scratch, bytes);
         return error || hstep_check_owned(o, statistics) ? hstep_wait(o, error) : HALFSTEP_OK;
     }
     if (!error) error = submit(s);
@@ -295,19 +296,19 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_call_kind kin
     return hstep_why(o, error);
 }
 
-/* statistics: written by HSTEP_CALL_BEGIN and HSTEP_CALL_NORMS, read by HSTEP_CALL_FINISH. own: memory of the device
- * for as many. */
-static int make(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *own)
+/* statistics: written by HSTEP_CALL_BEGIN and HSTEP_CALL_NORMS, read by HSTEP_CALL_FINISH. scratch: memory of the
+ * device for as many. */
+static int make(struct hstep_request *s, enum hstep_call_kind kind, int64_t *statistics, int64_t *scratch)
 {
     const halfstep_optimizer *o = s->o;
     int error = hstep_check_ready(s, kind);
-    if (error || (o->unshared && (error = hstep_fetch(o)))) return error;
+    if (error || (o->scalars_unshared && (error = hstep_fetch(o)))) return error;
     hstep_share_scalars(s->o);
-    if (o->device->asynchronous) return make_asynchronously(s, kind, statistics, own);
-    s->call.statistics = kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? statistics : own;
+    if (o->device->asynchronous) return make_asynchronously(s, kind, statistics, scratch);
+    s->call.statistics = kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? statistics : scratch;
     error = hand_over(s, 0);
     if (!error && kind == HSTEP_CALL_FINISH)
-        error = o->device->copy(&o->context, own, statistics, (uint64_t)statistics_count(s) * sizeof *own);
+        error = o->device->copy(&o->context, scratch, statistics, (uint64_t)statistics_count(s) * sizeof *scratch);
     if (!error && (kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_ALONE)) error = begin(s);
     if (!error && kind == HSTEP_CALL_NORMS) error = norms(s);
     return error || kind == HSTEP_CALL_BEGIN || kind == HSTEP_CALL_NORMS ? hstep_wait(o, error) : finish(s);
@@ -453,7 +454,7 @@ static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request 
     int error = hstep_send(o);
     if (error) return error;
     s->call.verdict = o->verdict;
-    atomic_store(&o->ahead, 1);
+    atomic_store(&o->device_ahead, 1);
     if (statistics) {
         s->call.statistics = o->plan.statistics;
         error = o->device->copy(&o->context, o->plan.statistics, statistics, HSTEP_EXACT_LIMBS * sizeof *statistics);
@@ -499,10 +500,10 @@ int halfstep_end_round_begin(halfstep_optimizer *o, int64_t *statistics)
 {
     if (!o || !statistics) return HALFSTEP_ERROR_ARGUMENT;
     const uint64_t bytes = HSTEP_EXACT_LIMBS * sizeof *statistics;
-    int64_t *own = o->device->asynchronous ? o->plan.statistics : statistics;
-    int error = o->device->copy(&o->context, own, o->plan.round_squares, bytes);
-    if (!error) error = o->device->carry(&o->context, own, 1);
-    if (!error && own != statistics) error = o->device->copy(&o->context, statistics, own, bytes);
+    int64_t *limbs = o->device->asynchronous ? o->plan.statistics : statistics;
+    int error = o->device->copy(&o->context, limbs, o->plan.round_squares, bytes);
+    if (!error) error = o->device->carry(&o->context, limbs, 1);
+    if (!error && limbs != statistics) error = o->device->copy(&o->context, statistics, limbs, bytes);
     return hstep_wait(o, error);
 }
 

@@ -82,9 +82,9 @@ static int send(halfstep_optimizer *o)
 int hstep_send(halfstep_optimizer *o)
 {
     if (!o->device->asynchronous || !o->settled) return HALFSTEP_OK;
-    hstep_lock(&o->hand_lock);
+    hstep_lock(&o->sync_lock);
     int error = send(o);
-    hstep_unlock(&o->hand_lock);
+    hstep_unlock(&o->sync_lock);
     return error;
 }
 
@@ -107,7 +107,7 @@ int hstep_send_bound(halfstep_optimizer *o)
 
 void hstep_show(const halfstep_optimizer *o, int first, int n)
 {
-    for (int i = first; i < first + n && o->shows; i++) {
+    for (int i = first; i < first + n && o->has_bound_copies; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
         const struct hstep_label *label = &o->labels[i];
         const uint64_t counts[] = {t->state_steps, t->full_steps, t->writes};
@@ -149,7 +149,7 @@ static int fetch(halfstep_optimizer *o)
         atomic_store(&o->gradient_too_large, ledger.too_large);
     }
     o->refusals_seen = o->refusals;
-    atomic_store(&o->ahead, 0);
+    atomic_store(&o->device_ahead, 0);
     struct hstep_fp fp = hstep_fp_enter();
     hstep_show(o, 0, o->n_tensors);
     hstep_fp_leave(fp);
@@ -161,7 +161,7 @@ static int fetch(halfstep_optimizer *o)
 int hstep_fetch(const halfstep_optimizer *const_o)
 {
     halfstep_optimizer *o = (halfstep_optimizer *)(uintptr_t)const_o;
-    if (!o->device->asynchronous || !o->settled || !(atomic_load(&o->ahead) || o->captured)) return HALFSTEP_OK;
+    if (!o->device->asynchronous || !o->settled || !(atomic_load(&o->device_ahead) || o->captured)) return HALFSTEP_OK;
     return fetch(o);
 }
 
@@ -192,11 +192,11 @@ int hstep_take_scratch(halfstep_optimizer *o, int tensor, struct hstep_single_sc
 {
     if (o->device->shared) return HALFSTEP_OK;
     if (!o->device->asynchronous) return o->device->allocate(&o->context, sizeof **scratch, (void **)scratch);
-    hstep_lock(&o->hand_lock);
+    hstep_lock(&o->sync_lock);
     int error = HALFSTEP_OK;
     if (!o->single_scratch)
         error = o->device->allocate(&o->context, (uint64_t)o->n_tensors * sizeof **scratch, &o->single_scratch);
-    hstep_unlock(&o->hand_lock);
+    hstep_unlock(&o->sync_lock);
     *scratch = error ? NULL : (struct hstep_single_scratch *)o->single_scratch + tensor;
     return error;
 }

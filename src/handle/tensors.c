@@ -263,7 +263,7 @@ int halfstep_bind_step(halfstep_optimizer *o, int32_t tensor, float *step)
     int error = hstep_check_tensor(o, tensor);
     if (error || (error = hstep_fetch(o))) return error;
     o->labels[tensor].step = step;
-    o->shows = 1;
+    o->has_bound_copies = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }
@@ -278,7 +278,7 @@ int halfstep_bind_counters(halfstep_optimizer *o, int32_t tensor, int64_t *state
     count[0] = state_steps;
     count[1] = full_steps;
     count[2] = writes;
-    o->shows = 1;
+    o->has_bound_copies = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }
@@ -294,7 +294,7 @@ int halfstep_bind_grid(halfstep_optimizer *o, int32_t tensor, int32_t slot, doub
                           (int)slot);
     if ((error = hstep_fetch(o))) return error;
     o->labels[tensor].grid[slot] = grid;
-    o->shows = 1;
+    o->has_bound_copies = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }
@@ -320,7 +320,7 @@ static struct hstep_slot *find_grid(struct hstep_tensor *t, const struct hstep_r
 
 void hstep_share_scalars(halfstep_optimizer *o)
 {
-    if (!o->unshared || !o->settled) return;
+    if (!o->scalars_unshared || !o->settled) return;
     for (int pass = 0; pass < 2; pass++)
         for (int i = 0; i < o->n_tensors; i++) {
             const int share = o->tensors[i].share, from = pass ? share : i, to = pass ? i : share;
@@ -330,7 +330,7 @@ void hstep_share_scalars(halfstep_optimizer *o)
             hstep_changed(o, to, 1);
             hstep_show(o, to, 1);
         }
-    o->unshared = 0;
+    o->scalars_unshared = 0;
 }
 
 static int fail_scalar(const halfstep_optimizer *o, int32_t tensor, const char *name)
@@ -381,7 +381,7 @@ int halfstep_set_scalar(halfstep_optimizer *o, int32_t tensor, const char *name,
     if ((error = hstep_fetch(o))) return error;
     hstep_changed(o, tensor, 1);
     t->scalar[row] = value;
-    o->unshared |= hstep_rules[number].totals;
+    o->scalars_unshared |= hstep_rules[number].totals;
     show(o, tensor);
     return HALFSTEP_OK;
 }
@@ -395,7 +395,7 @@ int halfstep_bind_scalar(halfstep_optimizer *o, int32_t tensor, const char *name
     if (row < 0) return fail_scalar(o, tensor, name);
     if ((error = hstep_fetch(o))) return error;
     o->labels[tensor].scalar[row] = value;
-    o->shows = 1;
+    o->has_bound_copies = 1;
     show(o, tensor);
     return HALFSTEP_OK;
 }

@@ -317,7 +317,7 @@ static int parse_manifest(hstep_json *json, manifest *m, uint64_t *version)
     return seen == (is_pointer ? SEQUENCE | CURRENT | CRC : SEQUENCE | STEP | FILES | VALUES | CRC);
 }
 
-/* Reads directory/manifest.json, of either kind. error->missing tells that there is none. */
+/* Reads directory/manifest.json, of either kind. error->not_found tells that there is none. */
 static int read_manifest(const char *directory, manifest *m, hstep_error *error)
 {
     char *path = hstep_join_path(directory, HSTEP_MANIFEST);
@@ -461,7 +461,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
         char *path = hstep_join_path(dir, names[i]);
         int result = path ? read_manifest(path, &m, &trouble) : HALFSTEP_ERROR_MEMORY;
         if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
-        if (result == HALFSTEP_ERROR_IO && !trouble.missing && unread) add_note(unread, detail);
+        if (result == HALFSTEP_ERROR_IO && !trouble.not_found && unread) add_note(unread, detail);
         int is_link = path && hstep_kind_of(path) == HSTEP_KIND_LINK;
         free(path);
         if (result) continue;
@@ -906,8 +906,8 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
     return code;
 }
 
-static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected, int contents,
-                           hstep_error *error);
+static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected,
+                           int check_contents, hstep_error *error);
 
 /* Opens what was written, before the pointer moves and anything older is removed: all of its files are there, in their
  * sizes. */
@@ -983,7 +983,8 @@ void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint)
     free(checkpoint);
 }
 
-static int verify_file(const file_record *record, int contents, void *piece, size_t piece_bytes, hstep_error *error)
+static int verify_file(const file_record *record, int check_contents, void *piece, size_t piece_bytes,
+                       hstep_error *error)
 {
     hstep_file *file;
     hstep_error ignored = {0};
@@ -993,13 +994,13 @@ static int verify_file(const file_record *record, int contents, void *piece, siz
     if (bytes != record->bytes)
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: it has %llu bytes, its manifest says %llu",
                           record->path, ull(bytes), ull(record->bytes));
-    for (uint64_t offset = 0; offset < bytes && contents && !code;) {
+    for (uint64_t offset = 0; offset < bytes && check_contents && !code;) {
         size_t part = bytes - offset < piece_bytes ? (size_t)(bytes - offset) : piece_bytes;
         code = hstep_read_at(file, offset, piece, part, error);
         if (!code) crc = update_crc(crc, piece, part);
         offset += part;
     }
-    if (!code && contents && crc != record->crc)
+    if (!code && check_contents && crc != record->crc)
         code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
                           "%s is corrupt: its checksum is %016llx, its manifest says %016llx", record->path, ull(crc),
                           ull(record->crc));
@@ -1007,9 +1008,9 @@ static int verify_file(const file_record *record, int contents, void *piece, siz
     return code;
 }
 
-/* Opens one generation. With `expected`, its sequence number must be that one. error->missing: it is not there. */
-static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected, int contents,
-                           hstep_error *error)
+/* Opens one generation. With `expected`, its sequence number must be that one. error->not_found: it is not there. */
+static int open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected,
+                           int check_contents, hstep_error *error)
 {
     enum { PIECE = 1 << 20 };
     int busy = 0;
@@ -1019,7 +1020,7 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     if (!code && !(made->directory = hstep_copy(directory))) code = hstep_fail_memory(error);
     if (!code) {
         code = hstep_lock_directory(&made->lock, directory, HSTEP_LOCK_SHARED, &busy, error);
-        if (busy) error->missing = 1; /* only removal locks it so */
+        if (busy) error->not_found = 1; /* only removal locks it so */
     }
     if (!code) code = read_manifest(directory, &made->manifest, error);
     manifest *m = made ? &made->manifest : NULL;
@@ -1028,10 +1029,11 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
                           "%s is not the checkpoint that its parent's " HSTEP_MANIFEST " names", directory);
     for (size_t i = 0; !code && i < m->file_count; i++) {
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
-        code = m->files[i].path ? verify_file(&m->files[i], contents, piece, PIECE, error) : hstep_fail_memory(error);
+        code = m->files[i].path ? verify_file(&m->files[i], check_contents, piece, PIECE, error)
+                                : hstep_fail_memory(error);
         /* A listed file that is gone is damage, not an absent checkpoint. */
-        error->incomplete = error->missing;
-        error->missing = 0;
+        error->incomplete = error->not_found;
+        error->not_found = 0;
     }
     free(piece);
     if (code) {
@@ -1047,14 +1049,14 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
 static int is_damage(int code, const hstep_error *error)
 {
     return code == HALFSTEP_ERROR_FORMAT || code == HALFSTEP_ERROR_NAME ||
-           (code == HALFSTEP_ERROR_IO && (error->missing || error->incomplete));
+           (code == HALFSTEP_ERROR_IO && (error->not_found || error->incomplete));
 }
 
 /* The current generation of dir failed to open, with code and text in *error, which keeps text: opens the newest other
  * one that is sound if fallback is set and all that are newer are damaged, and otherwise completes the text with what
  * else there is. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,
-                      int contents, int code, hstep_error *error)
+                      int check_contents, int code, hstep_error *error)
 {
     generation *list;
     size_t count;
@@ -1073,9 +1075,9 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
     for (size_t i = 0; i < count && !opened && !stopped; i++) {
         if (current && !strcmp(list[i].name, current)) continue;
         char *path = hstep_join_path(dir, list[i].name);
-        trouble.missing = trouble.incomplete = 0;
-        int result =
-            path ? open_generation(checkpoint, path, 0, contents && fallback, &trouble) : hstep_fail_memory(&trouble);
+        trouble.not_found = trouble.incomplete = 0;
+        int result = path ? open_generation(checkpoint, path, 0, check_contents && fallback, &trouble)
+                          : hstep_fail_memory(&trouble);
         opened = !result;
         if (opened && fallback) {
             (*checkpoint)->fell_back = 1;
@@ -1110,33 +1112,34 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: wrong struct_size");
 
-    int code, fallback = ours.fallback != 0, contents = !ours.skip_contents;
+    int code, fallback = ours.fallback != 0, check_contents = !ours.skip_contents;
     uint64_t tried = 0;
     for (;;) {
-        error.missing = error.incomplete = 0;
+        error.not_found = error.incomplete = 0;
         code = read_manifest(path, &pointer, &error);
-        if (code && error.missing) {
+        if (code && error.not_found) {
             hstep_fail(&error, code, "no checkpoint in %s: there is no " HSTEP_MANIFEST, path);
-            code = open_older(checkpoint, path, NULL, fallback, contents, HALFSTEP_ERROR_NAME, &error);
+            code = open_older(checkpoint, path, NULL, fallback, check_contents, HALFSTEP_ERROR_NAME, &error);
             break;
         }
         if (code) {
-            code = open_older(checkpoint, path, NULL, fallback, contents, code, &error);
+            code = open_older(checkpoint, path, NULL, fallback, check_contents, code, &error);
             break;
         }
         if (!pointer.current) {
             free_manifest(&pointer);
-            code = open_generation(checkpoint, path, 0, contents, &error);
+            code = open_generation(checkpoint, path, 0, check_contents, &error);
             break;
         }
         char *directory = hstep_join_path(path, pointer.current);
-        code = directory ? open_generation(checkpoint, directory, pointer.sequence, contents, &error)
+        code = directory ? open_generation(checkpoint, directory, pointer.sequence, check_contents, &error)
                          : hstep_fail_memory(&error);
         free(directory);
         /* A saver that finished between the two reads may have removed what the pointer named then: read it again, as
          * long as it keeps changing. */
-        int again = code && error.missing && pointer.sequence != tried;
-        if (code && !again) code = open_older(checkpoint, path, pointer.current, fallback, contents, code, &error);
+        int again = code && error.not_found && pointer.sequence != tried;
+        if (code && !again)
+            code = open_older(checkpoint, path, pointer.current, fallback, check_contents, code, &error);
         tried = pointer.sequence;
         free_manifest(&pointer);
         if (!again) break;

@@ -109,7 +109,7 @@ int hstep_read_coarse(const hstep_source *source, const halfstep_tensor *tensor,
     halfstep_optimizer *decoder = NULL;
     halfstep_slot_info slot = {.struct_size = sizeof slot};
     /* AdamW has one state of either role, exp_avg and exp_avg_sq. */
-    int32_t from = HALFSTEP_SLOT_STATE + stream->positive;
+    int32_t from = HALFSTEP_SLOT_STATE + stream->nonnegative;
     int code = make_decoder(tensor, coarse, &decoder);
     if (!code) code = halfstep_get_slot_info(decoder, 0, from, &slot);
     if (!code && slot.grid)

@@ -28,7 +28,7 @@ static int fail_system(hstep_error *error, const char *what, const char *path)
 {
     char text[256];
     int number = errno;
-    error->missing = number == ENOENT || number == ENOTDIR;
+    error->not_found = number == ENOENT || number == ENOTDIR;
     return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what,
                       path, strerror_r(number, text, sizeof text));
 }

@@ -41,7 +41,7 @@ typedef struct tensor_record {
     halfstep_counters counters[BOTH];
     scalar_record scalar[4 + HALFSTEP_MAX_STATES];
     int32_t scalars;
-    int fresh; /* the file knows it, but says that it has made no step */
+    int has_no_steps; /* the file knows it, but says that it has made no step */
 } tensor_record;
 
 typedef struct named_tensor {
@@ -425,7 +425,7 @@ typedef struct loading {
     const halfstep_file_options *options;
     void *const *weights;
     hstep_source states, model; /* model: where the weights are, if they are asked for */
-    int apart;                  /* model is a file of its own */
+    int has_model_file;         /* model is a file of its own */
     unsigned char *known;       /* per tensor of the file of states: it is one that the optimizer stores */
     uint64_t *places;           /* where the streams are in their files, as each_stream() visits them */
     size_t place_count, place_capacity;
@@ -479,7 +479,7 @@ static int read_counters(const loading *l, tensor_record *t)
     const char *text = find_value(l, "counters.", t->info.name);
     const char *group = find_value(l, "group_of.", t->info.name);
     if (!text && group) {
-        t->fresh = 1;
+        t->has_no_steps = 1;
         c->id = t->counters[NOW].id;
         return HALFSTEP_OK;
     }
@@ -533,7 +533,7 @@ static int read_scalars(const loading *l, tensor_record *t)
         t->scalar[i].value[THEN] = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
-    if (!t->scalars || t->fresh) return HALFSTEP_OK;
+    if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
     /* Python keeps none for a parameter without elements, or that has not been stepped. */
     if (!text && (!needed || !t->counters[THEN].state_steps || !t->info.rows || !t->info.row_length))
         return HALFSTEP_OK;
@@ -550,7 +550,7 @@ static int read_group_of(const loading *l, tensor_record *t)
     char there[64];
     const char *recipe = find_value(l, "recipe.", t->info.name);
     if (!recipe) recipe = find_value(l, "recipe", "");
-    if (!recipe && !t->fresh) return fail_value(l, "recipe.", t->info.name);
+    if (!recipe && !t->has_no_steps) return fail_value(l, "recipe.", t->info.name);
     if (recipe && halfstep_recipe_full(recipe, there, sizeof there))
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
                           "%s: tensor \"%s\" has the recipe %s, which this library does "
@@ -775,8 +775,8 @@ static int each_stream(loading *l, stream_visitor *visit, void *piece)
         if (!code) code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, streams, &count, l->error);
         for (int k = 0; k < count && !code; k++) code = visit(l, &l->states, t, &streams[k], piece);
         if (!code && l->weights) {
-            code = hstep_weight_stream(r->optimizer, i, &t->info, shape, l->weights[i], l->apart ? "" : HSTEP_WEIGHT,
-                                       &weight, l->error);
+            code = hstep_weight_stream(r->optimizer, i, &t->info, shape, l->weights[i],
+                                       l->has_model_file ? "" : HSTEP_WEIGHT, &weight, l->error);
             if (!code && weight.bytes) code = visit(l, &l->model, t, &weight, piece);
         }
         if (code) return code;
@@ -809,7 +809,7 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
 {
     uint64_t index;
     hstep_coarse coarse;
-    if (t->fresh && !is_weight(l, source)) return HALFSTEP_OK;
+    if (t->has_no_steps && !is_weight(l, source)) return HALFSTEP_OK;
     if (find_coarse(l, source, t, stream, &coarse)) {
         l->known[coarse.codes] = l->known[coarse.scales] = 1;
         return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, source, t, stream, &coarse, NULL);
@@ -820,14 +820,15 @@ static int check_stream(loading *l, const hstep_source *source, tensor_record *t
     if (code) return code;
     l->places[l->place_count++] = index;
     if (source->file == l->states.file) l->known[index] = 1;
-    return stream->positive ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES) : HALFSTEP_OK;
+    return stream->nonnegative ? hstep_check_values(source, index, stream->finite, piece, HSTEP_CHECK_BYTES)
+                               : HALFSTEP_OK;
 }
 
 static int read_stream(loading *l, const hstep_source *source, tensor_record *t, const hstep_stream *stream,
                        void *piece)
 {
     (void)piece;
-    if (t->fresh && !is_weight(l, source)) {
+    if (t->has_no_steps && !is_weight(l, source)) {
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
@@ -852,7 +853,7 @@ static int check_unknown_streams(const loading *l)
         const named_tensor *ours = slash ? find_tensor(l->record, name) : NULL;
         free(name);
         if (ours ? !strcmp(slash + 1, HSTEP_WEIGHT) : l->options && l->options->subset) continue;
-        if (ours && l->record->tensors[ours->index].fresh) return fail_value(l, "counters.", ours->name);
+        if (ours && l->record->tensors[ours->index].has_no_steps) return fail_value(l, "counters.", ours->name);
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has \"%s\", which this optimizer does not store",
                           l->states.path, info.name);
     }
@@ -891,23 +892,23 @@ static uint64_t unused_id(const record *r, uint64_t from)
 
 /* Counters and ids. Tensors may have exchanged their ids, which must differ at every moment: those that change are
  * parked under others first. */
-static int set_counters(const record *r, int which)
+static int set_counters(const record *r, int when)
 {
     uint64_t parked = 0;
     int code = HALFSTEP_OK;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         const tensor_record *t = &r->tensors[i];
-        halfstep_counters c = t->counters[which];
+        halfstep_counters c = t->counters[when];
         if (t->counters[NOW].id == t->counters[THEN].id) continue;
         c.id = parked = unused_id(r, parked + 1);
         code = halfstep_set_counters(r->optimizer, i, &c);
     }
     for (int32_t i = 0; i < r->tensor_count && !code; i++)
-        code = halfstep_set_counters(r->optimizer, i, &r->tensors[i].counters[which]);
+        code = halfstep_set_counters(r->optimizer, i, &r->tensors[i].counters[when]);
     return code;
 }
 
-static int set_settings(const record *r, int which)
+static int set_settings(const record *r, int when)
 {
     int code = HALFSTEP_OK;
     for (size_t i = 0; i < r->setting_count && !code; i++) {
@@ -915,29 +916,29 @@ static int set_settings(const record *r, int which)
         double number;
         if (s->choice[NOW]) {
             if (strcmp(s->choice[NOW], s->choice[THEN]))
-                code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[which]);
+                code = halfstep_set_choice(r->optimizer, s->group, s->name, s->choice[when]);
         } else if (!(code = halfstep_get_hyper(r->optimizer, s->group, s->name, &number)) &&
-                   number != s->number[which]) {
+                   number != s->number[when]) {
             /* Only where it changes: the lr that is set first is a reference for fully decoupled decay. */
-            code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[which]);
+            code = halfstep_set_hyper(r->optimizer, s->group, s->name, s->number[when]);
         }
     }
     return code;
 }
 
-static int set_numbers(const record *r, int which)
+static int set_numbers(const record *r, int when)
 {
-    int code = set_settings(r, which);
-    if (!code) code = set_counters(r, which);
-    if (!code) code = halfstep_set_seed(r->optimizer, r->seed[which]);
-    if (!code) code = halfstep_set_skipped_steps(r->optimizer, r->skipped[which]);
-    if (!code) code = halfstep_set_gradient_norm(r->optimizer, r->norm[which]);
+    int code = set_settings(r, when);
+    if (!code) code = set_counters(r, when);
+    if (!code) code = halfstep_set_seed(r->optimizer, r->seed[when]);
+    if (!code) code = halfstep_set_skipped_steps(r->optimizer, r->skipped[when]);
+    if (!code) code = halfstep_set_gradient_norm(r->optimizer, r->norm[when]);
     for (int32_t g = 0; g < r->group_count && !code; g++)
-        code = halfstep_set_group_steps(r->optimizer, g, r->groups[g].steps[which]);
+        code = halfstep_set_group_steps(r->optimizer, g, r->groups[g].steps[when]);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         const tensor_record *t = &r->tensors[i];
         for (int32_t k = 0; k < t->scalars && !code; k++)
-            code = halfstep_set_scalar(r->optimizer, i, t->scalar[k].name, t->scalar[k].value[which]);
+            code = halfstep_set_scalar(r->optimizer, i, t->scalar[k].name, t->scalar[k].value[when]);
     }
     return code;
 }
@@ -992,7 +993,7 @@ int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_opti
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    loading l = {.weights = weights, .apart = 1};
+    loading l = {.weights = weights, .has_model_file = 1};
     if (!checkpoint || !optimizer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_load_optimizer: NULL argument");
     int code = take_options(&ours, &options, "halfstep_load_optimizer", &error);

@@ -18,17 +18,17 @@ static void shape_as_tensor(hstep_stream *stream, const halfstep_tensor *tensor,
 {
     stream->by_element = 1;
     stream->ndim = shape ? (uint64_t)tensor->ndim : tensor->ndim > 1 ? 2 : (uint64_t)tensor->ndim;
-    stream->shape = shape ? shape : stream->own;
-    stream->own[0] = tensor->ndim == 1 ? elements_of(tensor) : (uint64_t)tensor->rows;
-    stream->own[1] = (uint64_t)tensor->row_length;
+    stream->shape = shape ? shape : stream->own_shape;
+    stream->own_shape[0] = tensor->ndim == 1 ? elements_of(tensor) : (uint64_t)tensor->rows;
+    stream->own_shape[1] = (uint64_t)tensor->row_length;
 }
 
 static void shape_as(hstep_stream *stream, uint64_t ndim, uint64_t first, uint64_t second)
 {
     stream->ndim = ndim;
-    stream->shape = stream->own;
-    stream->own[0] = first;
-    stream->own[1] = second;
+    stream->shape = stream->own_shape;
+    stream->own_shape[0] = first;
+    stream->own_shape[1] = second;
 }
 
 static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
@@ -52,10 +52,10 @@ static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, cons
     stream->dtype = format->extra_dtype;
     stream->data = slot->extra;
     stream->bytes = slot->extra_bytes;
-    stream->positive = format->block != 0;
-    stream->flat = format->block && format->geometry != HALFSTEP_GEOMETRY_ROWS;
+    stream->nonnegative = format->block != 0;
+    stream->flat_scales = format->block && format->geometry != HALFSTEP_GEOMETRY_ROWS;
     if (!format->block) shape_as_tensor(stream, tensor, shape);
-    else if (stream->flat)
+    else if (stream->flat_scales)
         shape_as(stream, 1, slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype), 0);
     else shape_as(stream, 2, (uint64_t)tensor->rows, (uint64_t)slot->blocks_per_row);
 }
@@ -89,7 +89,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
             make_codes(codes, tensor, &format, &info, shape);
             int is_positive = rule->state_role[slot - HALFSTEP_SLOT_STATE] == HALFSTEP_ROLE_NONNEG;
             for (size_t i = 0; i < sizeof floats / sizeof *floats && is_positive; i++)
-                codes->positive = codes->finite |= !strcmp(format.code_dtype, floats[i]);
+                codes->nonnegative = codes->finite |= !strcmp(format.code_dtype, floats[i]);
         }
         if (!info.extra_bytes) continue;
         hstep_stream *extra = &streams[n++];
@@ -153,7 +153,7 @@ static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const
     int same = found->ndim == stream->ndim;
     for (uint64_t i = 0; same && i < found->ndim; i++) same = found->shape[i] == stream->shape[i];
     if (same) return 1;
-    if (stream->flat) return found->elements == stream->own[0];
+    if (stream->flat_scales) return found->elements == stream->own_shape[0];
     return stream->by_element && tensor->ndim > 1 && found->ndim > 1 && found->shape[0] == (uint64_t)tensor->rows &&
            found->elements == elements_of(tensor);
 }
@@ -183,22 +183,22 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
 
 /* The first number that is below zero, or above `largest`, an infinity or less; sign, exponent and mantissa lie as IEEE
  * has them, so that NaN is above infinity. -0 is zero. */
-static size_t find_bad(const void *piece, size_t count, const char *dtype, int finite)
+static size_t find_bad(const void *piece, size_t count, const char *dtype, int must_be_finite)
 {
     size_t i = 0;
     if (!strcmp(dtype, "F32")) {
         const uint32_t *values = piece;
-        const uint32_t sign = 0x80000000u, largest = 0x7f800000u - (uint32_t)finite;
+        const uint32_t sign = 0x80000000u, largest = 0x7f800000u - (uint32_t)must_be_finite;
         while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
     } else {
         const uint16_t *values = piece;
-        const uint32_t sign = 0x8000, largest = (!strcmp(dtype, "BF16") ? 0x7f80u : 0x7c00u) - (uint32_t)finite;
+        const uint32_t sign = 0x8000, largest = (!strcmp(dtype, "BF16") ? 0x7f80u : 0x7c00u) - (uint32_t)must_be_finite;
         while (i < count && (values[i] & ~sign) <= largest && values[i] <= sign) i++;
     }
     return i;
 }
 
-int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes)
+int hstep_check_values(const hstep_source *source, uint64_t index, int must_be_finite, void *piece, size_t piece_bytes)
 {
     halfstep_safetensor_info info = {.struct_size = sizeof info};
     int code = halfstep_get_safetensor_info(source->file, index, &info);
@@ -209,11 +209,11 @@ int hstep_check_values(const hstep_source *source, uint64_t index, int finite, v
         code = halfstep_read_safetensor(source->file, index, offset, piece, bytes, source->error->text,
                                         source->error->size);
         if (code) return code;
-        uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, finite);
+        uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, must_be_finite);
         if (bad < bytes / width)
             return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT,
                               "%s: element %" PRIu64 " of \"%s\" is negative or %s", source->path, offset / width + bad,
-                              info.name, finite ? "not finite" : "not a number");
+                              info.name, must_be_finite ? "not finite" : "not a number");
         offset += bytes;
     }
     return HALFSTEP_OK;

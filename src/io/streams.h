@@ -10,14 +10,14 @@ typedef struct hstep_stream {
     char suffix[64]; /* "exp_avg", "exp_avg.scale", "weight.extra"; empty for a weight in a file of weights */
     const char *dtype;
     uint64_t ndim;
-    const uint64_t *shape; /* the caller's, or own: a stream stays where it was made */
-    uint64_t own[2];
-    int by_element; /* one element for each of the tensor's */
-    int flat;       /* scales of a flattened tensor: their shape does not matter, only their number */
-    int positive;   /* neither NaN nor negative, */
-    int finite;     /* nor infinite */
-    int32_t state;  /* of the rule, -1 of a weight, */
-    int precise;    /* which has a finer format here than the recipe's */
+    const uint64_t *shape; /* the caller's, or own_shape: a stream stays where it was made */
+    uint64_t own_shape[2];
+    int by_element;  /* one element for each of the tensor's */
+    int flat_scales; /* scales of a flattened tensor: their shape does not matter, only their number */
+    int nonnegative; /* neither NaN nor negative, */
+    int finite;      /* nor infinite */
+    int32_t state;   /* of the rule, -1 of a weight, */
+    int precise;     /* which has a finer format here than the recipe's */
     void *data;
     uint64_t bytes;
 } hstep_stream;
@@ -44,7 +44,8 @@ int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor
 /* Finds the stream in a file and judges dtype and shape. */
 int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream,
                       uint64_t *index);
-/* Reads values that have to be positive through a buffer of piece_bytes, and judges them. */
-int hstep_check_values(const hstep_source *source, uint64_t index, int finite, void *piece, size_t piece_bytes);
+/* Reads values that may be neither NaN nor negative, and where must_be_finite not infinite either, through a buffer of
+ * piece_bytes, and judges them. */
+int hstep_check_values(const hstep_source *source, uint64_t index, int must_be_finite, void *piece, size_t piece_bytes);
 
 #endif

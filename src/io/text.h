@@ -15,12 +15,12 @@
 /* For %llu and %llx, which uint64_t does not fit on every system. */
 static inline unsigned long long ull(uint64_t value) { return value; }
 
-/* Where a caller wants the text of a failure. `missing` tells "no such file" apart from other refusals, `incomplete`
+/* Where a caller wants the text of a failure. `not_found` tells "no such file" apart from other refusals, `incomplete`
  * that it was a file which a manifest promises. */
 typedef struct hstep_error {
     char *text;
     size_t size;
-    int missing, incomplete;
+    int not_found, incomplete;
 } hstep_error;
 
 static inline hstep_error hstep_make_error(char *text, size_t size)

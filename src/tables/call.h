@@ -58,10 +58,12 @@ struct hstep_call {
     const struct hstep_context *context;
     struct hstep_plan plan;
     uint64_t seed;
-    int generator; /* row */
-    int scan, clip;
+    int generator;  /* row */
+    int scan, clip; /* HSTEP_SCAN_*, HSTEP_CLIP_* */
     double gradient_scale, clip_norm, round_norm;
-    int first, n, single, micro;
+    int first, n;
+    int single;           /* one tensor is stepped by itself */
+    int micro;            /* the gradients go into the states, and weights are left alone */
     void *const *weights; /* NULL in micro-steps */
     const void *const *gradients;
     const struct hstep_tensor *tensors; /* the handle's own, of which a device may read what settling made of them */

@@ -13,10 +13,12 @@
 #define HSTEP_TILE 256
 
 struct hstep_slot {
-    int format, nonneg, fell_back; /* format: HSTEP_FORMAT_NONE where nothing is stored */
-    int precise;                   /* the format is the state's own (precise), in place of the recipe's */
-    int root;                      /* 0, or of a second moment on a decaying grid (grid.h): that of formats.def */
-    float grid;                    /* of what is stored now; 1 where root is 0 */
+    int format;    /* HSTEP_FORMAT_NONE where nothing is stored */
+    int nonneg;    /* a state of role NONNEG, which holds nothing negative */
+    int fell_back; /* the tensor is too small for the recipe's block format, and has another */
+    int precise;   /* the format is the state's own (precise), in place of the recipe's */
+    int root;      /* 0, or of a second moment on a decaying grid (base/grid.h): that of the format's row */
+    float grid;    /* of what is stored now; 1 where root is 0 */
     char *code, *extra;
     uint64_t code_bytes, extra_bytes;
     int extent; /* HALFSTEP_EXTENT_* */

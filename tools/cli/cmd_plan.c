@@ -210,7 +210,7 @@ static void size_text(double bytes, char text[32])
 }
 
 /* A line for each recipe, as long as its memory, with | where the memory ends that was asked about. */
-static void print_bars(const struct plan *plan, const struct forecast *list, int n, int wide)
+static void print_bars(const struct plan *plan, const struct forecast *list, int n, int width)
 {
     enum { WIDTH = 48, PARTS = 4 };
     static const struct {
@@ -236,12 +236,12 @@ static void print_bars(const struct plan *plan, const struct forecast *list, int
             used[part] |= bytes > 0;
             while (at < (int)(sum / longest * WIDTH + 0.5)) cells[at++] = parts[part].sign;
         }
-        printf("%-*s  ", wide, list[i].recipe);
+        printf("%-*s  ", width, list[i].recipe);
         for (int cell = 0; cell < at || cell <= limit; cell++)
             printf("%s%s", cell == limit ? "|" : "", cell < at ? cells[cell] : cell < limit ? " " : "");
         printf("\n");
     }
-    printf("%*s", wide, "");
+    printf("%*s", width, "");
     for (int part = 0; part < PARTS; part++)
         if (used[part]) printf("  %s %s", parts[part].sign, parts[part].name);
     if (plan->memory) {
@@ -270,16 +270,16 @@ static void print_precise_states(const struct forecast *list, int n)
 
 static int print_table(const struct plan *plan, double params, const struct forecast *list, int n)
 {
-    int fitting = 0, wide = 6;
+    int fitting = 0, width = 6;
     char size[32], lacking[32];
     for (int i = 0; i < n; i++)
-        if ((int)strlen(list[i].recipe) > wide) wide = (int)strlen(list[i].recipe);
+        if ((int)strlen(list[i].recipe) > width) width = (int)strlen(list[i].recipe);
     printf("%.0f parameters%s. Bytes per parameter:\n\n", params, plan->release ? ", gradients released" : "");
-    printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", wide, "recipe", "in all",
+    printf("%-*s  weights   extra  gradients   states    total  %12s%s\n", width, "recipe", "in all",
            plan->memory ? "  fits" : "");
     for (int i = 0; i < n; i++) {
         const struct forecast *f = &list[i];
-        printf("%-*s  %7.3f %7.3f  %4.3f %-4s %8.3f %8.3f  ", wide, f->recipe, f->weights / params, f->extras / params,
+        printf("%-*s  %7.3f %7.3f  %4.3f %-4s %8.3f %8.3f  ", width, f->recipe, f->weights / params, f->extras / params,
                f->gradient_bytes / params, f->gradients, f->states / params, f->total / params);
         size_text(f->total, size);
         printf("%12s", size);
@@ -288,7 +288,7 @@ static int print_table(const struct plan *plan, double params, const struct fore
         fitting += fits(plan, f);
     }
     printf("\n");
-    if (n > 0) print_bars(plan, list, n, wide);
+    if (n > 0) print_bars(plan, list, n, width);
     if (plan->memory) {
         size_text((double)plan->memory, size);
         printf("%d of %d recipes fit into %s.", fitting, n, size);

@@ -10,15 +10,15 @@ enum { PATH_BYTES = 4096 };
 
 /* What tells a file from others: itself where it is there, otherwise its folder and its name in it. */
 struct identity {
-    int there;
+    int exists;
     struct stat status; /* of the file or the folder */
     const char *name;
 };
 
 static int identify(const char *path, struct identity *out)
 {
-    out->there = stat(path, &out->status) == 0;
-    if (out->there) return 0;
+    out->exists = stat(path, &out->status) == 0;
+    if (out->exists) return 0;
     char folder[PATH_BYTES];
     const char *slash = strrchr(path, '/');
     out->name = slash ? slash + 1 : path;
@@ -31,13 +31,15 @@ static int identify(const char *path, struct identity *out)
 
 static int same(const struct identity *a, const struct identity *b)
 {
-    if (a->there != b->there || a->status.st_dev != b->status.st_dev || a->status.st_ino != b->status.st_ino) return 0;
-    if (!a->there) return strcmp(a->name, b->name) == 0;
+    if (a->exists != b->exists || a->status.st_dev != b->status.st_dev || a->status.st_ino != b->status.st_ino)
+        return 0;
+    if (!a->exists) return strcmp(a->name, b->name) == 0;
     return S_ISREG(a->status.st_mode) || S_ISBLK(a->status.st_mode);
 }
 
-/* Whether a file in the folder is the one that `file` identifies. */
-static int holds(const char *folder, const struct identity *file, int deeper)
+/* Whether a file in the folder, or with_checkpoints in one of the checkpoints there, is the one that `file`
+ * identifies. */
+static int holds(const char *folder, const struct identity *file, int with_checkpoints)
 {
     DIR *stream = opendir(folder);
     if (!stream) return 0;
@@ -48,9 +50,10 @@ static int holds(const char *folder, const struct identity *file, int deeper)
         struct identity inner;
         if (entry->d_name[0] == '.' && (!entry->d_name[1] || strcmp(entry->d_name, "..") == 0)) continue;
         if (snprintf(path, sizeof path, "%s/%s", folder, entry->d_name) >= (int)sizeof path) continue;
-        if (identify(path, &inner) != 0 || !inner.there) continue;
+        if (identify(path, &inner) != 0 || !inner.exists) continue;
         found = same(file, &inner);
-        if (!found && deeper && S_ISDIR(inner.status.st_mode) && strncmp(entry->d_name, "checkpoint-", 11) == 0)
+        if (!found && with_checkpoints && S_ISDIR(inner.status.st_mode) &&
+            strncmp(entry->d_name, "checkpoint-", 11) == 0)
             found = holds(path, file, 0);
     }
     closedir(stream);
@@ -102,8 +105,8 @@ int paths_check(const struct named_path *inputs, int n_inputs, const struct name
         if (!outputs[o].path || identify(outputs[o].path, &output) != 0) continue;
         for (int i = 0; i < n_inputs; i++) {
             if (!inputs[i].path || identify(inputs[i].path, &other) != 0) continue;
-            int inside = other.there && S_ISDIR(other.status.st_mode);
-            if (!(inside ? output.there && holds(inputs[i].path, &output, 1) : same(&output, &other))) continue;
+            int inside = other.exists && S_ISDIR(other.status.st_mode);
+            if (!(inside ? output.exists && holds(inputs[i].path, &output, 1) : same(&output, &other))) continue;
             snprintf(error, error_bytes, "%s would overwrite %s, %s %s", outputs[o].what, outputs[o].path,
                      inside ? "a file of" : "which is", inputs[i].what);
             return 2;

@@ -8,7 +8,9 @@
 
 struct progress {
     FILE *out;
-    int quiet, live, colour, drawn;
+    int quiet, colour;
+    int live;  /* one line of a terminal is rewritten, */
+    int drawn; /* and stands there now */
     char label[96];
     int64_t first, total;
     double started, shown; /* seconds of a monotonic clock */

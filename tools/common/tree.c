@@ -31,7 +31,7 @@ static int add_up(struct planning *p, int64_t begin, int64_t end)
     if (end - begin == 1) {
         int slot = p->in_use++;
         if (p->in_use > tree->slots) tree->slots = p->in_use;
-        tree->leaf[begin - tree->first] = (struct tree_leaf){.slot = slot, .fresh = 1};
+        tree->leaf[begin - tree->first] = (struct tree_leaf){.slot = slot, .overwrites = 1};
         return slot;
     }
     int64_t middle = cut(begin, end);

@@ -14,10 +14,10 @@ struct tree_merge {
     int into, from; /* into += from */
 };
 
-/* What becomes of the gradient of one micro-step: it is put into a slot (fresh) or added to it; then slots are
- * merged. */
+/* What becomes of the gradient of one micro-step: it is put into a slot, or added to it; then slots are merged. */
 struct tree_leaf {
-    int slot, fresh;
+    int slot;
+    int overwrites; /* whatever was in the slot */
     int first_merge, merges;
 };
 

@@ -57,7 +57,7 @@ static const struct command command = {
 
 struct outcome {
     uint64_t hash;
-    int known, right;
+    int listed, matches; /* there is a hash to find; it was found */
 };
 
 /* Where the hashes are written before the list takes its name: opened before they are computed, since that takes a
@@ -135,8 +135,8 @@ static int compute(const struct verify *v, const struct golden_case *cases, stru
             if (live) fprintf(stderr, "\r\033[K");
             return failure("verify", "%s", error);
         }
-        outcomes[i].known = golden_expected(hstep_golden_hashes, &cases[i], &expected);
-        outcomes[i].right = outcomes[i].known && expected == outcomes[i].hash;
+        outcomes[i].listed = golden_expected(hstep_golden_hashes, &cases[i], &expected);
+        outcomes[i].matches = outcomes[i].listed && expected == outcomes[i].hash;
         if (live && (i % 16 == 0 || i == n - 1)) fprintf(stderr, "\r%d of %d", i + 1, n);
     }
     if (live) fprintf(stderr, "\r\033[K");
@@ -147,10 +147,10 @@ static int report(const struct verify *v, const struct golden_case *cases, const
 {
     int passed = 0, threads = v->threads ? (int)v->threads : halfstep_default_threads();
     for (int i = 0; i < n; i++) {
-        passed += outcomes[i].right;
+        passed += outcomes[i].matches;
         if (v->json) continue;
-        const char *word = outcomes[i].right ? "ok" : outcomes[i].known ? "DIFFERS" : "NOT LISTED";
-        if (v->list || !outcomes[i].right)
+        const char *word = outcomes[i].matches ? "ok" : outcomes[i].listed ? "DIFFERS" : "NOT LISTED";
+        if (v->list || !outcomes[i].matches)
             printf("%-10s %s %s %s %016" PRIx64 "\n", word, cases[i].recipe, cases[i].gradients, cases[i].generator,
                    outcomes[i].hash);
     }

@@ -328,7 +328,7 @@ struct run {
     void *accumulator[GOLDEN_MAX_PARTS];
     int64_t *statistics[GOLDEN_MAX_PARTS];
     char *states[GOLDEN_MAX_PARTS]; /* the caller's memory for them, or NULL */
-    int bound;
+    int states_bound;
     const char *device;
     char *error;
     size_t error_bytes;
@@ -544,7 +544,7 @@ static int place_states(struct run *r, int part)
 {
     halfstep_optimizer *o = r->optimizer[part];
     uint64_t bytes;
-    if (!r->bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
+    if (!r->states_bound) return check(r, part, halfstep_allocate_states(o), "halfstep_allocate_states");
     if (check(r, part, halfstep_state_bytes(o, &bytes), "halfstep_state_bytes")) return -1;
     r->states[part] = device_zeros(r, part, (int64_t)bytes + 64);
     if (!r->states[part]) return complain(r, "out of memory");
@@ -838,7 +838,7 @@ int golden_run(const struct golden_case *c, const struct golden_layout *layout, 
     r->c = c;
     r->parts = layout->parts > 1 ? layout->parts : 1;
     r->by_columns = layout->by_columns;
-    r->bound = layout->bound;
+    r->states_bound = layout->states_bound;
     r->device = layout->device && strcmp(layout->device, "cpu") ? layout->device : NULL;
     char name[32];
     halfstep_rule_info rule = {.struct_size = sizeof rule};

@@ -9,7 +9,7 @@
 
 #include "halfstep.h"
 
-/* Room for a recipe and the 0 after it. */
+/* Bytes of a recipe and the 0 after it. */
 enum { GOLDEN_RECIPE = 160 };
 
 #define GOLDEN_CAUTIOUS ":cautious"
@@ -27,7 +27,7 @@ struct golden_layout {
     void *host;
     int parts;          /* handles that share every tensor; 0 is 1 */
     int by_columns;     /* cut columns instead of rows */
-    int bound;          /* states in memory of the caller */
+    int states_bound;   /* states in memory of the caller */
     const char *device; /* as in halfstep_options, or NULL */
 };
 

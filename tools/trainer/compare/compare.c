@@ -459,7 +459,7 @@ int compare_run(const struct compare_kind *kind, const struct comparison *compar
     compare->comparison = comparison;
     compare->kind = kind;
     compare->report.words = kind->words;
-    compare->report.accuracies = kind->accuracies;
+    compare->report.has_accuracies = kind->has_accuracies;
     make_options(compare);
     int status = args_parse(&compare->args, &command, compare->groups, 2, argc, argv);
     if (status == ARGS_RUN) {

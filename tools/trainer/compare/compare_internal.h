@@ -30,7 +30,7 @@ struct compare_kind {
     const char *expect;                  /* help of --expect */
     const char *batches;                 /* default of a --batch that takes several sizes, NULL: it takes one */
     const struct report_words *words;
-    int accuracies;
+    int has_accuracies;
     void (*options_init)(struct run_options *options);
     /* After parsing: defaults that depend on each other. */
     int (*complete)(struct compare *compare, char *error, size_t error_bytes);

@@ -104,7 +104,7 @@ int compare_mnist(const struct comparison *comparison, int argc, char **argv)
                   "% of the reference's",
         .batches = "128",
         .words = &words,
-        .accuracies = 1,
+        .has_accuracies = 1,
         .options_init = mnist_options_init,
         .complete = complete,
         .load = load,

@@ -24,7 +24,7 @@ struct mnist_run {
     uint32_t *order;                      /* of the training images in this epoch, or of the test images */
     unsigned char *first[CNN_TENSORS][2]; /* codes and extra codes of the weights as they were initialised */
     int weight_dtype[CNN_TENSORS];        /* where the codes alone are the weight, otherwise -1 */
-    int current;                          /* the model holds the weights that are being trained */
+    int has_trained_weights;              /* the model holds the weights that are being trained */
     int64_t epoch;
     double loss_sum; /* of this epoch's images so far */
     int64_t images, images_in_all;
@@ -161,8 +161,8 @@ static void dismantle(struct mnist_run *m)
 static int load_weights(struct mnist_run *m, int average)
 {
     struct run *run = &m->run;
-    average = average && run->averages;
-    if (m->current && !average) return 0;
+    average = average && run->has_average;
+    if (m->has_trained_weights && !average) return 0;
     for (int i = 0; i < run->tensors; i++) {
         struct cnn_tensor info;
         cnn_tensor_info(&m->shape, i, &info);
@@ -174,7 +174,7 @@ static int load_weights(struct mnist_run *m, int average)
         else code = halfstep_read_slot(run->optimizer, i, HALFSTEP_SLOT_WEIGHT, run->weights[i], 0, info.rows, values);
         if (code != HALFSTEP_OK) return run_fail(run, "%s: %s", info.name, halfstep_error_detail(run->optimizer));
     }
-    m->current = !average;
+    m->has_trained_weights = !average;
     return 0;
 }
 
@@ -249,7 +249,7 @@ static int train_step(struct mnist_run *m, int64_t first, int64_t n)
     double stepping = progress_clock();
     int status = judge(m, halfstep_step(run->optimizer, run->weights, (const void *const *)run->gradients));
     double now = progress_clock();
-    m->current = 0;
+    m->has_trained_weights = 0;
     run->optimizer_seconds += now - stepping;
     run->trained_seconds += now - begun;
     if (status) return status;

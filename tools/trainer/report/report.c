@@ -109,7 +109,7 @@ void report_row(const struct report *report, int entry, struct report_row *row)
     mean_of(&row->tokens_per_s, speed, timed);
     mean_of(&row->difference, difference, pairs);
     mean_of(&row->changed, changed, known);
-    mean_of(&row->accuracy, accuracy, report->accuracies ? n : 0);
+    mean_of(&row->accuracy, accuracy, report->has_accuracies ? n : 0);
     mean_of(&row->reached, mark, marks);
 }
 
@@ -171,7 +171,7 @@ int report_judge(struct report *report)
         struct report_row row;
         report_row(report, check->entry, &row);
         check->value = row.difference.mean;
-        if (report->accuracies) {
+        if (report->has_accuracies) {
             struct report_row reference;
             report_row(report, report_reference(report, check->entry), &reference);
             check->value = 100 * (row.accuracy.mean - (check->relation == '~' ? reference.accuracy.mean : 0));
@@ -190,7 +190,7 @@ void report_check_text(const struct report *report, const struct report_check *c
     const char *wanted = check->relation == '>' ? "more than" : check->relation == '<' ? "less than" : "within";
     const char *reference = report->entry[report_reference(report, check->entry)].name;
     text_add(out, "%s: ", report->entry[check->entry].name);
-    if (report->accuracies) {
+    if (report->has_accuracies) {
         if (!isfinite(check->value)) text_add(out, "diverged");
         else if (check->relation == '~') text_add(out, "%+.3f %% to the accuracy of %s", check->value, reference);
         else text_add(out, "test accuracy %.3f %%", check->value);
@@ -244,7 +244,7 @@ static void add_winners(const struct report *report, int group, const char *befo
 
 void report_sentence(const struct report *report, struct text *out)
 {
-    if (report->accuracies) {
+    if (report->has_accuracies) {
         for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++) add_winners(report, g, g ? " " : "", out);
         return;
     }
@@ -312,10 +312,10 @@ static const char *heading(const struct report *report, enum column column)
     case RECIPE: return "recipe";
     case COMPUTE: return "compute";
     case GRADIENTS: return "gradients";
-    case ACCURACY: return report->accuracies ? "accuracy, %" : "";
+    case ACCURACY: return report->has_accuracies ? "accuracy, %" : "";
     case LOSS: return report_words(report)->short_loss;
     case DIFFERENCE: return "difference";
-    case REACHED: return report->accuracies ? "epochs to 99 %" : "";
+    case REACHED: return report->has_accuracies ? "epochs to 99 %" : "";
     case BYTES: return "B/param";
     case SPEED: return report_words(report)->speed;
     case CHANGED: return "weights changed, %";
@@ -339,9 +339,9 @@ static void make_cells(const struct report *report, int entry, char cell[COLUMNS
     snprintf(cell[COMPUTE], 96, "%s", report->entry[entry].compute);
     snprintf(cell[GRADIENTS], 96, "%s", report->entry[entry].gradients);
     if (!row.validation.n) return;
-    if (report->accuracies && isfinite(row.accuracy.mean))
+    if (report->has_accuracies && isfinite(row.accuracy.mean))
         plus_minus(cell[ACCURACY], 96, "%.3f", 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
-    else if (report->accuracies) strcpy(cell[ACCURACY], "diverged");
+    else if (report->has_accuracies) strcpy(cell[ACCURACY], "diverged");
     if (isfinite(row.validation.mean))
         plus_minus(cell[LOSS], 96, "%.4f", row.validation.mean, row.validation.deviation, 4);
     else strcpy(cell[LOSS], "diverged");

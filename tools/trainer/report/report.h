@@ -31,7 +31,7 @@ struct report_run {
     uint64_t skipped;
     struct report_curve train, validation;
     struct document json; /* what train lm prints for this run */
-    double accuracy;      /* share of the test that was right, and how it went; where report.accuracies */
+    double accuracy;      /* share of the test that was right, and how it went; where report.has_accuracies */
     struct report_curve accuracies;
 };
 
@@ -56,8 +56,8 @@ struct report_pair {
     const char *name, *value;
 };
 
-/* A demand on one entry's difference to the reference, in nat; where report.accuracies, on its test accuracy in percent
- * ('>', '<') or on the difference of that ('~'). */
+/* A demand on one entry's difference to the reference, in nat; where report.has_accuracies, on its test accuracy in
+ * percent ('>', '<') or on the difference of that ('~'). */
 struct report_check {
     int entry;
     char relation; /* '>': more than, '<': less than, '~': within, either way */
@@ -80,7 +80,7 @@ struct report {
     int checks;
     const char *const *group;         /* what the groups are called: "batch 128"; one group needs no name */
     int groups;                       /* 0 and 1: one */
-    int accuracies;                   /* runs have a test accuracy */
+    int has_accuracies;               /* runs have a test accuracy */
     const struct report_words *words; /* NULL: those of the language model */
 };
 

@@ -17,7 +17,7 @@ void report_runs_csv(const struct report *report, struct text *out)
              "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
              "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
              "weights_changed%s\n",
-             report->accuracies ? ",group,test_accuracy" : "");
+             report->has_accuracies ? ",group,test_accuracy" : "");
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->done) continue;
@@ -36,7 +36,7 @@ void report_runs_csv(const struct report *report, struct text *out)
         text_add(out, ",%.3f,%llu,%.6g,%.6g,%.6g,%.6g,", run->seconds, (unsigned long long)run->skipped, run->weights,
                  run->gradients, run->states, run->weights + run->gradients + run->states);
         if (!isnan(run->changed)) text_add(out, "%.9g", run->changed);
-        if (report->accuracies) {
+        if (report->has_accuracies) {
             text_add(out, ",%s,", report->groups > 1 ? report->group[entry->group] : "");
             add_number(out, "%.9g", run->accuracy);
         }
@@ -99,7 +99,7 @@ static void put_row(struct document *d, json_t *in, const struct report *report,
     put_mean(d, object, "tokens_per_s", &row.tokens_per_s);
     put_mean(d, object, "weights_changed", &row.changed);
     put_integer(d, object, "skipped_steps", (int64_t)row.skipped);
-    if (!report->accuracies) return;
+    if (!report->has_accuracies) return;
     put_text(d, object, "group", report->groups > 1 ? report->group[entry->group] : "");
     put_mean(d, object, "test_accuracy", &row.accuracy);
     put_mean(d, object, "epochs_to_99_percent", &row.reached);

@@ -249,7 +249,7 @@ static void add_curves(struct text *out, const struct report *report, enum curve
     text_add(out, "</p>\n");
     add_legend(out, report, group, kind == DIFFERENCE);
     /* Losses and errors that fall by orders of magnitude within few points need a logarithm to be told apart. */
-    enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->accuracies ? SVG_LOG : SVG_LINEAR;
+    enum svg_axis y_axis = kind == DIFFERENCE ? SVG_ASINH : report->has_accuracies ? SVG_LOG : SVG_LINEAR;
     struct svg_chart chart = {.id = CURVES * group + (int)kind,
                               .title = text_string(&title),
                               .x_label = report_words(report)->step,
@@ -295,10 +295,10 @@ static void add_row(struct text *out, const struct report *report, int i)
              entry->gradients);
     if (!row.validation.n) {
         text_add(out, "–</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
-                 report->accuracies ? "<td>–</td><td>–</td>" : "");
+                 report->has_accuracies ? "<td>–</td><td>–</td>" : "");
         return;
     }
-    if (report->accuracies) {
+    if (report->has_accuracies) {
         add_spread(out, 0, 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
         text_add(out, "</td><td>");
     }
@@ -308,7 +308,7 @@ static void add_row(struct text *out, const struct report *report, int i)
     else if (row.difference.n)
         add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
     else text_add(out, "–");
-    if (report->accuracies) {
+    if (report->has_accuracies) {
         text_add(out, "</td><td>");
         if (row.reached.n == row.validation.n) text_add(out, "%.3g", row.reached.mean);
         else text_add(out, "–");
@@ -324,14 +324,14 @@ static void add_row(struct text *out, const struct report *report, int i)
 
 static void add_table(struct text *out, const struct report *report)
 {
-    int group = -1, columns = report->accuracies ? 11 : 9;
+    int group = -1, columns = report->has_accuracies ? 11 : 9;
     text_add(out,
              "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
              "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
              "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
              "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
-             report->accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
-             report->accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
+             report->has_accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
+             report->has_accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
     for (int i = 0; i < report->entries; i++) {
         if (report->groups > 1 && report->entry[i].group != group) {
             group = report->entry[i].group;
@@ -350,7 +350,7 @@ static void add_table(struct text *out, const struct report *report)
         out,
         "Bytes per parameter are those held during training. Weights changed: the share of all weights whose stored "
         "bits differ from the start. ");
-    if (report->accuracies)
+    if (report->has_accuracies)
         text_add(
             out,
             "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, where all of them came so far. ");
@@ -446,12 +446,12 @@ void report_html(const struct report *report, struct text *out)
     add_table(out, report);
     if (done) {
         if (make_line(report, 0, TRAIN, window_of(report), &reference)) out->failed = 1;
-        enum svg_axis x_axis = report->accuracies ? SVG_LINEAR : step_axis(&reference);
+        enum svg_axis x_axis = report->has_accuracies ? SVG_LINEAR : step_axis(&reference);
         free(reference.step);
         for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++) {
-            if (report->accuracies) add_curves(out, report, ERROR, g, x_axis);
+            if (report->has_accuracies) add_curves(out, report, ERROR, g, x_axis);
             add_curves(out, report, VALIDATION, g, x_axis);
-            if (report->entries > 1 && !report->accuracies) add_curves(out, report, DIFFERENCE, g, x_axis);
+            if (report->entries > 1 && !report->has_accuracies) add_curves(out, report, DIFFERENCE, g, x_axis);
             add_curves(out, report, TRAIN, g, x_axis);
         }
         add_memory(out, report);

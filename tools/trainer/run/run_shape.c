@@ -57,17 +57,18 @@ int run_shape_from_init(struct args *args, struct run_config *config, char *erro
         const struct {
             const char *option;
             int64_t *value;
-            int told;
+            int in_config;
         } sizes[] = {{"width", &config->width, shape.width},
                      {"depth", &config->depth, shape.depth},
                      {"heads", &config->heads, shape.heads}};
         for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-            if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].told) {
+            if (args_given(args, sizes[i].option) && *sizes[i].value != sizes[i].in_config) {
                 snprintf(error, error_bytes, "--%s is %lld, but the config.json of --init %s says %d; leave --%s out",
-                         sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].told, sizes[i].option);
+                         sizes[i].option, (long long)*sizes[i].value, config->init, sizes[i].in_config,
+                         sizes[i].option);
                 return 2;
             }
-            *sizes[i].value = sizes[i].told;
+            *sizes[i].value = sizes[i].in_config;
         }
         config->context = shape.context;
         take_numbers(config, &shape);

@@ -189,7 +189,7 @@ static int update(struct run *run, struct run_point *point)
 const struct lm_weight *run_speaking_weights(struct run *run, void **copies)
 {
     *copies = NULL;
-    if (!run->averages) return run->model_weights;
+    if (!run->has_average) return run->model_weights;
     size_t heads = ((size_t)run->tensors * sizeof(struct lm_weight) + 63) / 64 * 64;
     unsigned char *memory = malloc(heads + (size_t)lm_parameter_count(&run->shape) * sizeof(float));
     struct lm_weight *weights = *copies = memory;

@@ -115,7 +115,7 @@ static int check_rule(struct run *run)
         run_fail(run, "--recipe: %s follows weights that another optimizer trains, and trains none itself", rule.name);
         return 2;
     }
-    run->averages = rule.average;
+    run->has_average = rule.average;
     run->result->tensors_skip = run->config->release || strcmp(run->config->scan, "per-tensor") == 0;
     return 0;
 }

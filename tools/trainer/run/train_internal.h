@@ -46,10 +46,10 @@ struct run {
     int32_t decayed, plain; /* groups */
     int32_t rule;           /* row of the rule */
     int tensors, threads, gradient_dtype;
-    int adds_up;  /* gradients of micro-steps are added up in the buffers that the step reads */
-    int by_tree;  /* and along a tree, see train_tree.c */
-    int streams;  /* the model hands out gradients tensor by tensor and keeps none */
-    int averages; /* what the rule trains is not what it evaluates */
+    int adds_up;     /* gradients of micro-steps are added up in the buffers that the step reads */
+    int by_tree;     /* and along a tree, see train_tree.c */
+    int streams;     /* the model hands out gradients tensor by tensor and keeps none */
+    int has_average; /* what the rule trains is not what it evaluates */
     unsigned char *weight_memory, *gradient_memory;
     void **weights, **gradients; /* whole weights; gradients of the own rows */
     void **own_weights;          /* where the own rows begin */
@@ -69,14 +69,14 @@ struct run {
     uint64_t sequence;  /* of the last checkpoint that this run has saved or resumed; 0: none */
     int unread;         /* the last one was saved and could not be read back */
     uint64_t unread_step;
-    int shares; /* the directory holds checkpoints that are not this run's */
+    int directory_shared; /* the directory holds checkpoints that are not this run's */
     struct run_lock *lock;
 
     struct dist *dist; /* NULL: alone, which is rank 0 of 1 */
     int rank, ranks;
     struct ranks parts;
     halfstep_optimizer *whole; /* has no states, but every tensor whole: for sizes. NULL: alone */
-    double *losses;            /* of the micro-steps of a step, and room for one number of each rank */
+    double *losses;            /* of the micro-steps of a step, and one number of each rank */
     int signal;                /* that all ranks know of */
     char offender[96];         /* the tensor whose gradient was not finite */
 

@@ -371,8 +371,8 @@ static void look_for_others(struct run *run)
     } else {
         others = code != HALFSTEP_ERROR_NAME || run->sequence != 0;
     }
-    if (!others || run->shares) return;
-    run->shares = 1;
+    if (!others || run->directory_shared) return;
+    run->directory_shared = 1;
     snprintf(why, sizeof why,
              "note: %s holds checkpoints that are not this run's: it removes none there, whatever --keep says",
              run->config->checkpoint);
@@ -396,7 +396,7 @@ static int read_back(struct run *run, const char *trainer)
     else if (strcmp(text, trainer) != 0)
         status = run_fail(run, "%s: another program has saved there at the same time", directory);
     else {
-        run->shares |= info.sequence != run->sequence + 1;
+        run->directory_shared |= info.sequence != run->sequence + 1;
         run->sequence = info.sequence;
     }
     free(text);
@@ -415,9 +415,9 @@ static int save(struct run *run, const struct holding *whole)
         halfstep_save_options options = {.struct_size = sizeof options,
                                          .step = (uint64_t)run->step,
                                          .keep = (uint32_t)c->keep,
-                                         .prune_if = !run->shares,
+                                         .prune_if = !run->directory_shared,
                                          .newest = run->sequence};
-        if (run->shares) options.keep = UINT32_MAX;
+        if (run->directory_shared) options.keep = UINT32_MAX;
         status = checkpoint_save(c->checkpoint, &options, whole, c->recipe, trainer.data, &run->result->history, note,
                                  sizeof note) != 0;
         if (status) run_fail(run, "%s", note);

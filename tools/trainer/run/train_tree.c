@@ -70,7 +70,7 @@ int run_tree_take(struct run *run, int tensor, const void *gradient)
     const struct tree_leaf *leaf = &run->tree.leaf[run->micro_step - run->tree.first];
     float *sum = run_tree_slot(run, leaf->slot, tensor);
     size_t elements = (size_t)(run->tree_offset[tensor + 1] - run->tree_offset[tensor]);
-    if (leaf->fresh) memset(sum, 0, elements * sizeof *sum);
+    if (leaf->overwrites) memset(sum, 0, elements * sizeof *sum);
     int status = add(run, tensor, sum, gradient, run->config->gradients);
     for (int i = 0; i < leaf->merges && !status; i++) {
         struct tree_merge merge = run->tree.merge[leaf->first_merge + i];
