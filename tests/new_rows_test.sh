@@ -83,7 +83,7 @@ while IFS='|' read -r isa processor flags; do
 done < <(sed -nE 's/^ISA\( *([a-z0-9_]+) *, *([a-z0-9_]+) *, *"([^"]*)" *\)/\1|\2|\3/p' src/vec/isas.def)
 for program in driver golden rules; do
     # shellcheck disable=SC2046,SC2086
-    cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -I"$source_dir" $have \
+    cc -std=c11 -O1 -ffp-contract=off -fno-math-errno -D_GNU_SOURCE -Iinclude -Isrc -I"$source_dir" -I"$source_dir/tools" $have \
         $(find src -name '*.c' ! -name kernels.c) $objects \
         "$source_dir/tests/rows/$program.c" -o $program -lm -ldl -pthread >log 2>&1 || { cat log; fail "the library with new rows"; }
 done

@@ -8,7 +8,7 @@
  * becomes zero: there is no bound on the error, and fp8 is the format to use. Two things differ: v / s from 61440 up,
  * which became infinite for ever, is stored as 57344; and 1e-6 is added to the scale whatever the optimizer's eps is.
  * Memory of zeros (codes and scale) decodes to +0, as with the published scale of 1; so does the code of -0. Instead of
- * a maximum, the core sums the squares of fp8_lamb16_norm(). */
+ * a maximum, a pass sums the squares of fp8_lamb16_norm(). */
 #ifndef HSTEP_FP8_LAMB16_H
 #define HSTEP_FP8_LAMB16_H
 

@@ -1,4 +1,4 @@
-/* The device side of device.h: what src/host does with tasks and tiles, warp by warp and bit for bit. One source in
+/* The device side of device.h: what device/host does with tasks and tiles, warp by warp and bit for bit. One source in
  * what C and CUDA's C++ share: device code, and compiled as C the kernels of the emulation (tests/cuda).
  *
  * Over 500 lines because the kernels share the walk over chunks and what a warp holds of them. */
