@@ -1,5 +1,5 @@
-/* Copy this to src/formats/NAME.h, rename, and add one row (and the include above it) to src/formats/formats.def
- * (docs/adding.md).
+/* Copy this to src/formats/NAME.h, rename, add FORMAT(id, NAME) to src/formats/formats.def and an include to
+ * src/formats/formats.h, which says what the row below means (docs/adding.md).
  *
  * Say here the byte layout, the rounding and the worst-case error. This one is a block format: 8-bit linear codes, code
  * = floor((round(x * 65536 / s) + r) / 65536) with r the element's 16 random bits (2^15 for nearest), decode code * s,
@@ -9,6 +9,11 @@
  * An element format has three functions instead, NAME_decode, NAME_encode and NAME_apply: see src/formats/bf16_sr.h. */
 #ifndef HSTEP_SKELETON_FORMAT_H
 #define HSTEP_SKELETON_FORMAT_H
+
+/* clang-format off */
+#define skeleton_ROW "skeleton", "linear 8-bit codes, BF16 scale per 32", ROWS, I8, BF16, \
+    roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 1
+/* clang-format on */
 
 /* From the largest stashed magnitude of each block (one per lane) to its scale, an fp32 pattern with the low half
  * zero. */

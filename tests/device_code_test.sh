@@ -16,7 +16,7 @@ compile() {
     clang -x "$1" --cuda-device-only $target -ffp-contract=off -Iinclude "-I$2" -std=c++17 -O1 -S -o "$scratch/device.s" \
         tests/rows/device_code.cu >"$scratch/log" 2>&1
 }
-rows=$(grep -cE '^(ELEMENT_FORMAT|BLOCK_FORMAT) *\(' src/formats/formats.def)
+rows=$(grep -cE '^FORMAT\(' src/formats/formats.def)
 rules=$(grep -cE '^RULE\(' src/rules/rules.def)
 # check LANGUAGE ENTRY: one line of the assembly for each entry matches.
 check() {

@@ -15,8 +15,10 @@ named() {
 rules=$(sed -nE 's/^RULE\([0-9]+, ([a-z0-9_]+)\)$/\1/p' src/rules/rules.def | while read -r rule; do
     sed -nE 's/^ *RULE\("([^"]+)".*/\1/p' "src/rules/$rule.h"
 done)
-formats=$(sed -nE 's/^(ELEMENT|BLOCK)_FORMAT *\( *([0-9]+) *, *"([^"]+)".*/\3 \2/p' src/formats/formats.def)
-[ -n "$rules" ] && [ -n "$formats" ] || fail "rules.def or formats.def has no rows"
+formats=$(sed -nE 's/^FORMAT\( *([0-9]+) *, *([a-z0-9_]+)\)/\1 \2/p' src/formats/formats.def | while read -r id prefix; do
+    sed -nE "s/^#define ${prefix}_ROW \"([^\"]+)\".*/\1 $id/p" "src/formats/$prefix.h"
+done)
+[ -n "$rules" ] && [ "$(wc -l <<<"$formats")" = "$(grep -c "^FORMAT(" src/formats/formats.def)" ] || fail "rules.def has no rows, or a format has none"
 while read -r name; do
     named docs/differences.md "\`$name\`" "rule '$name'"
 done <<<"$rules"

@@ -9,35 +9,44 @@ need cc
 make_scratch
 cp -r "$source_dir/src" "$source_dir/include" "$scratch"
 cd "$scratch"
-formats=src/formats/formats.def
 
-# refused FILE ROW EDIT TEXT: with the sed script EDIT on the two lines of the row called ROW, the message has the row's name and TEXT.
+# refused FORMAT EDIT TEXT: with the sed script EDIT on the row in the format's header, the message has the row's name and TEXT.
 refused() {
-    cp "$1" saved
-    sed -i "/\"$2\"/,+1$3" "$1"
-    ! cmp -s "$1" saved || fail "the edit $3 changes nothing of $2"
-    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a row compiles that should not: $2 with $3"
-    grep -q "$4" log || { cat log; fail "no message says '$4'"; }
-    cp saved "$1"
-    echo "ok   $2 with $3 does not compile: $4"
+    local header=src/formats/$1.h
+    cp "$header" saved
+    sed -i "/^#define $1_ROW/,+1$2" "$header"
+    ! cmp -s "$header" saved || fail "the edit $2 changes nothing of $1"
+    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a row compiles that should not: $1 with $2"
+    grep -q "$3" log || { cat log; fail "no message says '$3'"; }
+    cp saved "$header"
+    echo "ok   $1 with $2 does not compile: $3"
 }
 for block in 16 48 96 512 0; do
-    refused $formats int8 "s/, 32,/, $block,/" "int8: blocks have 32, 64, 128 or 256 elements"
+    refused int8 "s/block = 32/block = $block/" "int8: blocks have 32, 64, 128 or 256 elements"
 done
-refused $formats int8 's/BF16, ROWS/I16, ROWS/' HSTEP_SCALE_I16
-refused $formats int8 's/BF16, ROWS/BF16, COLUMNS/' COLUMNS
-refused $formats int8 's/NONNEG, 8/NONNEG, 6/' "int8: codes in blocks have 8 or 4 bits"
-refused $formats int8 's/8, I8/8, I16/' "int8: codes in blocks are stored in bytes"
-refused $formats int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
-refused $formats int8 's/ROWS,   1/ROWS, 2/' "int8: stochastic is 0 or 1"
-refused $formats int8 's/1, 2)/1, 3)/' "int8: the root of a grid is 0, 1 or 2"
-refused $formats fp8-lamb16 's/0, 0)/0, 1)/' "fp8-lamb16: the scale of a whole tensor knows no grid"
-refused $formats int8 's/(16,/(17,/' FORMAT_ID_17
-refused $formats fp8-lamb16 's/F32, /BF16, /' "fp8-lamb16: the scale of a whole tensor is an F32"
-refused $formats bf16-ecc8 's/I8, /I32, /' "bf16-ecc8: a second stream has 8 or 16 bits"
-refused $formats bf16-sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
-refused $formats bf16-sr 's/1)/2)/' "bf16-sr: stochastic is 0 or 1"
-refused $formats bf16-sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
+refused int8 's/ROWS, I8, BF16/ROWS, I8, I16/' HSTEP_SCALE_I16
+refused int8 's/ROWS, I8/COLUMNS, I8/' COLUMNS
+refused int8 's/code_bits = 8/code_bits = 6/' "int8: codes in blocks have 8 or 4 bits"
+refused int8 's/I8, BF16/I16, BF16/' "int8: codes in blocks are stored in bytes"
+refused int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
+refused int8 's/stochastic = 1/stochastic = 2/' "int8: stochastic is 0 or 1"
+refused int8 's/root = 2/root = 3/' "int8: the root of a grid is 0, 1 or 2"
+refused int8 's/, root = 2//' 'arguments'
+refused int8 's/root = 2/roots = 2/' int8_root
+refused fp8_lamb16 's/root = 0/root = 1/' "fp8-lamb16: the scale of a whole tensor knows no grid"
+refused fp8_lamb16 's/1 << 30/256/' "fp8-lamb16: the block of a whole tensor has 1 << 30 elements"
+refused fp8_lamb16 's/F32,/BF16,/' "fp8-lamb16: the scale of a whole tensor is an F32"
+refused bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second stream has 8 or 16 bits"
+refused bf16_sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
+refused bf16_sr 's/stochastic = 1/stochastic = 2/' "bf16-sr: stochastic is 0 or 1"
+refused bf16_sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
+refused bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
+cp src/formats/formats.def saved
+sed -i 's/^FORMAT(16,/FORMAT(17,/' src/formats/formats.def
+cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "two formats with one id compile"
+grep -q FORMAT_ID_17 log || { cat log; fail "no message names the id"; }
+cp saved src/formats/formats.def
+echo "ok   two formats with one id do not compile"
 # refused_rule NAME EDIT TEXT: with the sed script EDIT on its header, the message has the rule's name and TEXT.
 refused_rule() {
     sed -i "$2" "src/rules/$1.h"
@@ -63,13 +72,14 @@ echo "ok   two rules of one id do not compile"
 # Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
 # and is the only new one of its geometry. -O1: only their bits matter.
 cp "$source_dir/tests/rows/mx8.h" "$source_dir/tests/rows/nv8.h" src/formats
-sed 's/nv8/e5m2/g; s/NV8/E5M2/g' src/formats/nv8.h >src/formats/e5m2.h
-sed 's/bf16_\(decode\|encode\|apply\)/twin_\1/; s/BF16_H/TWIN_H/' src/formats/bf16.h >src/formats/twin.h
+sed 's/nv8/e5m2/g; s/NV8/E5M2/g; s/ ROWS,/ FLAT,/; s/= SIGNED | NONNEG/= NONNEG/' src/formats/nv8.h >src/formats/e5m2.h
+sed 's/bf16_\(decode\|encode\|apply\|ROW\)/twin_\1/; s/BF16_H/TWIN_H/; s/ROW "bf16"/ROW "twin"/; s/SIGNED | NONNEG/SIGNED/' \
+    src/formats/bf16.h >src/formats/twin.h
 cp "$source_dir/examples/skeleton_rule.h" src/rules/skeleton.h
 cp "$source_dir/tests/rows/factored.h" "$source_dir/tests/rows/estimate.h" src/rules
-sed -i -e 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"\n#include "formats/e5m2.h"\n#include "formats/twin.h"|' \
-    -e '/^ELEMENT_FORMAT(2,/i ELEMENT_FORMAT(93, "twin", twin, "BF16 again", WEIGHT | GRADIENT | SIGNED, BF16, NONE, 0)' \
-    -e '/^BLOCK_FORMAT  (17,/i BLOCK_FORMAT  (90, "mx8", mx8, "E8M0 scale", SIGNED | NONNEG, 8, I8, 32, F8_E8M0, ROWS, 1, 1)\nBLOCK_FORMAT  (91, "nv8", nv8, "E4M3 scale", SIGNED | NONNEG, 8, I8, 64, F8_E4M3, ROWS, 1, 0)\nBLOCK_FORMAT  (92, "e5m2", e5m2, "flat", NONNEG, 8, I8, 64, F8_E4M3, FLAT, 0, 0)' $formats
+sed -i 's|^#include "formats/int8.h"|&\n#include "formats/mx8.h"\n#include "formats/nv8.h"\n#include "formats/e5m2.h"\n#include "formats/twin.h"|' \
+    src/formats/formats.h
+sed -i -e 's/^FORMAT(2,/FORMAT(93, twin)\n&/' -e 's/^FORMAT(17,/FORMAT(90, mx8)\nFORMAT(91, nv8)\nFORMAT(92, e5m2)\n&/' src/formats/formats.def
 sed -i 's|^#include "rules/sgd.h"|&\n#include "rules/skeleton.h"\n#include "rules/factored.h"\n#include "rules/estimate.h"|' src/rules/rules.h
 sed -i 's|^RULE(2, |RULE(90, skeleton)\nRULE(91, factored)\nRULE(92, estimate)\n&|' src/rules/rules.def
 have= objects=

@@ -33,7 +33,8 @@ judge "intrinsics and CUDA headers likewise" \
     "$(having '# *include *<([a-z]+intrin|arm_neon|cpuid|cuda[a-z_]*)\.h>' $(sources src tools | except "$hardware_homes"))"
 
 judge "rules include no format" "$(having '# *include.*formats/' $(sources src/rules))"
-# prepare.c and tables.c take prologues and rows from the rules' headers, in scalars. A format sees what it may say about an instruction set.
+# prepare.c and tables.c take prologues and rows from the headers of rules and formats, in scalars. A format sees what it may say about an
+# instruction set.
 judge "only kernels.c, prepare.c and tables.c see a vector header" \
     "$(having '# *include *(HSTEP_VEC_HEADER|"vec/.*\.h)' $(sources src | except '^src/(kernels/kernels|decide/prepare|tables/tables)\.c$|^src/device/cuda/|^src/vec/') |
         except 'vec/root_code\.h')"

@@ -1,4 +1,4 @@
-/* How a block format stores its scales, by the dtype in its row of formats.def. In kernels a scale is an fp32 pattern;
+/* How a block format stores its scales, by the dtype in its row (formats.h). In kernels a scale is an fp32 pattern;
  * NAME_scale() makes one that the dtype represents exactly, so that storing it loses nothing:
  *
  *   F32        any pattern

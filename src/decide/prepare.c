@@ -11,9 +11,7 @@
 #include "vec/scalar.h"
 #endif
 
-#define HSTEP_INCLUDE_FORMATS
-#include "formats/formats.def"
-#undef HSTEP_INCLUDE_FORMATS
+#include "formats/formats.h"
 
 #include "rules/rules.h"
 
@@ -33,15 +31,9 @@ void hstep_prepare_rule(const struct hstep_group *group, struct hstep_prepare *p
 float hstep_tensor_scale(int format, double norm, double elements)
 {
     switch (format) {
-#define SCALE_ROWS(fn)
-#define SCALE_FLAT(fn)
-#define SCALE_TENSOR(fn) \
-    case HSTEP_FORMAT_##fn: return fn##_tensor_scale(norm, elements);
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) SCALE_##geometry(fn)
+#define FORMAT(id, fn) IF_TENSOR(fn, FORMAT_CASE(fn) return fn##_tensor_scale(norm, elements);)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: return 0.0f;
     }
 }

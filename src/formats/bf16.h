@@ -5,6 +5,9 @@
 
 #include "formats/bf16_round.h"
 
+#define bf16_ROW "bf16", "BF16, to nearest", ELEMENTS, BF16, NONE, \
+    roles = WEIGHT | GRADIENT | SIGNED | NONNEG, stochastic = 0
+
 V_OP void bf16_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     (void)extra;

@@ -9,6 +9,9 @@
 
 #include "formats/bf16_round.h"
 
+#define bf16_ecc16_ROW "bf16-ecc16", "BF16 + 16-bit error code: all of fp32", ELEMENTS, BF16, I16, \
+    roles = WEIGHT | SIGNED | NONNEG, stochastic = 0
+
 V_OP void bf16_ecc16_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     vi we, wo, ce, co;

@@ -10,6 +10,9 @@
 
 #include "formats/bf16_round.h"
 
+#define bf16_ecc8_ROW "bf16-ecc8", "BF16 + 8-bit error code: 24 bits of fp32, SR", ELEMENTS, BF16, I8, \
+    roles = WEIGHT | SIGNED | NONNEG, stochastic = 1
+
 V_OP void bf16_ecc8_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     vi we, wo, ce, co;

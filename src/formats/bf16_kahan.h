@@ -9,6 +9,9 @@
 
 #include "formats/bf16.h"
 
+#define bf16_kahan_ROW "bf16-kahan", "BF16 + BF16 residual (Kahan), residual SR", ELEMENTS, BF16, BF16, \
+    roles = WEIGHT | SIGNED, stochastic = 1
+
 V_OP void bf16_kahan_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     vf ce, co;

@@ -6,6 +6,9 @@
 
 #include "formats/bf16.h"
 
+#define bf16_sr_ROW "bf16-sr", "BF16, stochastic rounding", ELEMENTS, BF16, NONE, \
+    roles = WEIGHT | SIGNED | NONNEG, stochastic = 1
+
 V_OP void bf16_sr_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     bf16_decode(code, extra, i, e, o);

@@ -12,6 +12,9 @@
 
 #include "formats/dyn_map.h"
 
+#define dyn4_ROW "dyn4", "4-bit dynamic map, fp32 scale per 128 flat", FLAT, U8, F32, \
+    roles = SIGNED | NONNEG, code_bits = 4, block = 128, stochastic = 0, root = 0
+
 V_OP vi dyn4_scale(vf maximum, const int nonneg)
 {
     (void)nonneg;

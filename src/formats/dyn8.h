@@ -15,6 +15,9 @@
 
 #include "formats/dyn_map.h"
 
+#define dyn8_ROW "dyn8", "8-bit dynamic map, fp32 scale per 256 flat", FLAT, U8, F32, \
+    roles = SIGNED | NONNEG, code_bits = 8, block = 256, stochastic = 0, root = 0
+
 V_OP vi dyn8_scale(vf maximum, const int nonneg)
 {
     (void)nonneg;

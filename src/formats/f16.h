@@ -8,6 +8,9 @@
 
 #include "formats/f16_round.h"
 
+#define f16_ROW "f16", "IEEE half, to nearest", ELEMENTS, F16, NONE, \
+    roles = WEIGHT | GRADIENT | SIGNED, stochastic = 0
+
 V_OP void f16_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     (void)extra;

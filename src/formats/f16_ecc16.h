@@ -11,6 +11,9 @@
 
 #include "formats/f16_round.h"
 
+#define f16_ecc16_ROW "f16-ecc16", "IEEE half + 16-bit error code", ELEMENTS, F16, I16, \
+    roles = WEIGHT | SIGNED, stochastic = 0
+
 V_OP vf hstep_f16_ecc16_value(vi code, vi e)
 {
     vi p = vi_add(vi_shl(vi_and(code, vi_set(0x7fff)), 16), e);

@@ -13,6 +13,9 @@
 
 #include "formats/f16_round.h"
 
+#define f16_ecc8_ROW "f16-ecc8", "IEEE half + 8-bit error code, SR", ELEMENTS, F16, I8, \
+    roles = WEIGHT | SIGNED, stochastic = 1
+
 V_OP vf hstep_f16_ecc8_value(vi code, vi e)
 {
     vi p = vi_add(vi_shl(vi_and(code, vi_set(0x7fff)), 8), e);

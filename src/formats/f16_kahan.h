@@ -16,6 +16,9 @@
 
 #include "formats/f16_round.h"
 
+#define f16_kahan_ROW "f16-kahan", "IEEE half + residual (Kahan), residual SR", ELEMENTS, F16, F16, \
+    roles = WEIGHT | SIGNED, stochastic = 1
+
 V_OP void f16_kahan_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     vf ce, co, scale = v_set(0x1p-11f);

@@ -7,6 +7,9 @@
 
 #include "formats/f16_round.h"
 
+#define f16_sr_ROW "f16-sr", "IEEE half, stochastic rounding", ELEMENTS, F16, NONE, \
+    roles = WEIGHT | SIGNED, stochastic = 1
+
 V_OP void f16_sr_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     (void)extra;

@@ -4,6 +4,9 @@
 
 #include "formats/bf16_round.h"
 
+#define f32_ROW "f32", "fp32", ELEMENTS, F32, NONE, \
+    roles = WEIGHT | GRADIENT | SIGNED | NONNEG, stochastic = 0
+
 V_OP void f32_decode(const char *code, const char *extra, int64_t i, vf *e, vf *o)
 {
     (void)extra;

@@ -19,6 +19,9 @@
 
 #include "formats/fp8_code.h"
 
+#define fp8_ROW "fp8", "e4m3, fp32 scale per 128", ROWS, U8, F32, \
+    roles = SIGNED | NONNEG, code_bits = 8, block = 128, stochastic = 1, root = 1
+
 V_OP vi fp8_scale(vf maximum, const int nonneg)
 {
     return nonneg ? hstep_fp8_octave(maximum, HSTEP_E4M3) : hstep_fp8_scale(maximum, HSTEP_E4M3);

@@ -15,6 +15,9 @@
 #include "base/inline.h"
 #include "formats/fp8_code.h"
 
+#define fp8_lamb16_ROW "fp8-lamb16", "e4m3 or e5m2 by LAMB16's published scale", TENSOR, U8, F32, \
+    roles = SIGNED | NONNEG, code_bits = 8, block = 1 << 30, stochastic = 0, root = 0
+
 V_OP vf fp8_lamb16_norm(vf x, const int nonneg)
 {
     (void)nonneg;

@@ -29,6 +29,9 @@
 #ifndef HSTEP_INT4_H
 #define HSTEP_INT4_H
 
+#define int4_ROW "int4", "4-bit codes, BF16 scale per 32", ROWS, U8, BF16, \
+    roles = SIGNED | NONNEG, code_bits = 4, block = 32, stochastic = 1, root = 2
+
 /* By nibble: code 8, which is never written, counts as -7. */
 V_TABLE float int4_signed[16] = {
     0.0f,        1 / 13.0f,  2 / 12.0f,  3 / 11.0f, 4 / 10.0f,  5 / 9.0f,   6 / 8.0f,   7 / 7.0f,

@@ -32,6 +32,9 @@
 
 #include "vec/root_code.h"
 
+#define int8_ROW "int8", "8-bit root codes, BF16 scale per 32", ROWS, I8, BF16, \
+    roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 2
+
 /* From the largest magnitude of a block (of roots for second moments) to its scale, as the fp32 pattern of a BF16
  * number. The window ends at 2^-73: a quarter of its square, which the grid may make of it, is still above zero. */
 V_OP vi int8_scale(vf maximum, const int nonneg)

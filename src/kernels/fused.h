@@ -73,12 +73,11 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
                                .room = &room->state[state]};
 }
 
-#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra_dtype, ...)                                        \
-    enum { FUSED_BLOCK_##fn = 0 };                                                                                 \
+#define FUSED_ELEMENTS(fn)                                                                                         \
     V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
                                             const int nonneg, int64_t t, int64_t n)                                \
     {                                                                                                              \
-        struct fused_slot s = fused_begin(a, room, state, HSTEP_BITS_##dtype, HSTEP_BITS_##extra_dtype, t);        \
+        struct fused_slot s = fused_begin(a, room, state, fn##_code_bits, fn##_extra_bits, t);                     \
         (void)nonneg, (void)n;                                                                                     \
         s.words = fused_words_from(a, HALFSTEP_SLOT_STATE + state, t);                                             \
         return s;                                                                                                  \
@@ -93,32 +92,31 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
         (void)nonneg;                                                                                              \
         fn##_encode(s->code, s->extra, r, e, o, fused_words(&s->words), 1);                                        \
     }
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)                    \
-    enum { FUSED_BLOCK_##fn = block };                                                                             \
+#define FUSED_BLOCKS(fn)                                                                                           \
     V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
                                             const int nonneg, int64_t t, int64_t n)                                \
     {                                                                                                              \
-        struct fused_slot s = fused_begin(a, room, state, bits, 0, t);                                             \
+        struct fused_slot s = fused_begin(a, room, state, fn##_code_bits, 0, t);                                   \
         s.largest = vi_set(0);                                                                                     \
-        if (nonneg && (root)) {                                                                                    \
+        if (nonneg && fn##_root != 0) {                                                                            \
             s.grid = v_set(a->grid[HALFSTEP_SLOT_STATE + state]);                                                  \
             s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                                  \
         }                                                                                                          \
-        s.extra += t / (block) * hstep_scale_bytes(HSTEP_SCALE_##scale);                                           \
-        load_scales(HSTEP_SCALE_##scale, block, s.extra, s.room->scales, n);                                       \
+        s.extra += t / fn##_block * hstep_scale_bytes(fn##_scale_dtype);                                           \
+        load_scales(fn##_scale_dtype, fn##_block, s.extra, s.room->scales, n);                                     \
         return s;                                                                                                  \
     }                                                                                                              \
     V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
     {                                                                                                              \
-        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->room->scales[r / (block)]), r, e, o);             \
-        if (nonneg && (root)) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                                    \
+        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->room->scales[r / fn##_block]), r, e, o);          \
+        if (nonneg && fn##_root != 0) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                            \
     }                                                                                                              \
     V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
     {                                                                                                              \
         vf stashed_e = fn##_stash(e, nonneg), stashed_o = fn##_stash(o, nonneg);                                   \
-        if (nonneg && (root)) {                                                                                    \
-            stashed_e = onto_grid(root, stashed_e, s->onto);                                                       \
-            stashed_o = onto_grid(root, stashed_o, s->onto);                                                       \
+        if (nonneg && fn##_root != 0) {                                                                            \
+            stashed_e = onto_grid(fn##_root, stashed_e, s->onto);                                                  \
+            stashed_o = onto_grid(fn##_root, stashed_o, s->onto);                                                  \
         }                                                                                                          \
         v_store(s->room->stash + r, stashed_e);                                                                    \
         v_store(s->room->stash + r + VL, stashed_o);                                                               \
@@ -126,9 +124,9 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_roo
         s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                        \
         vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);                                                    \
     }
+#define FORMAT(id, fn) IF_ELEMENT(fn, FUSED_ELEMENTS(fn)) IF_BLOCK(fn, FUSED_BLOCKS(fn))
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 
 /* Of gradients in the room. */
 V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
@@ -421,25 +419,6 @@ V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
 typedef void fused_gradient_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
 
 #if VL > 1
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                            \
-    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)      \
-    {                                                                                                                \
-        fused_gradient(columns_of(HSTEP_FORMAT_##fn).bits, columns_of(HSTEP_FORMAT_##fn).extra_bits, 0, fn##_decode, \
-                       a, room, t, n);                                                                               \
-    }
-#define BLOCK_FORMAT(id, name, fn, ...)
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-
-static fused_gradient_function *const fused_gradients[HSTEP_FORMATS] = {
-#define ELEMENT_FORMAT(id, name, fn, ...) fused_gradient_##fn,
-#define BLOCK_FORMAT(id, name, fn, ...) NULL,
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-};
-
 /* Where all is f32, in the order of memory. */
 static void fused_gradient_plain(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)
 {
@@ -500,19 +479,6 @@ typedef void fused_summer(const struct hstep_fused *, struct fused_room *, int64
 typedef void fused_tile(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
 typedef void fused_apply_function(const struct hstep_fused *, int, const float *, const float *, int64_t, int64_t);
 
-#if VL > 1
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                      \
-    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change, \
-                                 int64_t t, int64_t n)                                                         \
-    {                                                                                                          \
-        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                            \
-    }
-#define BLOCK_FORMAT(id, name, fn, ...)
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-#endif
-
 /* ---- Codes of block states ---- */
 
 V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
@@ -560,46 +526,43 @@ typedef void fused_both_function(const struct hstep_fused *, struct fused_room *
 typedef void fused_codes_function(const struct hstep_fused *, struct fused_state *, int, int64_t, int64_t);
 
 #if VL > 1
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...)                                                                          \
-    static void fused_codes_##fn##_0(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
-                                     int64_t n)                                                                  \
-    {                                                                                                            \
-        fused_codes(HSTEP_FORMAT_##fn, 0, a, room, slot, t, n);                                                  \
-    }                                                                                                            \
-    static void fused_codes_##fn##_1(const struct hstep_fused *a, struct fused_state *room, int slot, int64_t t, \
-                                     int64_t n)                                                                  \
-    {                                                                                                            \
-        fused_codes(HSTEP_FORMAT_##fn, 1, a, room, slot, t, n);                                                  \
-    }
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-
 /* ---- By format, at run time ---- */
 
-static fused_apply_function *const fused_appliers[HSTEP_FORMATS] = {
-#define ELEMENT_FORMAT(id, name, fn, ...) fused_apply_##fn,
-#define BLOCK_FORMAT(id, name, fn, ...) NULL,
+#define FUSED_ELEMENT_FUNCTIONS(fn)                                                                             \
+    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n) \
+    {                                                                                                           \
+        fused_gradient(fn##_code_bits, fn##_extra_bits, 0, fn##_decode, a, room, t, n);                         \
+    }                                                                                                           \
+    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change,  \
+                                 int64_t t, int64_t n)                                                          \
+    {                                                                                                           \
+        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                             \
+    }
+#define FUSED_CODES(fn, nonneg)                                                                              \
+    static void fused_codes_##fn##_##nonneg(const struct hstep_fused *a, struct fused_state *room, int slot, \
+                                            int64_t t, int64_t n)                                            \
+    {                                                                                                        \
+        fused_codes(HSTEP_FORMAT_##fn, nonneg, a, room, slot, t, n);                                         \
+    }
+#define FORMAT(id, fn)                          \
+    IF_ELEMENT(fn, FUSED_ELEMENT_FUNCTIONS(fn)) \
+    IF_BLOCK(fn, FUSED_CODES(fn, 0) FUSED_CODES(fn, 1))
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-};
+#undef FORMAT
 
-static fused_codes_function *const fused_coders[HSTEP_FORMATS][2] = {
-#define ELEMENT_FORMAT(id, name, fn, ...) {NULL, NULL},
-#define BLOCK_FORMAT(id, name, fn, ...) {fused_codes_##fn##_0, fused_codes_##fn##_1},
+/* NULL where a format has none. */
+static const struct {
+    fused_gradient_function *gradient[HSTEP_FORMATS];
+    fused_apply_function *apply[HSTEP_FORMATS];
+    fused_codes_function *codes[HSTEP_FORMATS][2];
+    void (*decode[HSTEP_FORMATS])(float *, const char *, const char *, int64_t);
+} fused_formats = {
+#define FORMAT(id, fn)                                                                                               \
+    IF_ELEMENT(fn, .gradient[HSTEP_FORMAT_##fn] = fused_gradient_##fn, .apply[HSTEP_FORMAT_##fn] = fused_apply_##fn, \
+               .decode[HSTEP_FORMAT_##fn] = decode_##fn##_0, )                                                       \
+    IF_BLOCK(fn, .codes[HSTEP_FORMAT_##fn] = {fused_codes_##fn##_0, fused_codes_##fn##_1}, )
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-};
-
-static void (*const fused_decoders[HSTEP_FORMATS])(float *, const char *, const char *, int64_t) = {
-#define ELEMENT_FORMAT(id, name, fn, ...) decode_##fn##_0,
-#define BLOCK_FORMAT(id, name, fn, ...) NULL,
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 };
 
 static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t, int64_t n)
@@ -615,7 +578,7 @@ static void fused_copy(const struct hstep_fused *a, int to, int from, int64_t t,
 static void fused_decode(const struct hstep_fused *a, int slot, float *x, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(a->format[slot]);
-    fused_decoders[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
+    fused_formats.decode[a->format[slot]](x, a->code[slot] + t * c.bits / 8, a->extra[slot] + t * c.extra_bits / 8, n);
 }
 #endif
 #endif

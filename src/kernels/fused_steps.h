@@ -23,7 +23,7 @@
     (struct fused_what)                                                                                             \
     {                                                                                                               \
         fused_parts(parts, variant), variant, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, \
-            (FUSED_BLOCK_##first != 0) | (FUSED_BLOCK_##second != 0) << 1,                                          \
+            (first##_block != 0) | (second##_block != 0) << 1,                                          \
         {                                                                                                           \
             {HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}                                                        \
         }                                                                                                           \
@@ -98,7 +98,7 @@ struct fused_ends {
                                                                     struct fused_room *room, int64_t t, int64_t n) \
     {                                                                                                              \
         if (FUSED_OWN(name))                                                                                       \
-            fused_end(columns_of(HSTEP_FORMAT_##format).bits, columns_of(HSTEP_FORMAT_##format).extra_bits, 0,     \
+            fused_end(format##_code_bits, format##_extra_bits, 0,     \
                       format##_decode, format##_apply, prefix##_end, a, room, t, n);                               \
     }
 #define FUSED_ENDS(name, prefix)                                                                                       \
@@ -132,12 +132,12 @@ static const struct fused_ends fused_ends[HSTEP_RULES] = {
     __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                 \
         const struct hstep_fused *a, struct fused_room *room, int j0, int j1, int64_t t, int64_t n) \
     {                                                                                               \
-        if ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0))                               \
+        if ((first##_block != 0) & (second##_block != 0))                                           \
             fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, room, j0, j1, t, n);         \
     }
 HSTEP_FUSED_RECIPES(FUSED_BOTH, )
 #define FUSED_BOTH_ROW(gradient, first, second, ...) \
-    ((FUSED_BLOCK_##first != 0) & (FUSED_BLOCK_##second != 0)) ? fused_both_##gradient##_##first##_##second : NULL,
+    ((first##_block != 0) & (second##_block != 0)) ? fused_both_##gradient##_##first##_##second : NULL,
 static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_RECIPES(FUSED_BOTH_ROW, )};
 
 /* ---- Steps ---- */
@@ -214,7 +214,7 @@ static const struct hstep_fused *fused_adjust(const struct hstep_fused *a, struc
                                               struct fused_room *room, int plain, int64_t t, int64_t n)
 {
     if (!plain) {
-        fused_gradients[a->format[HALFSTEP_SLOT_GRADIENT]](a, room, t, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, room, t, n);
         return a;
     }
     fused_gradient_plain(a, room, t, n);
@@ -241,7 +241,7 @@ static void fused_step(const struct hstep_fused *a, int step)
     int j0 = HSTEP_FUSED_STATES, j1 = HSTEP_FUSED_STATES;
     for (int j = 0; fused_boths[row] && j < HSTEP_FUSED_STATES; j++) {
         const int s = HALFSTEP_SLOT_STATE + j;
-        if (a->format[s] < 0 || !fused_coders[a->format[s]][0]) continue;
+        if (a->format[s] < 0 || !fused_formats.codes[a->format[s]][0]) continue;
         if (a->nonneg >> s & 1) j1 = j1 < j ? j1 : j;
         else j0 = j0 < j ? j0 : j;
     }
@@ -266,18 +266,18 @@ static void fused_step(const struct hstep_fused *a, int step)
         } else if (!plain) {
             if (ends->change) ends->change(a, &room, t, n);
             if (a->cautious != 0.0f) cautious_tile(room.change, room.gradient, room.weight, a->cautious, a->decay, n);
-            fused_appliers[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
+            fused_formats.apply[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
         }
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             int s = HALFSTEP_SLOT_STATE + j;
             struct fused_state *state = &room.state[j];
             if (a->as_weight >> s & 1) {
-                if (!plain) fused_appliers[weight](a, s, state->old, state->stash, t, n);
+                if (!plain) fused_formats.apply[weight](a, s, state->old, state->stash, t, n);
                 if (a->slot_to_weight >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
             } else if (j == j0) {
                 fused_boths[row](a, &room, j0, j1, t, n);
-            } else if (j != j1 && a->format[s] >= 0 && fused_coders[a->format[s]][0]) {
-                fused_coders[a->format[s]][a->nonneg >> s & 1](a, state, s, t, n);
+            } else if (j != j1 && a->format[s] >= 0 && fused_formats.codes[a->format[s]][0]) {
+                fused_formats.codes[a->format[s]][a->nonneg >> s & 1](a, state, s, t, n);
             }
         }
     }
@@ -333,7 +333,7 @@ static int64_t fused_agree(const struct hstep_fused *a, int step)
             seen.code[s] = (char *)((uintptr_t)copy[j] - (uintptr_t)(t * bits / 8));
         }
         fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        fused_gradients[a->format[HALFSTEP_SLOT_GRADIENT]](a, &room, t, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, &room, t, n);
         tile(&seen, &room, t, n);
         if (change) change(&seen, &room, t, n);
         count += fused_count(&room, n);

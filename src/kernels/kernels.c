@@ -23,20 +23,14 @@ const struct hstep_kernels CONCATENATE(hstep_kernels_, HSTEP_ISA) = {
     .name = HSTEP_VEC_NAME,
     .lanes = VL,
     .format = {
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                          \
-    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_0},                                           \
-                           .encode = {encode_##fn##_0, encode_##fn##_0},                                           \
-                           .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn},
-#define SCALE_ROWS(fn)
-#define SCALE_FLAT(fn)
-#define SCALE_TENSOR(fn) .norm = {norm_##fn##_0, norm_##fn##_1}
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...)                         \
-    [HSTEP_FORMAT_##fn] = {.decode = {decode_##fn##_0, decode_##fn##_1},                                           \
-                           .encode = {encode_##fn##_0, encode_##fn##_1},                                           \
-                           SCALE_##geometry(fn)},
+#define FORMAT(id, fn)                                                                                             \
+    [HSTEP_FORMAT_##fn] = {                                                                                        \
+        IF_ELEMENT(fn, .decode = {decode_##fn##_0, decode_##fn##_0}, .encode = {encode_##fn##_0, encode_##fn##_0}, \
+                   .apply = apply_##fn, .maximum = maximum_##fn, .squares = squares_##fn, .sums = sums_##fn)       \
+        IF_BLOCK(fn, .decode = {decode_##fn##_0, decode_##fn##_1}, .encode = {encode_##fn##_0, encode_##fn##_1},)  \
+        IF_TENSOR(fn, .norm = {norm_##fn##_0, norm_##fn##_1})},
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     },
     .rule = {
 #define RULE(id, name) [HSTEP_RULE_##name] = {rule_##name##_0, rule_##name##_1, rule_##name##_2, rule_##name##_3},

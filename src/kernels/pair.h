@@ -3,19 +3,15 @@
 #ifndef HSTEP_PAIR_H
 #define HSTEP_PAIR_H
 
-#include "base/scale.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
-
-#define HSTEP_INCLUDE_FORMATS
-#include "formats/formats.def"
-#undef HSTEP_INCLUDE_FORMATS
 
 #define PAIR (2 * VL)
 #define PAIRS (16 / VL) /* in a group of 32 */
 
 /* Switches on constants: every caller is inlined with a constant format or rule, so only one case is left. */
 
-/* Of formats.def; block: elements that share a scale, 0 for element formats. extra_bits: of an element's second
+/* Of a row (formats.h); block: elements that share a scale, 0 for element formats. extra_bits: of an element's second
  * stream. */
 struct columns {
     int bits, extra_bits, block, scale, stochastic, root;
@@ -24,13 +20,11 @@ struct columns {
 V_OP struct columns columns_of(const int format)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr) \
-    case HSTEP_FORMAT_##fn: return (struct columns){HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, sr, 0};
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
-    case HSTEP_FORMAT_##fn: return (struct columns){bits, 0, block, HSTEP_SCALE_##scale, sr, root};
+#define FORMAT(id, fn) \
+    FORMAT_CASE(fn)    \
+    return (struct columns){fn##_code_bits, fn##_extra_bits, fn##_block, fn##_scale_dtype, fn##_stochastic, fn##_root};
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: return (struct columns){0, 0, 0, 0, 0, 0};
     }
 }
@@ -47,11 +41,13 @@ V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns
 #define PAIR_PICK(what, ...) PAIR_SECOND(what, __VA_ARGS__)
 #define PAIR_SECOND(what, a, b, ...) what##_##b
 #define DECODE_PAIRED(fn) fn##_decode_pair(code, i, scale, e, o, nonneg)
-#define DECODE_SINGLY(fn)                 \
-    vi ce, co;                            \
-    fn##_load(code, i, &ce, &co, nonneg); \
-    *e = fn##_value(ce, scale, nonneg);   \
-    *o = fn##_value(co, scale, nonneg)
+#define DECODE_SINGLY(fn)                     \
+    do {                                      \
+        vi ce, co;                            \
+        fn##_load(code, i, &ce, &co, nonneg); \
+        *e = fn##_value(ce, scale, nonneg);   \
+        *o = fn##_value(co, scale, nonneg);   \
+    } while (0)
 #define ENCODE_PAIRED(fn) fn##_encode_pair(code, i, v_load(stash + i), v_load(stash + i + VL), inverse, words, nonneg)
 #define ENCODE_SINGLY(fn)                                                                             \
     fn##_store(code, i, fn##_code(v_load(stash + i), inverse, vi_and(words, vi_set(0xffff)), nonneg), \
@@ -61,15 +57,9 @@ V_OP int has_grid(const int format, const int nonneg) { return nonneg && columns
 V_OP void load_scaled(const int format, const int nonneg, const char *code, vf scale, int64_t i, vf *e, vf *o)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...)    \
-    case HSTEP_FORMAT_##fn: {              \
-        PAIR_WAY(DECODE, fn##_DECODE)(fn); \
-        break;                             \
-    }
+#define FORMAT(id, fn) IF_BLOCK(fn, FORMAT_CASE(fn) PAIR_WAY(DECODE, fn##_DECODE)(fn); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: *e = *o = v_set(0.0f);
     }
 }
@@ -82,12 +72,9 @@ V_OP void load_any(const int format, const int nonneg, const char *code, const c
         return;
     }
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...) \
-    case HSTEP_FORMAT_##fn: fn##_decode(code, extra, i, e, o); break;
-#define BLOCK_FORMAT(id, name, fn, ...)
+#define FORMAT(id, fn) IF_ELEMENT(fn, FORMAT_CASE(fn) fn##_decode(code, extra, i, e, o); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: *e = *o = v_set(0.0f);
     }
 }
@@ -95,12 +82,9 @@ V_OP void load_any(const int format, const int nonneg, const char *code, const c
 V_OP void store_any(const int format, char *code, char *extra, int64_t i, vf e, vf o, vi words, const int state)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...) \
-    case HSTEP_FORMAT_##fn: fn##_encode(code, extra, i, e, o, words, state); break;
-#define BLOCK_FORMAT(id, name, fn, ...)
+#define FORMAT(id, fn) IF_ELEMENT(fn, FORMAT_CASE(fn) fn##_encode(code, extra, i, e, o, words, state); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: break;
     }
 }
@@ -111,12 +95,9 @@ V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we,
     de = v_add(de, v_set(0.0f));
     d_o = v_add(d_o, v_set(0.0f));
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...) \
-    case HSTEP_FORMAT_##fn: fn##_apply(code, extra, i, we, wo, de, d_o, words); break;
-#define BLOCK_FORMAT(id, name, fn, ...)
+#define FORMAT(id, fn) IF_ELEMENT(fn, FORMAT_CASE(fn) fn##_apply(code, extra, i, we, wo, de, d_o, words); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: break;
     }
 }
@@ -124,12 +105,9 @@ V_OP void apply_any(const int format, char *code, char *extra, int64_t i, vf we,
 V_OP vf stash_any(const int format, vf x, const int nonneg)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, ...) \
-    case HSTEP_FORMAT_##fn: return fn##_stash(x, nonneg);
+#define FORMAT(id, fn) IF_BLOCK(fn, FORMAT_CASE(fn) return fn##_stash(x, nonneg);)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: return x;
     }
 }
@@ -148,17 +126,12 @@ V_OP vi magnitude_of(vf x, vf stashed, const int nonneg) { return v_bits(nonneg 
 V_OP void encode_codes(const int format, const int nonneg, const float *stash, const float *inverses, char *code,
                        int64_t i, vi words)
 {
+    vf inverse;
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, ...) \
-    case HSTEP_FORMAT_##fn: {                                             \
-        vf inverse = v_set(inverses[i / (block)]);                        \
-        PAIR_WAY(ENCODE, fn##_ENCODE)(fn);                                \
-        break;                                                            \
-    }
+#define FORMAT(id, fn) \
+    IF_BLOCK(fn, FORMAT_CASE(fn) inverse = v_set(inverses[i / fn##_block]); PAIR_WAY(ENCODE, fn##_ENCODE)(fn); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: break;
     }
 }

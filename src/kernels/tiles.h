@@ -32,40 +32,35 @@ V_OP void load_scales(const int scale, const int64_t block, const char *extra, f
 }
 
 /* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
-#define SCALES_ROWS(fn, nonneg, block, scale)                                                                         \
-    if (block > HSTEP_GROUP)                                                                                          \
-        for (int64_t b = 0; b * block < n; b++) {                                                                     \
-            uint32_t largest = 0;                                                                                     \
-            for (int j = 0; j < block / HSTEP_GROUP; j++)                                                             \
-                if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j]; \
-            maxima[b] = largest;                                                                                      \
-        }                                                                                                             \
-    for (int b = 0; b < 16; b += VL) {                                                                                \
-        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg);                                           \
-        vi_store(scales + b, patterns);                                                                               \
-        v_store(inverses + b, fn##_inverse(patterns, nonneg));                                                        \
-    }                                                                                                                 \
-    store_scales(HSTEP_SCALE_##scale, block, extra, scales, n);
-#define SCALES_FLAT SCALES_ROWS
+#define SCALES_OF_MAXIMA(fn)                                                \
+    if (fn##_block > HSTEP_GROUP)                                           \
+        for (int64_t b = 0; b * fn##_block < n; b++) {                      \
+            uint32_t largest = 0;                                           \
+            for (int j = 0; j < fn##_block / HSTEP_GROUP; j++)              \
+                if (maxima[b * (fn##_block / HSTEP_GROUP) + j] > largest)   \
+                    largest = maxima[b * (fn##_block / HSTEP_GROUP) + j];   \
+            maxima[b] = largest;                                            \
+        }                                                                   \
+    for (int b = 0; b < 16; b += VL) {                                      \
+        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg); \
+        vi_store(scales + b, patterns);                                     \
+        v_store(inverses + b, fn##_inverse(patterns, nonneg));              \
+    }                                                                       \
+    store_scales(fn##_scale_dtype, fn##_block, extra, scales, n);
 /* The scale is given. */
-#define SCALES_TENSOR(fn, nonneg, block, scale) \
-    (void)maxima, (void)scales, (void)n;        \
-    v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg));
+#define SCALE_OF_TENSOR(fn) \
+    v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0)), nonneg));
 
 /* maxima and inverses have room for 16; inverses[b] belongs to block b. */
 V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
     HSTEP_ALIGNED uint32_t scales[16];
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
-    case HSTEP_FORMAT_##fn: {                                                              \
-        SCALES_##geometry(fn, nonneg, block, scale);                                       \
-        break;                                                                             \
-    }
+#define FORMAT(id, fn)                                          \
+    IF_LARGEST(fn, FORMAT_CASE(fn) SCALES_OF_MAXIMA(fn) break;) \
+    IF_TENSOR(fn, FORMAT_CASE(fn) SCALE_OF_TENSOR(fn) break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: break;
     }
 }
@@ -126,36 +121,26 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         if (state) encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 1, onto);                     \
         else encode_tile(HSTEP_FORMAT_##fn, nonneg, x, code, extra, words, n, 0, onto);                           \
     }
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                             \
-    TILE_FUNCTIONS(fn, 0)                                                                                             \
+/* Of the values whose squares are summed to a tensor's scale. */
+#define NORM_FUNCTION(fn, nonneg)                                                               \
+    static void norm_##fn##_##nonneg(const float *x, float *out, int64_t n)                     \
+    {                                                                                           \
+        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), nonneg)); \
+    }
+#define APPLY_FUNCTION(fn)                                                                                            \
     static void apply_##fn(const float *w, const float *d, char *code, char *extra, const uint32_t *words, int64_t n) \
     {                                                                                                                 \
         for (int64_t i = 0; i < n; i += PAIR)                                                                         \
             apply_any(HSTEP_FORMAT_##fn, code, extra, i, v_load(w + i), v_load(w + i + VL), v_load(d + i),            \
                       v_load(d + i + VL), vi_load(words + i / 2));                                                    \
     }
-#define BLOCK_FORMAT(id, name, fn, ...) TILE_FUNCTIONS(fn, 0) TILE_FUNCTIONS(fn, 1)
+#define FORMAT(id, fn)                  \
+    TILE_FUNCTIONS(fn, 0)               \
+    IF_BLOCK(fn, TILE_FUNCTIONS(fn, 1)) \
+    IF_ELEMENT(fn, APPLY_FUNCTION(fn))  \
+    IF_TENSOR(fn, NORM_FUNCTION(fn, 0) NORM_FUNCTION(fn, 1))
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-
-/* Formats whose scale is a sum over the tensor: the values whose squares are summed, and the scale. */
-#define NORM_ROWS(fn)
-#define NORM_FLAT(fn)
-#define NORM_TENSOR(fn)                                                                    \
-    static void norm_##fn##_0(const float *x, float *out, int64_t n)                       \
-    {                                                                                      \
-        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 0)); \
-    }                                                                                      \
-    static void norm_##fn##_1(const float *x, float *out, int64_t n)                       \
-    {                                                                                      \
-        for (int64_t i = 0; i < n; i += VL) v_store(out + i, fn##_norm(v_load(x + i), 1)); \
-    }
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
-#include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 
 V_OP void rule_tile(vf (*rule)(const vf *, vf, vf, vf *, int), const int states, const int mode, const float *k,
                     const float *w, const float *g, float *d, float *const *s, int64_t n)
@@ -364,17 +349,16 @@ V_OP void sums_of(const int format, const char *code, int64_t n, double *sums)
     va_store(a, sums);
 }
 
-#define ELEMENT_FORMAT(id, name, fn, ...)                                                                        \
+#define STATISTICS_FUNCTIONS(fn)                                                                                 \
     static uint32_t maximum_##fn(const char *code, int64_t n) { return maximum_of(HSTEP_FORMAT_##fn, code, n); } \
     static void squares_##fn(const char *code, int64_t n, double *sums, uint32_t *maximum)                       \
     {                                                                                                            \
         squares_of(HSTEP_FORMAT_##fn, code, n, sums, maximum);                                                   \
     }                                                                                                            \
     static void sums_##fn(const char *code, int64_t n, double *sums) { sums_of(HSTEP_FORMAT_##fn, code, n, sums); }
-#define BLOCK_FORMAT(id, name, fn, ...)
+#define FORMAT(id, fn) IF_ELEMENT(fn, STATISTICS_FUNCTIONS(fn))
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 
 static void to_plain(const float *x, float *plain, int64_t n)
 {

@@ -12,63 +12,59 @@
 #include "rules/rules.h"
 #include "rules/transforms.h"
 #include "tables/tensor.h"
+#ifndef VL /* a device has its own vocabulary */
+#include "vec/scalar.h"
+#endif
+#include "formats/formats.h"
 
-enum {
-    WEIGHT = HALFSTEP_ROLE_WEIGHT,
-    GRADIENT = HALFSTEP_ROLE_GRADIENT,
-    SIGNED = HALFSTEP_ROLE_SIGNED,
-    NONNEG = HALFSTEP_ROLE_NONNEG,
-    ROWS = HALFSTEP_GEOMETRY_ROWS,
-    FLAT = HALFSTEP_GEOMETRY_FLAT,
-    TENSOR = HALFSTEP_GEOMETRY_TENSOR
-};
+enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HALFSTEP_GEOMETRY_TENSOR };
 
 /* What the kernels, the staging tiles and the offsets of streams take for granted of a row. A row that is wrong does
  * not compile, and the message names it. */
 #define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
-#define FORMAT_ROW(id, name, fn, roles)                                                                   \
-    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                 \
-    ROW((id) > 0, name, "ids count from 1")                                                               \
-    ROW(((roles) & ROLES) == (roles) && (roles) != 0, name, "roles are WEIGHT, GRADIENT, SIGNED, NONNEG") \
-    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")
-#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                                               \
-    FORMAT_ROW(id, name, fn, roles)                                                                                \
-    ROW(HSTEP_BITS_##dtype == 16 || HSTEP_BITS_##dtype == 32, name, "codes of single elements have 16 or 32 bits") \
-    ROW(HSTEP_BITS_##extra == 0 || HSTEP_BITS_##extra == 8 || HSTEP_BITS_##extra == 16, name,                      \
-        "a second stream has 8 or 16 bits")                                                                        \
-    ROW(!((roles) & GRADIENT) || HSTEP_BITS_##extra == 0, name, "gradients have no second stream")                 \
-    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root)           \
-    FORMAT_ROW(id, name, fn, roles)                                                                       \
-    ROW(!((roles) & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients")             \
-    ROW((bits) == 8 || (bits) == 4, name, "codes in blocks have 8 or 4 bits")                             \
-    ROW(HSTEP_BITS_##dtype == 8, name, "codes in blocks are stored in bytes")                             \
-    ROW((geometry) == TENSOR                                                                              \
-            ? (block) == 1 << 30                                                                          \
-            : (block) % HSTEP_GROUP == 0 && (block) > 0 && HSTEP_TILE % ((block) > 0 ? (block) : 1) == 0, \
-        name, "blocks have 32, 64, 128 or 256 elements, or for a whole tensor 1 << 30")                   \
-    ROW((geometry) != TENSOR || HSTEP_BITS_##scale == 32, name, "the scale of a whole tensor is an F32")  \
-    ROW((int)HSTEP_SCALE_##scale >= 0, name, "no such scale")                                             \
-    ROW((sr) == 0 || (sr) == 1, name, "stochastic is 0 or 1")                                             \
-    ROW((root) >= 0 && (root) <= 2, name, "the root of a grid is 0, 1 or 2")                              \
-    ROW((root) == 0 || (geometry) != TENSOR, name, "the scale of a whole tensor knows no grid")
+#define FORMAT_IS_RIGHT(id, fn, name, title, kind, code, extra, ...)                                               \
+    enum { FORMAT_ID_##id##_OF_ONE_ROW };                                                                          \
+    ROW((id) > 0, name, "ids count from 1")                                                                        \
+    ROW((fn##_roles & ROLES) == fn##_roles && fn##_roles != 0, name, "roles are WEIGHT, GRADIENT, SIGNED, NONNEG") \
+    ROW(sizeof name > 1 && sizeof name <= 24, name, "names have 1 to 23 characters")                               \
+    ROW(fn##_stochastic == 0 || fn##_stochastic == 1, name, "stochastic is 0 or 1")                                \
+    IF_ELEMENT(fn, ELEMENTS_ARE_RIGHT(fn, name))                                                                   \
+    IF_BLOCK(fn, BLOCKS_ARE_RIGHT(fn, name, HSTEP_BITS_##code))                                                    \
+    IF_LARGEST(fn, SIZE_IS_RIGHT(fn, name))                                                                        \
+    IF_TENSOR(fn, TENSOR_IS_RIGHT(fn, name))
+#define ELEMENTS_ARE_RIGHT(fn, name)                                                                       \
+    ROW(fn##_code_bits == 16 || fn##_code_bits == 32, name, "codes of single elements have 16 or 32 bits") \
+    ROW(fn##_extra_bits == 0 || fn##_extra_bits == 8 || fn##_extra_bits == 16, name,                       \
+        "a second stream has 8 or 16 bits")                                                                \
+    ROW(!(fn##_roles & GRADIENT) || fn##_extra_bits == 0, name, "gradients have no second stream")
+#define BLOCKS_ARE_RIGHT(fn, name, stored_bits)                                                  \
+    ROW(!(fn##_roles & (WEIGHT | GRADIENT)), name, "blocks store neither weights nor gradients") \
+    ROW(fn##_code_bits == 8 || fn##_code_bits == 4, name, "codes in blocks have 8 or 4 bits")    \
+    ROW(stored_bits == 8, name, "codes in blocks are stored in bytes")                           \
+    ROW(fn##_root >= 0 && fn##_root <= 2, name, "the root of a grid is 0, 1 or 2")
+#define SIZE_IS_RIGHT(fn, name)                                                                                       \
+    ROW(fn##_block % HSTEP_GROUP == 0 && fn##_block > 0 && HSTEP_TILE % (fn##_block > 0 ? fn##_block : 1) == 0, name, \
+        "blocks have 32, 64, 128 or 256 elements")
+#define TENSOR_IS_RIGHT(fn, name)                                                        \
+    ROW(fn##_block == 1 << 30, name, "the block of a whole tensor has 1 << 30 elements") \
+    ROW(fn##_scale_bits == 32, name, "the scale of a whole tensor is an F32")            \
+    ROW(fn##_root == 0, name, "the scale of a whole tensor knows no grid")
+#define FORMAT(id, fn) FORMAT_ROW(FORMAT_IS_RIGHT, id, fn, fn##_ROW)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
-#undef FORMAT_ROW
+#undef FORMAT
 #undef ROLES
 
 /* clang-format off */
 HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
-#define ELEMENT_FORMAT(id, name, fn, title, roles, dtype, extra, sr)                    \
-    {id, name, title, roles, HSTEP_BITS_##dtype, HSTEP_BITS_##extra, 0, 0, 0, sr, 0, #dtype, \
-     HSTEP_BITS_##extra ? #extra : NULL},
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, sr, root) \
-    {id, name, title, roles, bits, 0, block, HSTEP_BITS_##scale, geometry, sr, root, #dtype, #scale},
+#define FORMAT_ENTRY(id_, fn, name_, title_, kind, code, extra, ...)                                                \
+    {.id = id_, .name = name_, .title = title_, .roles = fn##_roles, .code_bits = fn##_code_bits,                   \
+     .extra_bits = fn##_extra_bits, .block = fn##_block, .scale_bits = fn##_scale_bits, .geometry = fn##_geometry,  \
+     .stochastic = fn##_stochastic, .root = fn##_root, .code_dtype = #code,                                         \
+     .extra_dtype = HSTEP_BITS_##extra ? #extra : NULL},
+#define FORMAT(id, fn) FORMAT_ROW(FORMAT_ENTRY, id, fn, fn##_ROW)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 };
 /* clang-format on */
 

@@ -8,22 +8,12 @@
 
 /* Row numbers, in the order of the .def files. */
 enum {
-#define ELEMENT_FORMAT(id, name, fn, ...) HSTEP_FORMAT_##fn,
-#define BLOCK_FORMAT(id, name, fn, ...) HSTEP_FORMAT_##fn,
+#define FORMAT(id, fn) HSTEP_FORMAT_##fn,
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     HSTEP_FORMATS
 };
 #define HSTEP_FORMAT_NONE (-1)
-
-/* Bits of an element of each dtype; NONE is a stream that is not there. */
-enum {
-    HSTEP_BITS_NONE,
-#define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,
-#include "base/dtypes.def"
-#undef HSTEP_DTYPE
-};
 
 enum {
 #define RULE(id, rule) HSTEP_RULE_##rule,
@@ -38,7 +28,7 @@ struct hstep_format {
     int id;
     const char *name, *title;
     int roles, code_bits, extra_bits, block, scale_bits, geometry, stochastic; /* block: elements per scale, or 0 */
-    int root; /* of the grid of second moments, 0 where it stands (formats.def) */
+    int root; /* of the grid of second moments, or 0 (formats.h) */
     const char *code_dtype, *extra_dtype;
 };
 

@@ -37,14 +37,14 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
 #include "rules/rules.def"
 #undef RULE
 
-#define ELEMENT_FORMAT(id, name, fn, ...)                                    \
+#define ELEMENT_KERNEL(fn)                                                   \
     KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi words) \
     {                                                                        \
         load_any(HSTEP_FORMAT_##fn, 0, code, extra, 0, e, o);                \
         store_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, words, 1);      \
         apply_any(HSTEP_FORMAT_##fn, code, extra, 0, *e, *o, *e, *o, words); \
     }
-#define BLOCK_FORMAT(id, name, fn, ...)                                                \
+#define BLOCK_KERNEL(fn)                                                               \
     KERNEL void format_##fn(char *code, char *extra, vf *e, vf *o, vi words, float *x) \
     {                                                                                  \
         load_any(HSTEP_FORMAT_##fn, 1, code, extra, 0, e, o);                          \
@@ -52,9 +52,9 @@ DEVICE void *memcpy(void *to, const void *from, size_t n);
         x[1] = stash_any(HSTEP_FORMAT_##fn, *o, 0);                                    \
         encode_codes(HSTEP_FORMAT_##fn, 1, x, x + 2, code, 0, words);                  \
     }
+#define FORMAT(id, fn) IF_ELEMENT(fn, ELEMENT_KERNEL(fn)) IF_BLOCK(fn, BLOCK_KERNEL(fn))
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
 
 KERNEL void words(uint32_t *out, struct hstep_key *key)
 {

@@ -3,6 +3,9 @@
 #ifndef HSTEP_MX8_FORMAT_H
 #define HSTEP_MX8_FORMAT_H
 
+#define mx8_ROW \
+    "mx8", "E8M0 scale", ROWS, I8, F8_E8M0, roles = SIGNED | NONNEG, code_bits = 8, block = 32, stochastic = 1, root = 1
+
 V_OP vi mx8_scale(vf maximum, const int nonneg)
 {
     vf step = v_mul(maximum, v_set(nonneg ? 1.0f / 254.0f : 1.0f / 126.0f));

@@ -4,6 +4,9 @@
 #ifndef HSTEP_NV8_FORMAT_H
 #define HSTEP_NV8_FORMAT_H
 
+#define nv8_ROW \
+    "nv8", "E4M3 scale", ROWS, I8, F8_E4M3, roles = SIGNED | NONNEG, code_bits = 8, block = 64, stochastic = 1, root = 0
+
 V_OP vi nv8_scale(vf maximum, const int nonneg)
 {
     vf step = v_max(v_mul(maximum, v_set(nonneg ? 1.0f / 254.0f : 1.0f / 126.0f)), v_set(0x1p-6f));

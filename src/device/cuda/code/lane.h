@@ -218,10 +218,10 @@ V_OP int load_aligned(int format, const char *code, vf *x)
 {
     struct room r = {{0}, {0}};
     switch (format) {
-#define GRADIENT(fn)                                                              \
-    case HSTEP_FORMAT_##fn:                                                       \
-        copy_codes(r.code, code, PLACES *columns_of(HSTEP_FORMAT_##fn).bits / 8); \
-        decode(HSTEP_FORMAT_##fn, 0, &r, x);                                      \
+#define GRADIENT(fn)                                          \
+    case HSTEP_FORMAT_##fn:                                   \
+        copy_codes(r.code, code, PLACES *fn##_code_bits / 8); \
+        decode(HSTEP_FORMAT_##fn, 0, &r, x);                  \
         return 1;
         HSTEP_CUDA_FUSED_GRADIENTS(GRADIENT)
 #undef GRADIENT
@@ -236,26 +236,19 @@ V_OP void scale_pair(vf *x, float factor)
 }
 
 /* From the largest of a block to its scale, stored, and what it is divided by. Of a whole tensor the scale is given. */
-#define SCALE_ROWS(fn, nonneg, scale)                                   \
-    do {                                                                \
-        vi pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);  \
-        hstep_scale_store(HSTEP_SCALE_##scale, extra, 0, pattern.x[0]); \
-        inverse = fn##_inverse(pattern, nonneg);                        \
-    } while (0)
-#define SCALE_FLAT SCALE_ROWS
-#define SCALE_TENSOR(fn, nonneg, scale) \
-    inverse = fn##_inverse(vi_set(hstep_scale_load(HSTEP_SCALE_##scale, extra, 0)), nonneg)
-
 V_OP float encode_scale(int format, int nonneg, uint32_t largest, char *extra)
 {
     vf inverse = v_set(0.0f);
+    vi pattern;
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) \
-    case HSTEP_FORMAT_##fn: SCALE_##geometry(fn, nonneg, scale); break;
+#define FORMAT(id, fn)                                                                                               \
+    IF_LARGEST(fn, FORMAT_CASE(fn) pattern = fn##_scale(v_from_bits(vi_set(largest)), nonneg);                       \
+               hstep_scale_store(fn##_scale_dtype, extra, 0, pattern.x[0]); inverse = fn##_inverse(pattern, nonneg); \
+               break;)                                                                                               \
+    IF_TENSOR(fn, FORMAT_CASE(fn) pattern = vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0));                    \
+              inverse = fn##_inverse(pattern, nonneg); break;)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: break;
     }
     return inverse.x[0];
@@ -304,19 +297,13 @@ CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct room *r, vi 
     apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
 }
 
-#define NORM_ROWS(fn)
-#define NORM_FLAT(fn)
-#define NORM_TENSOR(fn) \
-    case HSTEP_FORMAT_##fn: return fn##_norm(x, nonneg);
 /* Of formats whose scale is a sum over the tensor: the value whose square is summed. */
 CUDA_DEVICE vf norm_value(int format, int nonneg, vf x)
 {
     switch (format) {
-#define ELEMENT_FORMAT(id, name, fn, ...)
-#define BLOCK_FORMAT(id, name, fn, title, roles, bits, dtype, block, scale, geometry, ...) NORM_##geometry(fn)
+#define FORMAT(id, fn) IF_TENSOR(fn, FORMAT_CASE(fn) return fn##_norm(x, nonneg);)
 #include "formats/formats.def"
-#undef ELEMENT_FORMAT
-#undef BLOCK_FORMAT
+#undef FORMAT
     default: return x;
     }
 }

@@ -1,0 +1,108 @@
+/* Every storage format: its functions, and the members of its row as constants. To be included after a vocabulary
+ * (vec/README.md). formats.def lists the formats. src/formats/NAME.h holds one, where NAME is the function prefix; its
+ * row stands under its first comment. Element formats keep each number by itself, if need be with a second stream.
+ * Block formats keep codes that share scales:
+ *
+ *   #define NAME_ROW "name", "title", ELEMENTS, dtype, dtype of the second stream or NONE, \
+ *       roles = ..., stochastic = ...
+ *   #define NAME_ROW "name", "title", GEOMETRY, dtype of the codes, dtype of the scales, \
+ *       roles = ..., code_bits = ..., block = ..., stochastic = ..., root = ...
+ *
+ *   GEOMETRY     ROWS: blocks of a row; FLAT: blocks of the flattened tensor; TENSOR: one scale, from a sum over the
+ *                tensor
+ *   dtypes       those of dtypes.def. Two codes of 4 bits share a U8. A scale is F32, BF16, F8_E8M0 or F8_E4M3
+ *                (scale.h)
+ *   roles        what it may store: WEIGHT, GRADIENT; SIGNED and NONNEG states
+ *   code_bits    8 or 4
+ *   block        elements that share a scale; 1 << 30 for a whole tensor
+ *   stochastic   1: written with random bits. Codes as coarse as those of blocks would otherwise hold on to what they
+ *                have
+ *   root         of the grid. 0: what is stored is the state itself. 1, 2: a second moment is stored on a grid that
+ *                decays with it (grid.h), by codes of its value, or of its square root
+ *
+ * All of these are constants here, NAME_roles, NAME_code_bits and so on, as is what follows from dtypes and geometry.
+ * tables.c refuses a row that the kernels could not serve. */
+#ifndef HSTEP_FORMATS_H
+#define HSTEP_FORMATS_H
+
+#include "halfstep.h"
+#include "base/scale.h"
+
+#include "formats/bf16.h"
+#include "formats/bf16_ecc16.h"
+#include "formats/bf16_ecc8.h"
+#include "formats/bf16_kahan.h"
+#include "formats/bf16_sr.h"
+#include "formats/dyn4.h"
+#include "formats/dyn8.h"
+#include "formats/f16.h"
+#include "formats/f16_ecc16.h"
+#include "formats/f16_ecc8.h"
+#include "formats/f16_kahan.h"
+#include "formats/f16_sr.h"
+#include "formats/f32.h"
+#include "formats/fp8.h"
+#include "formats/fp8_e5m2.h"
+#include "formats/fp8_lamb16.h"
+#include "formats/int4.h"
+#include "formats/int8.h"
+
+/* Roles, as rows name them. */
+enum {
+    WEIGHT = HALFSTEP_ROLE_WEIGHT,
+    GRADIENT = HALFSTEP_ROLE_GRADIENT,
+    SIGNED = HALFSTEP_ROLE_SIGNED,
+    NONNEG = HALFSTEP_ROLE_NONNEG
+};
+
+/* Bits of an element of each dtype; NONE is a stream that is not there. */
+enum {
+    HSTEP_BITS_NONE,
+#define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,
+#include "base/dtypes.def"
+#undef HSTEP_DTYPE
+};
+
+/* X(...) with a row among its arguments. */
+#define FORMAT_ROW(X, ...) X(__VA_ARGS__)
+
+/* The constants of a row; a, b, ...: its members, each a name and a value. */
+#define FORMAT_ELEMENTS(fn, code, extra, a, b)                                                        \
+    enum {                                                                                            \
+        fn##_##a, fn##_##b, fn##_code_bits = HSTEP_BITS_##code, fn##_extra_bits = HSTEP_BITS_##extra, \
+        fn##_block = 0, fn##_geometry = 0, fn##_scale_dtype = 0, fn##_scale_bits = 0, fn##_root = 0   \
+    };
+#define FORMAT_BLOCKS(fn, geometry, code, scale, a, b, c, d, e)                                       \
+    enum {                                                                                            \
+        fn##_##a, fn##_##b, fn##_##c, fn##_##d, fn##_##e, fn##_extra_bits = 0,                        \
+        fn##_geometry = HALFSTEP_GEOMETRY_##geometry, fn##_scale_dtype = HSTEP_SCALE_##scale,         \
+        fn##_scale_bits = HSTEP_BITS_##scale                                                          \
+    };
+#define FORMAT_ROWS(fn, ...) FORMAT_BLOCKS(fn, ROWS, __VA_ARGS__)
+#define FORMAT_FLAT(fn, ...) FORMAT_BLOCKS(fn, FLAT, __VA_ARGS__)
+#define FORMAT_TENSOR(fn, ...) FORMAT_BLOCKS(fn, TENSOR, __VA_ARGS__)
+#define FORMAT_CONSTANTS(fn, name, title, kind, ...) FORMAT_##kind(fn, __VA_ARGS__)
+#define FORMAT(id, fn) FORMAT_ROW(FORMAT_CONSTANTS, fn, fn##_ROW)
+#include "formats/formats.def"
+#undef FORMAT
+
+/* In a switch over formats. */
+#define FORMAT_CASE(fn) case HSTEP_FORMAT_##fn:
+
+/* What stands after `fn`, but only where that is a format of single elements, one of blocks, one whose scales are made
+ * of the largest of a block, one with a scale for the tensor. */
+#define IF_ELEMENT(fn, ...) FORMAT_PICK(FORMAT_KEEP, FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
+#define IF_BLOCK(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
+#define IF_LARGEST(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_KEEP, FORMAT_KEEP, FORMAT_DROP, fn##_ROW)(__VA_ARGS__)
+#define IF_TENSOR(fn, ...) FORMAT_PICK(FORMAT_DROP, FORMAT_DROP, FORMAT_DROP, FORMAT_KEEP, fn##_ROW)(__VA_ARGS__)
+#define FORMAT_KEEP(...) __VA_ARGS__
+#define FORMAT_DROP(...)
+#define FORMAT_PICK(...) FORMAT_PICK_(__VA_ARGS__)
+#define FORMAT_PICK_(elements, rows, flat, tensor, name, title, kind, ...) \
+    FORMAT_PICK_##kind(elements, rows, flat, tensor)
+#define FORMAT_PICK_ELEMENTS(elements, rows, flat, tensor) elements
+#define FORMAT_PICK_ROWS(elements, rows, flat, tensor) rows
+#define FORMAT_PICK_FLAT(elements, rows, flat, tensor) flat
+#define FORMAT_PICK_TENSOR(elements, rows, flat, tensor) tensor
+
+#endif
