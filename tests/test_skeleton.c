@@ -2,6 +2,7 @@
 #include "vec/scalar.h"
 
 #include "../examples/skeleton_format.h"
+#undef skeleton_ROW /* both have one, and are not meant to meet */
 #include "../examples/skeleton_rule.h"
 
 #include "test.h"
