@@ -587,7 +587,7 @@ class Ranks:
                 check(given, part.handle)
         return code
 
-    def step_one(self, p, weight, gradient, micro=False):
+    def step_one(self, p, weight, gradient, micro):
         """The same of one tensor, in release."""
         m = self.members[self.index_of[p]]
         handle, i = m.handle, m.index

@@ -204,9 +204,9 @@ HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint
 }
 
 /* n words from pair first_pair of a stream, whose key is of the same generator or, for "lattice", any: independent
- * words for one of hstep_key_stream(). Returns 0, or -1 for a generator that does not exist. */
-HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
-                                    uint32_t *out)
+ * words for one of hstep_key_stream(). */
+HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
+                                     uint32_t *out)
 {
     size_t j;
     if (generator == HSTEP_GENERATOR_PHILOX7) {
@@ -216,9 +216,7 @@ HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *strea
             if (j == 0 || (p & 3) == 0) hstep_philox_block(stream, p >> 2, block);
             out[j] = block[p & 3];
         }
-        return 0;
-    }
-    if (generator == HSTEP_GENERATOR_MIXER || generator == HSTEP_GENERATOR_LATTICE) {
+    } else {
         struct hstep_key key = *stream;
         for (j = 0; j < n; j++) {
             uint64_t p = first_pair + j;
@@ -227,9 +225,7 @@ HSTEP_INLINE int hstep_random_words(int generator, const struct hstep_key *strea
             out[j] = hstep_mixer_word(&key, i);
             if (generator == HSTEP_GENERATOR_LATTICE) out[j] = hstep_lattice_word(&key, out[j]);
         }
-        return 0;
     }
-    return -1;
 }
 
 /* The default id of a tensor: FNV-1a of its name, then a finaliser (D. Stafford's mix 13), because FNV leaves names

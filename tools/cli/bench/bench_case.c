@@ -103,7 +103,6 @@ static void subject_close(struct subject *s)
     block_close(&s->gradients);
     free(s->weight);
     free(s->gradient);
-    memset(s, 0, sizeof *s);
 }
 
 /* Numbers around 2^-8, all bits random: no subnormals, no infinities, no two alike. */
