@@ -131,6 +131,8 @@ static void judge(int command, const char *fault)
     if (status != 0 && status != 1) violated("neither status 0 nor 1", status);
     if (status == 1 && (lines < 1 || lines > 2 || !strstr(program_errors, "halfstep: ")))
         violated("not one sentence", status);
+    if (status == 1 && (strstr(program_errors, ": \n") || strstr(program_errors, ": :")))
+        violated("a sentence without its end", status);
     if (status == 0) {
         cut(same, printed);
         if (strcmp(printed, expected)) violated("status 0, and something else printed", status);

@@ -52,7 +52,7 @@ static int count_changes(struct run *run, const struct holding *whole, int tenso
 
 static double weights_changed(struct run *run, const struct holding *whole)
 {
-    char why[600] = "out of memory", note[700];
+    char why[600] = "", note[700];
     uint64_t changed = 0;
     struct weight_source *source = run->config->init ? weight_source_open(run->config->init, why, sizeof why) : NULL;
     int bad = run->config->init && !source;
@@ -60,7 +60,7 @@ static double weights_changed(struct run *run, const struct holding *whole)
         bad = count_changes(run, whole, i, source, &changed, why, sizeof why);
     weight_source_close(source);
     if (!bad) return (double)changed / (double)run->result->params;
-    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", why);
+    snprintf(note, sizeof note, "note: how many weights have changed is not known: %s", *why ? why : "out of memory");
     run_tell(run, note);
     return NAN;
 }
