@@ -100,9 +100,10 @@ ok "help of every command"
 
 "$halfstep" info --json >info.json
 valid info.json "info --json"
-python3 - info.json <<'PY' || fail "info --json"
+python3 - info.json "$("$halfstep" --version)" <<'PY' || fail "info --json"
 import json, sys
 info = json.load(open(sys.argv[1]))
+assert info["version"] == sys.argv[2].split()[1], (info["version"], sys.argv[2])
 assert info["isa"] in info["isas"] and info["threads"] >= 1, info
 assert "adamw" in info["rules"] and "bf16-sr" in info["weight_formats"] and "int8" in info["state_formats"], info
 PY
@@ -119,7 +120,8 @@ assert not rows["adamw/f32/f32"]["fits"], rows["adamw/f32/f32"]
 sizes = [r["total_bytes"] for r in json.load(open(sys.argv[1]))["recipes"]]
 assert sizes == sorted(sizes)
 assert len(sizes) <= 40, f"{len(sizes)} recipes are more than anybody reads"
-assert "adamw/bf16/bf16" not in rows
+weights = {recipe.split("/")[1] for recipe in rows}
+assert "bf16-sr" in weights and "bf16" not in weights and not any(weight.startswith("f16") for weight in weights), weights
 PY
 "$halfstep" plan --params 7e9 --all --json >all.json
 "$halfstep" plan --params 7e9 --recipes lion/bf16/bf16,adamw/f32 --json >some.json
@@ -141,14 +143,16 @@ assert [(c["recipe"], c["tensors"]) for c in cases] == [(r, n) for r in ("adamw/
 assert cases[0]["bytes_per_param"] == 28 and 10 < cases[2]["bytes_per_param"] < 10.6, cases
 for case in cases:
     assert case["ns_per_param"] > 0 and 0 < case["stream_fraction"] < 100, case
-assert cases[1]["time_over_one_tensor"] > 0 and cases[0]["cache_ns_per_param"] > 0, cases
+assert cases[1]["time_over_one_tensor"] > 0 and 0 < cases[0]["cache_ns_per_param"] < 100 * cases[0]["ns_per_param"], cases
 rows = list(csv.DictReader(open(sys.argv[2])))
 assert [r["recipe"] for r in rows] == [c["recipe"] for c in cases], rows
 PY
 expect 2 'unknown rule' bench --recipes adamx
 expect 2 'at least 4096' bench --params 1
-"$halfstep" bench --recipes sgd/bf16-sr,lion/f32 --params 4096 --tensors 1 --rounds 1 --threads 1 >bench.txt
+timeout 240 "$halfstep" bench --recipes sgd/bf16-sr,lion/f32 --params 4096 --tensors 1 --rounds 1 --threads 2 >bench.txt || fail "bench of two threads: $?"
 grep -q lion/f32 bench.txt || fail "bench as text: $(cat bench.txt)"
+"$halfstep" bench --grid --params 4096 --rounds 1 --threads 1 | sed -n '4,5p;5q' >grid.txt
+[ "$(cut -d/ -f1,2 grid.txt | uniq -c | grep -c '^ *2 ')" = 1 ] || fail "bench --grid: one weight format has not several states: $(cat grid.txt)"
 expect 2 'exclude each other' bench --grid --recipes lion/f32
 ok "bench"
 
@@ -349,13 +353,15 @@ ok "--init takes the weights in full"
 
 # Schedule-free training evaluates another point than it stores as its weights. That point is what validation, the sample,
 # generate and --init speak of.
-lm --steps 30 --quiet --json --recipe schedulefree/bf16-kahan --lr 1e-2 --checkpoint free >free.json
+lm --steps 30 --quiet --json --recipe schedulefree/bf16-kahan --lr 1e-2 --checkpoint free --log free.csv >free.json
 lm --steps 0 --quiet --json --recipe adamw/f32 --init free >average.json
 lm --steps 0 --quiet --json --recipe adamw/f32 --init "$(ls -d free/checkpoint-*)"/model.safetensors >stored.json
 "$halfstep" generate --checkpoint free --bytes 20 --json >text.json
 python3 - free.json average.json stored.json text.json <<'PY' || fail "schedulefree: not one average everywhere"
-import json, sys
+import csv, json, sys
 free, average, stored, text = (json.load(open(name)) for name in sys.argv[1:])
+losses = [float(row["train_loss"]) for row in csv.DictReader(open("free.csv"))][-20:]
+assert abs(free["train_loss"] - sum(losses) / 20) < 1e-5, (free["train_loss"], losses)
 assert average["val_loss"] == free["val_loss"] != stored["val_loss"], (free["val_loss"], average["val_loss"], stored["val_loss"])
 assert average["sample"] == text["text"] == free["sample"], (free["sample"], average["sample"], text["text"])
 PY

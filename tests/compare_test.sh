@@ -50,6 +50,10 @@ assert runs[0]["bytes_per_param"] == {"weights": 4, "gradients": 4, "states": 8,
 assert runs[2]["bytes_per_param"]["gradients"] < runs[1]["bytes_per_param"]["gradients"] == 2
 assert len({run["state_hash"] for run in runs}) == 6
 saved = json.load(open("report/report.json"))
+given = saved["configuration"]
+assert {key: given[key] for key in ("width", "depth", "steps", "lr", "seed")} == \
+    {"width": "32", "depth": "1", "steps": "12", "lr": "0.001", "seed": "5 to 6"}, given
+assert all(given.values()) and saved["command"].startswith("halfstep compare lm --data "), saved
 assert saved["runs"] == runs and saved["complete"] is True and saved["sentence"].endswith(".")
 table = saved["table"]
 assert [line["name"] for line in table] == ["adamw/f32/f32", "adamw/bf16-sr/int8", "adamw/bf16-sr/bf16-sr:lr=2e-3:release"]

@@ -174,12 +174,21 @@ static void check_gradients(struct cnn_config c, int n, int stride)
     cnn_config_check(&c, error, sizeof error);
     struct cnn_batch batch = make_batch(c.side, c.classes, n);
     struct weights w = make_weights(&c);
-    struct gradients g;
+    struct gradients g, biased;
     int correct, other;
     double wanted = plain_loss(&c, &w, &batch, &correct), h = 1e-6;
     struct cnn_score score = run(&c, &w, &batch, LM_F32, 2, LM_F32, 1, make_buffers(&c, &g));
     CHECK(fabs(score.loss - wanted) < 1e-5, "loss %.9g, in double %.9g", score.loss, wanted);
     CHECK(score.correct == correct, "%d right, in double %d", score.correct, correct);
+    for (int k = 0; k < c.classes; k++) {
+        int labels = 0;
+        for (int i = 0; i < n; i++) labels += batch.labels[batch.order[i]] == k;
+        w.value[CNN_TENSORS - 1][k] += 100;
+        score = run(&c, &w, &batch, LM_F32, 1, LM_F32, 1, make_buffers(&c, &biased));
+        free_gradients(&biased);
+        w.value[CNN_TENSORS - 1][k] -= 100;
+        CHECK(score.correct == labels, "all taken for %d: %d right, not %d", k, score.correct, labels);
+    }
     for (int i = 0; i < CNN_TENSORS; i++) {
         struct cnn_tensor info;
         double largest = 0, worst = 0;

@@ -221,6 +221,34 @@ static void check_slices(const struct hstep_device *host)
     }
 }
 
+/* What is written into second moments on a grid that has moved is what the host writes. */
+static void check_written(const struct hstep_device *host)
+{
+    enum { GRIDDED = HALFSTEP_SLOT_STATE + 1, ROWS = 4, COLUMNS = 320 };
+    static float values[ROWS * COLUMNS], read[2][ROWS * COLUMNS];
+    struct source s = {31};
+    for (int i = 0; i < ROWS * COLUMNS; i++) values[i] = (float)next_unit(&s);
+    for (int32_t row = 0; row < halfstep_format_count(); row++) {
+        halfstep_format_info format = format_info(row);
+        if (!format.grid) continue;
+        for (int far = 0; far < 2; far++) {
+            char recipe[64];
+            struct one t;
+            snprintf(recipe, sizeof recipe, "adam/f32/%s", format.name);
+            hstep_default_device = far ? &emulated : host;
+            one_open(&t, recipe, 2, ROWS, COLUMNS, "f32");
+            one_start(&t);
+            MUST(halfstep_set_scalar(t.o, 0, "exp_avg_sq.grid", 0.75));
+            one_write(&t, GRIDDED, values);
+            one_read(&t, GRIDDED, read[far]);
+            one_close(&t);
+        }
+        CHECK(!memcmp(read[0], read[1], sizeof read[0]), "%s: written as %g, not %g", format.name, (double)read[1][0],
+              (double)read[0][0]);
+    }
+    hstep_default_device = &emulated;
+}
+
 static float of_pattern(uint32_t pattern)
 {
     float x;
@@ -291,6 +319,7 @@ int main(int argc, char **argv)
         }
     TEST("roots and quotients within a range and beyond it") check_arithmetic(BY_LENGTH(20000, 100000, 400000));
     TEST("sums over slices") check_slices(host);
+    TEST("states on a grid are written as the host writes them") check_written(host);
     TEST("any number of blocks") {
         grid_blocks = 1;
         check_golden(list, &cases[n / 2], &layouts[0]);

@@ -22,6 +22,9 @@
 #include "kernels/dispatch.h"
 #include "ref/fixture.h"
 #include "test.h"
+#include "vec/scalar.h"
+
+#include "rules/adan.h"
 
 /* ---- Sums without end -------------------------------------------------------------------------------------------- */
 
@@ -576,6 +579,43 @@ static void test_constants(void)
     }
 }
 
+/* The largest |average| / sqrt(n) that gradients can reach, by the average's share of each y: adan.h. */
+static double worst_average(const double *share, int n, double beta3)
+{
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += share[i] * share[i] / ((1 - beta3) * pow(beta3, n - 1 - i));
+    return sqrt(sum);
+}
+
+static void test_bounds(void)
+{
+    TEST("adan's bounds are of the worst gradients, and not far above") {
+        enum { STEPS = 60 };
+        static const double betas[][3] = {{0.98, 0.92, 0.99}, {0.9, 0.9, 0.999}, {0.5, 0.99, 0.95}, {0.9, 0, 0.999}};
+        for (size_t row = 0; row < sizeof betas / sizeof *betas; row++) {
+            const double beta1 = betas[row][0], beta2 = betas[row][1], hyper[] = {beta1, beta2, betas[row][2], 0};
+            double g[STEPS] = {0}, m[STEPS] = {0}, a[STEPS] = {0};
+            for (int t = 1; t <= STEPS; t++) {
+                struct hstep_prepare p = {.hyper = hyper, .t = (uint64_t)t, .full = (uint64_t)t};
+                float k[HSTEP_MAX_SCALARS] = {0};
+                adan_prepare(k, &p);
+                for (int i = 0; i < t; i++) {
+                    double before = g[i], y = i == t - 1;
+                    g[i] = t == 1 ? y : (y + beta2 * before) / (1 + beta2);
+                    m[i] = beta1 * m[i] + (1 - beta1) * g[i];
+                    a[i] = beta2 * a[i] + (t == 1 ? 0 : (1 - beta2) * (g[i] - before));
+                }
+                double average = worst_average(m, t, hyper[2]) / (double)k[ADAN_BOUND];
+                double difference = worst_average(a, t, hyper[2]) / (double)k[ADAN_BOUND_DIFFERENCE];
+                CHECK(average < 1.000001 && average > 0.5, "row %d, update %d: m gets to %g of its bound", (int)row, t,
+                      average);
+                CHECK(difference < 1.000001 && (t == 1 || difference > 1.0 / 3),
+                      "row %d, update %d: a gets to %g of its bound", (int)row, t, difference);
+            }
+        }
+    }
+}
+
 /* ---- Values that no update leaves -------------------------------------------------------------------------------- */
 
 static void test_values(void)
@@ -930,6 +970,7 @@ int main(int argc, char **argv)
     test_parts();
     test_mode();
     test_constants();
+    test_bounds();
     test_values();
     test_bytes();
     test_versions();

@@ -174,6 +174,10 @@ int main(int argc, char **argv)
         }
         struct text text = {0};
         CHECK(again("{\"a\": 1, \"a\": 2}", &text) == NULL, "a name twice");
+        /* What a terminal does not show, of one unit of UTF-16 and of two, stays escaped. */
+        const char *hidden = "\"\\u200B\\uFFF9\\uDB40\\uDC01\\uDB40\\uDC7F\"";
+        CHECK(again(hidden, &text) && strstr(text.data, hidden), "%s is written as %s", hidden, text_string(&text));
+        text_free(&text);
         CHECK(again("[9007199254740992, -3, 0.5, 1e3]", &text) && strstr(text.data, "9007199254740992") &&
                   strstr(text.data, "-3"),
               "integers: %s", text_string(&text));

@@ -37,8 +37,35 @@ static void join(const int64_t *lengths, int64_t n, int64_t most)
     free(tasks);
 }
 
+/* A tensor of `runs` long or short runs, at `first` in index space: chunks cover it in order, and those of long runs do
+ * not cross a multiple of a chunk. */
+static void cut(int64_t runs, int64_t length, uint64_t first)
+{
+    const struct hstep_tensor t = {
+        .runs = runs, .run_length = length, .unit = HSTEP_GROUP, .index0 = first, .index_stride = length};
+    int64_t n = hstep_cut_tensor(&t, 0, NULL), next = 0, wrong = 0;
+    struct hstep_chunk *chunks = zeroed((size_t)n * sizeof *chunks);
+    CHECK(hstep_cut_tensor(&t, 0, chunks) == n, "counted and cut differ");
+    for (int64_t i = 0; i < n; i++) {
+        int64_t start = chunks[i].run * length + chunks[i].offset, elements = chunks[i].runs * chunks[i].length;
+        int64_t at = (int64_t)first % HSTEP_CHUNK + start;
+        wrong += start != next || elements < 1 || elements > HSTEP_CHUNK;
+        wrong += length >= HSTEP_CHUNK && at / HSTEP_CHUNK != (at + elements - 1) / HSTEP_CHUNK;
+        next = start + elements;
+    }
+    CHECK(!wrong && next == runs * length, "%lld runs of %lld from %llu: %lld of %lld chunks are wrong",
+          (long long)runs, (long long)length, (unsigned long long)first, (long long)wrong, (long long)n);
+    free(chunks);
+}
+
 static void test_tasks(void)
 {
+    TEST("chunks cover a tensor, and long runs are cut at multiples of one") {
+        static const int64_t lengths[] = {1, 100, HSTEP_CHUNK - 1, HSTEP_CHUNK, HSTEP_CHUNK + 1, 3 * HSTEP_CHUNK + 7};
+        static const uint64_t firsts[] = {0, 64, HSTEP_CHUNK - 1, 5 * HSTEP_CHUNK + 3};
+        for (size_t i = 0; i < 24; i++)
+            for (int64_t runs = 1; runs < 400; runs = runs * 7 + 1) cut(runs, lengths[i % 6], firsts[i / 6]);
+    }
     TEST("tasks: small chunks share one, whole chunks have one each") {
         int64_t lengths[4000] = {0};
         struct source s = {5};

@@ -199,6 +199,7 @@ int main(int argc, char **argv)
         report_document(&document, &report);
         document_write(&document, &text);
         CHECK(!text.failed && has(&text, "\"mean\": null"), "NaN in JSON: %s", text_string(&text));
+        CHECK(has(&text, "\"command\": \"halfstep compare lm\""), "no command: %s", text_string(&text));
         text_free(&text);
         text_add_csv(&text, "a,\"b\"\nc");
         CHECK(text.data && strcmp(text.data, "\"a,\"\"b\"\"\nc\"") == 0, "%s", text.data);

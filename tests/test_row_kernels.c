@@ -160,6 +160,22 @@ static void test_definitions(void)
                           stored(&r, 0, type, i), x);
                 }
 
+                /* x in row 3, d(out) in row 2, the gain in row 0: added to row 1 and, in fp32, to a stored row. */
+                r = before;
+                double along = 0;
+                for (int i = 0; i < n; i++)
+                    along += (double)before.wide[2][i] * (double)before.wide[0][i] * (double)before.wide[3][i];
+                if (type == LM_F32)
+                    k->norm_backward(r.wide[1], r.stored[0].f, r.wide[2], r.wide[3], r.wide[0], got_rate, n);
+                for (int i = 0; i < n && type == LM_F32; i++) {
+                    double d = (double)before.wide[2][i], x = (double)before.wide[3][i];
+                    double dx = d * (double)before.wide[0][i] * rate - x * along * rate * rate * rate / n;
+                    double dgain = d * x * rate;
+                    CHECK(near((double)r.wide[1][i], (double)before.wide[1][i] + dx, LM_F32, 40) &&
+                              near((double)r.stored[0].f[i], (double)before.stored[0].f[i] + dgain, LM_F32, 40),
+                          "norm backward of %d on %s: element %d", n, on, i);
+                }
+
                 r = before;
                 k->swiglu(r.stored[0].f, r.stored[1].f, r.stored[2].f, type, n);
                 for (int i = 0; i < n; i++) {

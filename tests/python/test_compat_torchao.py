@@ -330,7 +330,8 @@ def test_groups_may_have_formats_of_their_own():
 def test_lr_is_a_tensor_that_can_be_filled_or_replaced():
     p = torch.nn.Parameter(torch.zeros(128, 128))
     opt = ours.AdamW8bit([p], lr=1e-3, weight_decay=0.0)
-    assert isinstance(opt.param_groups[0]["lr"], torch.Tensor) and opt.param_groups[0]["lr"].dtype == torch.float32
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))], "lr": 5e-3})
+    assert [(g["lr"].dtype, round(g["lr"].item(), 6)) for g in opt.param_groups] == [(torch.float32, 1e-3), (torch.float32, 5e-3)]
     moved = []
     for change in ("none", "fill", "number", "tensor"):
         group = opt.param_groups[0]

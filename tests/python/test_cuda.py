@@ -67,11 +67,16 @@ def give(gpu, params, given, asynchronous=True):
             gpu.later(params[name].grad, g)
 
 
-def run(gpu, both, first, last, scale=1.0):
+def run(gpu, both, first, last, scale=1.0, release=False):
     for step in range(first, last):
         for params, opt in both:
             give(gpu, params, {name: g * scale for name, g in gradients({n: p for n, p in params.items()}, step).items()})
-            opt.step()
+            if not release:
+                opt.step()
+                continue
+            for p in params.values():
+                opt.step_param(p)
+            opt._end_round()
 
 
 def held(gpu, params, opt):
@@ -141,16 +146,27 @@ def test_a_plain_step_waits_for_nothing(fake):
     assert fake.waits > before
 
 
-def test_a_step_is_on_the_current_stream(fake):
+@pytest.mark.parametrize("release", [False, True])
+def test_a_step_is_on_the_current_stream(fake, release):
     both = pair(fake, halfstep.AdamW)
-    run(fake, both, 1, 3)
+    run(fake, both, 1, 3, release=release)
+    assert not fake.recorded
     other = fake.stream()
+    fake.wait_for(other, None)
     with fake.on(other):
-        run(fake, both, 3, 6)
+        run(fake, both, 3, 6, release=release)
         assert not fake.recorded or all(device.index == 0 for _, device in fake.recorded)
         assert {p.grad.data_ptr() for p in both[1][0].values()} <= {address for address, _ in fake.recorded}
     fake.wait_for(None, other)
-    run(fake, both, 6, 8)
+    run(fake, both, 6, 8, release=release)
+    fake.wait_for(other, None)
+    for params, opt in both if release else ():  # hooks of one backward pass are on streams in turn
+        for i, (name, g) in enumerate(gradients(params, 8).items()):
+            with fake.on(other if i % 2 else None):
+                give(fake, params, {name: g})
+                opt.step_param(params[name])
+        opt._end_round()
+    fake.wait_for(None, other)
     same(fake, both)
 
 
@@ -413,12 +429,7 @@ def test_all_devices_refuse_a_step_once(gpu):
 @pytest.mark.parametrize("places", [["cpu", 0], [0, 0]], ids=str)
 def test_delayed_clipping_over_devices(gpu, places):
     both = mixed(gpu, places, clip="delayed", clip_norm=0.5)
-    for step in range(1, 5):
-        for params, opt in both:
-            give(gpu, params, gradients(params, step))
-            for p in params.values():
-                opt.step_param(p)
-            opt._end_round()
+    run(gpu, both, 1, 5, release=True)
     same(gpu, both)
 
 

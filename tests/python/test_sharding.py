@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import halfstep
+from halfstep import _sharding
 from conftest import (RECIPES, assert_close, bits, class_of, loss_of, make, network, parameters, recipes, rules, run,
                       same, saved, set_gradients, states, twins)
 
@@ -177,3 +178,12 @@ def test_a_warmup_from_zero_is_no_priming_step():
     params, opt = make("adamw", lr=0.0)
     run(opt, params, 0, 1)
     assert all(opt.state[p]["step"].item() == 1 for p in params.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])  # the tensor itself is added, or a copy where a group adds, as NCCL on its GPU
+def test_sums_over_groups_come_back_from_where_they_are_made(monkeypatch, device):
+    monkeypatch.setattr(_sharding, "_device", lambda group: device)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, op, group: numbers.mul_(group))
+    numbers = torch.arange(5)
+    _sharding.add_up(numbers, (3, 4))
+    assert numbers.tolist() == [0, 12, 24, 36, 48]
