@@ -6,7 +6,7 @@
 #include "base/lock.h"
 #include "device/cuda/blas.h"
 
-/* Of one copy from a pinned room. */
+/* Of one copy from pinned memory. */
 #define PIECE ((uint64_t)4 << 20)
 
 /* ---- Beginning and end ---- */
@@ -49,7 +49,7 @@ void hstep_link_close(struct hstep_link *l)
         d->cuStreamSynchronize(l->stream);
         for (int i = 0; i < HSTEP_CUDA_ROOMS; i++) {
             if (l->pinned[i].event) d->cuEventDestroy(l->pinned[i].event);
-            if (l->pinned[i].room) d->cuMemFreeHost(l->pinned[i].room);
+            if (l->pinned[i].memory) d->cuMemFreeHost(l->pinned[i].memory);
         }
         free_kept(l, l->kept);
         free_kept(l, l->spare);
@@ -118,11 +118,11 @@ int hstep_link_owns(struct hstep_link *l, const void *memory)
 
 /* ---- From the process to the GPU ---- */
 
-/* A pinned room that no copy reads any more. */
-static int take_room(struct hstep_link *l, uint64_t bytes, struct hstep_pinned **room)
+/* Pinned memory that no copy reads any more. */
+static int take_pinned(struct hstep_link *l, uint64_t bytes, struct hstep_pinned **pinned)
 {
     struct hstep_gpu *g = l->gpu;
-    struct hstep_pinned *p = *room = &l->pinned[l->next];
+    struct hstep_pinned *p = *pinned = &l->pinned[l->next];
     int error = HALFSTEP_OK;
     if (!p->event) error = HSTEP_GPU(g, cuEventCreate, &p->event, HSTEP_CU_EVENT_DISABLE_TIMING);
     if (!error && p->used) error = HSTEP_GPU(g, cuEventSynchronize, p->event);
@@ -130,12 +130,12 @@ static int take_room(struct hstep_link *l, uint64_t bytes, struct hstep_pinned *
     p->used = 0;
     l->next = (l->next + 1) % HSTEP_CUDA_ROOMS;
     if (p->bytes >= bytes) return HALFSTEP_OK;
-    if (p->room) g->driver->cuMemFreeHost(p->room);
-    p->room = NULL;
+    if (p->memory) g->driver->cuMemFreeHost(p->memory);
+    p->memory = NULL;
     p->bytes = 0;
     uint64_t wanted = 4096;
     while (wanted < bytes) wanted *= 2;
-    error = HSTEP_GPU(g, cuMemHostAlloc, &p->room, (size_t)wanted, 0);
+    error = HSTEP_GPU(g, cuMemHostAlloc, &p->memory, (size_t)wanted, 0);
     if (!error) p->bytes = wanted;
     return error;
 }
@@ -148,14 +148,15 @@ int hstep_link_send(struct hstep_link *l, uint64_t to, const void *from, uint64_
                                "the stream is being captured, and replays could not read memory of the process again");
     for (uint64_t done = 0; done < bytes; done += PIECE) {
         uint64_t n = bytes - done < PIECE ? bytes - done : PIECE;
-        struct hstep_pinned *room;
-        int error = take_room(l, n, &room);
+        struct hstep_pinned *pinned;
+        int error = take_pinned(l, n, &pinned);
         if (error) return error;
-        memcpy(room->room, (const char *)from + done, (size_t)n);
-        if ((error = HSTEP_GPU(g, cuMemcpyAsync, to + done, (uint64_t)(uintptr_t)room->room, (size_t)n, l->stream)) ||
-            (error = HSTEP_GPU(g, cuEventRecord, room->event, l->stream)))
+        memcpy(pinned->memory, (const char *)from + done, (size_t)n);
+        if ((error =
+                 HSTEP_GPU(g, cuMemcpyAsync, to + done, (uint64_t)(uintptr_t)pinned->memory, (size_t)n, l->stream)) ||
+            (error = HSTEP_GPU(g, cuEventRecord, pinned->event, l->stream)))
             return error;
-        room->used = 1;
+        pinned->used = 1;
     }
     return HALFSTEP_OK;
 }
@@ -213,7 +214,7 @@ int hstep_link_settle(struct hstep_link *l, int n_tensors)
 }
 
 /* Pointers that a replay will read: those of an earlier capture if they are the same, else they are copied as part of
- * the graph, from a room that keeps them. */
+ * the graph, from memory that keeps them. */
 static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uint64_t *memory)
 {
     const size_t bytes = (size_t)n * sizeof *pointers;

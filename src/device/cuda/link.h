@@ -1,13 +1,13 @@
-/* What one handle has on its GPU: a stream, pinned rooms through which everything that the GPU reads of the process's
+/* What one handle has on its GPU: a stream, pinned memory through which everything that the GPU reads of the process's
  * memory goes, and the arrays of pointers of its calls. */
 #ifndef HSTEP_CUDA_LINK_H
 #define HSTEP_CUDA_LINK_H
 
 #include "device/cuda/gpu.h"
 
-/* A pinned room, and the event after the copy from it that was asked for last. */
+/* Pinned memory, and the event after the copy from it that was asked for last. */
 struct hstep_pinned {
-    void *room, *event;
+    void *memory, *event;
     uint64_t bytes;
     int used;
 };

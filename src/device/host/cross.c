@@ -89,18 +89,18 @@ static double renew(const struct hstep_call *call, int tensor, int pair, struct 
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
-        HSTEP_ALIGNED float room[HSTEP_TILE] = {0}, plain[HSTEP_TILE] = {0}, x[HSTEP_TILE], mean[HSTEP_TILE];
+        HSTEP_ALIGNED float scratch[HSTEP_TILE] = {0}, plain[HSTEP_TILE] = {0}, x[HSTEP_TILE], mean[HSTEP_TILE];
         HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS] = {0};
         int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
         const struct hstep_format_kernels *f32 = &kernels->format[HSTEP_FORMAT_f32];
-        memcpy(room, slot->code + i * 4, (size_t)count * 4);
+        memcpy(scratch, slot->code + i * 4, (size_t)count * 4);
         for (int64_t j = 0; j < count; j++) plain[j] = (float)(sums[i + j] / (double)of);
-        f32->decode[1](x, (const char *)room, NULL, HSTEP_TILE);
+        f32->decode[1](x, (const char *)scratch, NULL, HSTEP_TILE);
         kernels->from_plain(plain, mean, HSTEP_TILE);
         kernels->factored[t->rule][pair].vector(call->plan.updates[tensor].k, x, mean, HSTEP_TILE);
-        f32->encode[1](x, (char *)room, NULL, words, HSTEP_TILE, 1, 1.0f);
-        memcpy(slot->code + i * 4, room, (size_t)count * 4);
-        double sum = sum_of(kernels, room, count);
+        f32->encode[1](x, (char *)scratch, NULL, words, HSTEP_TILE, 1, 1.0f);
+        memcpy(slot->code + i * 4, scratch, (size_t)count * 4);
+        double sum = sum_of(kernels, scratch, count);
         if (isfinite(sum)) hstep_exact_add(limbs, sum);
     }
     return hstep_exact_round(limbs);

@@ -17,14 +17,14 @@ static void values_of(const struct hstep_work *w, int pair, const struct hstep_p
     const struct hstep_kernels *kernels = w->kernels;
     int rule = w->t->rule, count = hstep_rules[rule].norms;
     struct hstep_tile tile;
-    HSTEP_ALIGNED float room[HSTEP_MAX_SUMS][HSTEP_TILE];
+    HSTEP_ALIGNED float scratch[HSTEP_MAX_SUMS][HSTEP_TILE];
     float *out[HSTEP_MAX_SUMS];
-    for (int j = 0; j < HSTEP_MAX_SUMS; j++) out[j] = room[j];
+    for (int j = 0; j < HSTEP_MAX_SUMS; j++) out[j] = scratch[j];
     hstep_load(w, places, &tile, n);
     if (pair >= 0) {
-        kernels->factored[rule][pair].cross[w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, room[0],
+        kernels->factored[rule][pair].cross[w->u->mode & RULE_CLAMP](w->u->k, tile.weight, tile.gradient, scratch[0],
                                                                      tile.state, n);
-        kernels->to_plain(room[0], x[0], n);
+        kernels->to_plain(scratch[0], x[0], n);
         return;
     }
     if (w->t->matrix)
@@ -35,10 +35,10 @@ static void values_of(const struct hstep_work *w, int pair, const struct hstep_p
     for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
         const struct hstep_slot *slot = &w->t->slot[HALFSTEP_SLOT_STATE + i];
         if (slot->format >= 0 && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
-            kernels->format[slot->format].norm[slot->nonneg](tile.states[i], room[count++], n);
+            kernels->format[slot->format].norm[slot->nonneg](tile.states[i], scratch[count++], n);
     }
-    if (w->t->cautious) kernels->agreement(tile.change, tile.gradient, room[count++], n);
-    for (int j = 0; j < count; j++) kernels->to_plain(room[j], x[j], n);
+    if (w->t->cautious) kernels->agreement(tile.change, tile.gradient, scratch[count++], n);
+    for (int j = 0; j < count; j++) kernels->to_plain(scratch[j], x[j], n);
 }
 
 int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint64_t index, int64_t count,
@@ -47,7 +47,7 @@ int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint
     int64_t lead = hstep_unit_lead(w->t, element, index), unit = w->t->unit;
     int64_t n = (lead + count + unit - 1) / unit * unit;
     struct hstep_places places;
-    struct hstep_room room;
+    struct hstep_scratch scratch;
     struct hstep_part part[HSTEP_TILE / HSTEP_GROUP];
     if (!lead && n == count) {
         hstep_place(w, element, &places);
@@ -58,7 +58,7 @@ int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint
             part[parts] = (struct hstep_part){element + done, 0, (int)skip, (int)some};
             done += some;
         }
-        hstep_gather(w, part, parts, &room, &places);
+        hstep_gather(w, part, parts, &scratch, &places);
     }
     values_of(w, pair, &places, x, n);
     return lead;

@@ -14,15 +14,15 @@ static int64_t padded(int format, int64_t n)
     return (n + unit - 1) / unit * unit;
 }
 
-/* Between a slot and room for one tile. */
+/* Between a slot and scratch memory for one tile. */
 static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code,
-                       const struct hstep_piece *p, char *code_room, char *extra_room, int out)
+                       const struct hstep_piece *p, char *code_scratch, char *extra_scratch, int out)
 {
     char *mine = code + hstep_code_offset(t, s->format, p->element);
-    memcpy(out ? mine : code_room, out ? code_room : mine, hstep_code_bytes(s->format, 1, p->n));
+    memcpy(out ? mine : code_scratch, out ? code_scratch : mine, hstep_code_bytes(s->format, 1, p->n));
     if (!s->extra_bytes) return;
     mine = s->extra + hstep_extra_offset(t, s->format, p->element);
-    memcpy(out ? mine : extra_room, out ? extra_room : mine, hstep_extra_bytes(s->format, 1, p->n));
+    memcpy(out ? mine : extra_scratch, out ? extra_scratch : mine, hstep_extra_bytes(s->format, 1, p->n));
 }
 
 int hstep_host_read(const struct hstep_access *a, float *out)

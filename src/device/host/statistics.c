@@ -21,16 +21,16 @@ static int plain_format(int format)
 
 static int64_t element_bytes(const struct hstep_slot *slot) { return hstep_formats[slot->format].code_bits / 8; }
 
-/* Up to a tile of elements, padded with zeros in `room` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n with
- * them; returns where they are. */
-static const char *whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *room)
+/* Up to a tile of elements, padded with zeros in `scratch` (HSTEP_TILE * 4 bytes) if they are no whole groups, and *n
+ * with them; returns where they are. */
+static const char *whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *scratch)
 {
     if (*n % HSTEP_GROUP == 0) return code;
     int64_t padded = (*n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP, bytes = element_bytes(slot);
-    memcpy(room, code, (size_t)(*n * bytes));
-    memset(room + *n * bytes, 0, (size_t)((padded - *n) * bytes));
+    memcpy(scratch, code, (size_t)(*n * bytes));
+    memset(scratch + *n * bytes, 0, (size_t)((padded - *n) * bytes));
     *n = padded;
-    return room;
+    return scratch;
 }
 
 enum { PAGE = 4096, LINE = 64, LINES = 8 };
@@ -56,13 +56,13 @@ static uint32_t scan_stretch(const struct hstep_kernels *kernels, const struct h
 {
     const struct hstep_slot *slot = &t->slot[HALFSTEP_SLOT_GRADIENT];
     const struct hstep_format_kernels *format = &kernels->format[plain_format(slot->format)];
-    HSTEP_ALIGNED char room[HSTEP_TILE * 4];
+    HSTEP_ALIGNED char scratch[HSTEP_TILE * 4];
     uint32_t largest = 0, m;
     if (!squares) {
         int64_t whole = n / HSTEP_GROUP * HSTEP_GROUP, rest = n - whole;
         largest = scan_pages(format, code, whole, element_bytes(slot));
         if (rest) {
-            code = whole_groups(slot, code + whole * element_bytes(slot), &rest, room);
+            code = whole_groups(slot, code + whole * element_bytes(slot), &rest, scratch);
             m = format->maximum(code, rest);
             if (m > largest) largest = m;
         }
@@ -74,7 +74,7 @@ static uint32_t scan_stretch(const struct hstep_kernels *kernels, const struct h
         for (int64_t i = 0; i < n; i += HSTEP_TILE) {
             HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
             int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE, padded = count;
-            const char *tile = whole_groups(slot, code + i * element_bytes(slot), &padded, room);
+            const char *tile = whole_groups(slot, code + i * element_bytes(slot), &padded, scratch);
             m = format->maximum(tile, padded);
             if (m > largest) largest = m;
             format->decode[0](x, tile, NULL, padded);
@@ -90,7 +90,7 @@ static uint32_t scan_stretch(const struct hstep_kernels *kernels, const struct h
         if (count > row - column) count = row - column;
         if (count > n) count = n;
         int64_t padded = count;
-        format->squares(whole_groups(slot, code, &padded, room), padded, sums, &m);
+        format->squares(whole_groups(slot, code, &padded, scratch), padded, sums, &m);
         if (m > largest) largest = m;
         /* Chunks that are not finite are left out, and no others, so that no cut matters then either. */
         if (m < 0x7f800000u) hstep_exact_add(squares, hstep_tree_sum(sums));
@@ -149,12 +149,12 @@ int hstep_host_scan(const struct hstep_call *call)
 /* Mean of a whole row of a raw gradient, by the same chunks and exact sum as norms. */
 static double row_mean(const struct hstep_kernels *kernels, const struct hstep_slot *slot, const char *code, int64_t n)
 {
-    HSTEP_ALIGNED char room[HSTEP_TILE * 4];
+    HSTEP_ALIGNED char scratch[HSTEP_TILE * 4];
     int64_t total[HSTEP_EXACT_LIMBS] = {0};
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
         int64_t count = n - i < HSTEP_TILE ? n - i : HSTEP_TILE;
         double sums[16];
-        const char *tile = whole_groups(slot, code + i * element_bytes(slot), &count, room);
+        const char *tile = whole_groups(slot, code + i * element_bytes(slot), &count, scratch);
         kernels->format[slot->format].sums(tile, count, sums);
         hstep_exact_add(total, hstep_tree_sum(sums));
     }

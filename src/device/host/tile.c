@@ -1,6 +1,6 @@
 /* Elements are taken in units of 32 of index space, or in whole blocks where a state has longer ones. Whole units are
- * worked on in place; what is left over at the ends of a run is copied, padded with zeros, into a room, which collects
- * as many units as it holds before it is worked on like any other tile. */
+ * worked on in place; what is left over at the ends of a run is copied, padded with zeros, into scratch memory, which
+ * collects as many units as it holds before it is worked on like any other tile. */
 #include "device/host/tile.h"
 
 #include <string.h>
@@ -153,7 +153,7 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
     }
 }
 
-/* Moves the held elements of parts between one slot and its room. */
+/* Moves the held elements of parts between one slot and scratch memory. */
 static void move_parts(const struct hstep_work *w, const struct hstep_part *part, int n, int s, char *code, char *extra,
                        int out)
 {
@@ -170,26 +170,26 @@ static void move_parts(const struct hstep_work *w, const struct hstep_part *part
     }
 }
 
-void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
+void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
-        places->code[s] = room->code[s];
-        places->extra[s] = room->extra[s];
+        places->code[s] = scratch->code[s];
+        places->extra[s] = scratch->extra[s];
         if (w->format[s] < 0) continue;
-        memset(room->code[s], 0, (size_t)(n * w->t->unit) * 4);
-        memset(room->extra[s], 0, (size_t)(n * w->t->unit) * 2);
+        memset(scratch->code[s], 0, (size_t)(n * w->t->unit) * 4);
+        memset(scratch->extra[s], 0, (size_t)(n * w->t->unit) * 2);
         if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
                 spread(w, s, part[i].element, part[i].count,
-                       (float *)(void *)room->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
             continue;
         }
-        move_parts(w, part, n, s, room->code[s], room->extra[s], 0);
+        move_parts(w, part, n, s, scratch->code[s], scratch->extra[s], 0);
     }
 }
 
-void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room)
+void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT || extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) continue;
@@ -197,7 +197,7 @@ void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, in
         struct hstep_work one = *w;
         /* The scale of a whole tensor is written once, after its update. */
         if (hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR) one.extra[s] = NULL;
-        move_parts(&one, part, n, s, room->code[s], room->extra[s], 1);
+        move_parts(&one, part, n, s, scratch->code[s], scratch->extra[s], 1);
     }
 }
 

@@ -1,5 +1,5 @@
-/* What the tasks of the host share: a batch over chunks, and tiles: whole units in place, or parts of units in a
- * room. */
+/* What the tasks of the host share: a batch over chunks, and tiles: whole units in place, or parts of units in
+ * scratch memory. */
 #ifndef HSTEP_TILE_H
 #define HSTEP_TILE_H
 
@@ -35,8 +35,8 @@ struct hstep_places {
     HSTEP_ALIGNED float vector[2 * HSTEP_MAX_PAIRS][HSTEP_TILE];
 };
 
-/* Room for units of which only a part is held here. */
-struct hstep_room {
+/* Units of which only a part is held here. */
+struct hstep_scratch {
     HSTEP_ALIGNED char code[HSTEP_WORK_SLOTS][HSTEP_TILE * 4];
     HSTEP_ALIGNED char extra[HSTEP_WORK_SLOTS][HSTEP_TILE * 2];
 };
@@ -71,10 +71,10 @@ struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
 struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);
 /* Places in the slots themselves, for whole units. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);
-/* Copies parts of units to the room, which is zero elsewhere; and what a pass has written, back from it. */
-void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room,
+/* Copies parts of units to scratch memory, which is zero elsewhere; and what a pass has written, back from it. */
+void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places);
-void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_room *room);
+void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
 /* What the update will see of `count` elements from `element` on, in their order from x[j][lead] on; returns lead. They

@@ -130,18 +130,18 @@ struct staging {
 static void flush_staging(const struct hstep_work *w, struct staging *st)
 {
     if (!st->n) return;
-    struct hstep_room room;
+    struct hstep_scratch scratch;
     struct hstep_places places;
     HSTEP_ALIGNED uint32_t words[HSTEP_SLOTS][HSTEP_TILE_WORDS];
     default_words(w, words, (int64_t)st->n * w->t->unit);
-    hstep_gather(w, st->part, st->n, &room, &places);
+    hstep_gather(w, st->part, st->n, &scratch, &places);
     for (int s = 0; s < w->t->slots; s++)
         if (w->u->stochastic >> s & 1)
             for (int i = 0; i < st->n; i++)
                 hstep_fill_words(w->kernels, w->u->generator, &w->u->stream[s], st->part[i].index,
                                  words[s] + i * w->t->unit / 2, w->t->unit);
     run_tile(w, &places, words, (int64_t)st->n * w->t->unit);
-    hstep_scatter(w, st->part, st->n, &room);
+    hstep_scatter(w, st->part, st->n, &scratch);
     st->n = 0;
 }
 

@@ -40,7 +40,7 @@ V_OP char *block_scale(const struct columns c, const struct fused_work *w, int s
 
 /* more: the warp goes on with the tile WARPS further on, which is brought into the cache meanwhile. */
 V_OP void fused_load(const int format, const int nonneg, const struct fused_work *w, int s, int64_t element,
-                     const int more, struct room *r, vf *x)
+                     const int more, struct scratch *r, vf *x)
 {
     enum { NEXT = WARPS * HSTEP_TILE };
     const struct columns c = columns_of(format);
@@ -64,7 +64,7 @@ V_OP void fused_load(const int format, const int nonneg, const struct fused_work
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
 
-V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct room *r)
+V_OP void fused_put(const int format, const struct fused_work *w, int s, int64_t element, const struct scratch *r)
 {
     const struct columns c = columns_of(format);
     copy_codes(w->code[s] + element * c.bits / 8, r->code, PLACES * c.bits / 8);
@@ -112,7 +112,7 @@ V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, 
 {
     const vi words = fused_words(format, w, s, index);
     const struct columns c = columns_of(format);
-    struct room r = {{0}, {0}};
+    struct scratch r = {{0}, {0}};
     __attribute__((aligned(16))) float stash[PLACES];
     float inverse;
     if (!c.block) {
@@ -131,7 +131,7 @@ V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, 
 
 V_OP void load_gradient(const struct fused_work *w, int64_t element, const int more, vf *x)
 {
-    struct room r;
+    struct scratch r;
     switch (w->format[HALFSTEP_SLOT_GRADIENT]) {
 #define GRADIENT(fn) \
     case HSTEP_FORMAT_##fn: fused_load(HSTEP_FORMAT_##fn, 0, w, HALFSTEP_SLOT_GRADIENT, element, more, &r, x); break;
@@ -142,7 +142,7 @@ V_OP void load_gradient(const struct fused_work *w, int64_t element, const int m
 }
 
 /* Of the weight, and of states that are stored as it is. */
-V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct room *r, vf *x)
+V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const int more, struct scratch *r, vf *x)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
 #define WEIGHT(fn) \
@@ -153,14 +153,14 @@ V_OP void load_weight(const struct fused_work *w, int s, int64_t element, const 
     }
 }
 
-V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r,
+V_OP void fused_apply(const int format, struct fused_work *w, int s, int64_t element, uint64_t index, struct scratch *r,
                       const vf *x, const vf *d)
 {
     apply_any(format, r->code, r->extra, 0, x[0], x[1], d[0], d[1], fused_words(format, w, s, index));
     fused_put(format, w, s, element, r);
 }
 
-V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct room *r, const vf *x,
+V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t index, struct scratch *r, const vf *x,
                         const vf *d)
 {
     switch (w->format[HALFSTEP_SLOT_WEIGHT]) {
@@ -208,7 +208,7 @@ V_OP int format_of(const struct fused_what f, const int j)
 
 /* What a lane has of a state. */
 struct fused_state {
-    struct room room;
+    struct scratch scratch;
     vf before[2], after[2];
 };
 
@@ -218,9 +218,9 @@ V_OP void load_state(const struct fused_what f, const int j, const struct fused_
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     state->before[0] = state->before[1] = v_set(0.0f);
     if (!is_stored(f, w, j)) return;
-    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->room, state->before);
-    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->room, state->before);
-    else fused_load(format, nonneg, w, s, element, more, &state->room, state->before);
+    if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) load_weight(w, s, element, more, &state->scratch, state->before);
+    else if (is_wide(f, w, j)) fused_load(HSTEP_FORMAT_f32, 0, w, s, element, more, &state->scratch, state->before);
+    else fused_load(format, nonneg, w, s, element, more, &state->scratch, state->before);
     if (has_grid(format, nonneg)) scale_pair(state->before, w->grid[s]);
 }
 
@@ -230,7 +230,7 @@ V_OP void store_state(const struct fused_what f, const int j, struct fused_work 
     const int s = HALFSTEP_SLOT_STATE + j, format = format_of(f, j), nonneg = role_of(f, j) == HALFSTEP_ROLE_NONNEG;
     if (!is_stored(f, w, j)) return;
     if (role_of(f, j) == HALFSTEP_ROLE_WEIGHT) {
-        change_weight(w, s, element, index, &state->room, state->before, state->after);
+        change_weight(w, s, element, index, &state->scratch, state->before, state->after);
         return;
     }
     if (is_wide(f, w, j)) fused_store(HSTEP_FORMAT_f32, 0, w, s, element, index, state->after);
@@ -243,12 +243,12 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
     const struct constants constants = constants_of(w->k);
     const float l2 = w->l2;
-    struct room room;
+    struct scratch scratch;
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
     fused_segment(w, index);
     load_gradient(w, element, more, gradient);
-    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &room, weight);
+    load_weight(w, HALFSTEP_SLOT_WEIGHT, element, more, &scratch, weight);
     load_state(f, 0, w, element, more, &s0);
     load_state(f, 1, w, element, more, &s1);
     load_state(f, 2, w, element, more, &s2);
@@ -270,7 +270,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     store_state(f, 1, w, element, index, &s1);
     store_state(f, 2, w, element, index, &s2);
     store_state(f, 3, w, element, index, &s3);
-    change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &room, weight, change);
+    change_weight(w, HALFSTEP_SLOT_WEIGHT, element, index, &scratch, weight, change);
 }
 
 /* The whole tiles of a run, which the warps take in turn. */

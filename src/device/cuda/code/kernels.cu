@@ -59,18 +59,18 @@ CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, int pass,
     }
 }
 
-/* Weight, effective gradient and states of the lane's places; rooms keep what is stored. */
-CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *room, struct values *v)
+/* Weight, effective gradient and states of the lane's places; `scratch` keeps what is stored. */
+CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct scratch *scratch, struct values *v)
 {
     const struct hstep_update *u = w->u;
     for (int i = 0; i < 2; i++) v->weight[i] = v->gradient[i] = v->change[i] = v_set(0.0f);
     if (w->format[0] >= 0) {
-        fetch_slot(w, 0, l, &room[0]);
-        decode(w->format[0], 0, &room[0], v->weight);
+        fetch_slot(w, 0, l, &scratch[0]);
+        decode(w->format[0], 0, &scratch[0], v->weight);
     }
     if (w->format[1] >= 0) {
-        fetch_slot(w, 1, l, &room[1]);
-        decode(w->format[1], 0, &room[1], v->gradient);
+        fetch_slot(w, 1, l, &scratch[1]);
+        decode(w->format[1], 0, &scratch[1], v->gradient);
         for (int i = 0; i < 2; i++) {
             vf x = v_mul(v->gradient[i], v_set(u->gradient_scale));
             if (w->mean != 0.0f) x = v_sub(x, v_set(w->mean));
@@ -82,8 +82,8 @@ CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct room *r
         int s = HALFSTEP_SLOT_STATE + j, from = u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
         v->state[j][0] = v->state[j][1] = v_set(0.0f);
         if (w->format[s] < 0) continue;
-        fetch_slot(w, s, l, &room[s]);
-        decode(w->format[s], w->t->slot[s].nonneg, &room[from], v->state[j]);
+        fetch_slot(w, s, l, &scratch[s]);
+        decode(w->format[s], w->t->slot[s].nonneg, &scratch[from], v->state[j]);
         if (w->t->slot[s].root) scale_pair(v->state[j], w->t->slot[s].grid);
     }
 }
@@ -95,7 +95,7 @@ CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row
     for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) total[k] = 0;
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
         struct lane l = lane_at(row_start + i, 0, 0, least(HSTEP_TILE, n - i), 0);
-        struct room r;
+        struct scratch r;
         vf x[2];
         fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, &r);
         decode(w->format[HALFSTEP_SLOT_GRADIENT], 0, &r, x);
@@ -109,7 +109,7 @@ CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row
 CUDA_DEVICE int is_of_tensor(int format) { return hstep_formats[format].geometry == HALFSTEP_GEOMETRY_TENSOR; }
 
 /* Back to the slot; the scale of a whole tensor is written once, after its update. */
-CUDA_DEVICE void put_slot(const struct work *w, int s, const struct lane *l, const struct room *r)
+CUDA_DEVICE void put_slot(const struct work *w, int s, const struct lane *l, const struct scratch *r)
 {
     put(w->t, w->format[s], w->code[s], is_of_tensor(w->format[s]) ? NULL : w->extra[s], l, r);
 }
@@ -118,48 +118,48 @@ CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
 {
     const struct hstep_update *u = w->u;
     const struct hstep_tensor *t = w->t;
-    struct room room[WORK_SLOTS];
+    struct scratch scratch[WORK_SLOTS];
     const struct constants constants = constants_of(u->k);
     struct values v;
     vf old[HALFSTEP_MAX_STATES][2];
-    load(w, l, room, &v);
+    load(w, l, scratch, &v);
     if (w->pass == HSTEP_PASS_CHANGE) {
-        fetch_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
-        decode(HSTEP_FORMAT_f32, 0, &room[SLOT_WORK], v.gradient);
+        fetch_slot(w, SLOT_WORK, l, &scratch[SLOT_WORK]);
+        decode(HSTEP_FORMAT_f32, 0, &scratch[SLOT_WORK], v.gradient);
         step_change(t->rule, constants.k, &v);
-        apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
-        put_slot(w, 0, l, &room[0]);
+        apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(w, 0, l->index));
+        put_slot(w, 0, l, &scratch[0]);
         return;
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
         for (int i = 0; i < 2; i++) old[j][i] = v.state[j][i];
     if (w->pass == HSTEP_PASS_DIRECTION) {
         step_direction(t->rule, u->mode & RULE_CLAMP, constants.k, &v);
-        clear_room(&room[SLOT_WORK]);
-        encode(HSTEP_FORMAT_f32, 0, v.change, &room[SLOT_WORK], nearest_words(), 0, 1.0f);
-        put_slot(w, SLOT_WORK, l, &room[SLOT_WORK]);
+        clear_scratch(&scratch[SLOT_WORK]);
+        encode(HSTEP_FORMAT_f32, 0, v.change, &scratch[SLOT_WORK], nearest_words(), 0, 1.0f);
+        put_slot(w, SLOT_WORK, l, &scratch[SLOT_WORK]);
     } else {
         step_rule(t->rule, u->mode, constants.k, &v);
         for (int i = 0; t->cautious && i < 2; i++)
             v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
         for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-            if (u->weight_to_slot >> s & 1 && w->format[s] >= 0) room[s] = room[0];
-        if (!u->zero_lr && !u->micro) apply(w->format[0], v.weight, v.change, &room[0], slot_words(w, 0, l->index));
+            if (u->weight_to_slot >> s & 1 && w->format[s] >= 0) scratch[s] = scratch[0];
+        if (!u->zero_lr && !u->micro) apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(w, 0, l->index));
     }
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
         int j = s - HALFSTEP_SLOT_STATE;
         if (w->format[s] < 0 || t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
         const vi words = slot_words(w, s, l->index);
         if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
-            if (is_of_tensor(w->format[s])) memcpy(room[s].extra, &u->scale[s], 4);
-            encode(w->format[s], t->slot[s].nonneg, v.state[j], &room[s], words, 1, u->onto[s]);
+            if (is_of_tensor(w->format[s])) memcpy(scratch[s].extra, &u->scale[s], 4);
+            encode(w->format[s], t->slot[s].nonneg, v.state[j], &scratch[s], words, 1, u->onto[s]);
         } else if (!u->zero_lr) {
-            apply(w->format[s], old[j], v.state[j], &room[s], words);
-            if (u->slot_to_weight >> s & 1) room[0] = room[s];
+            apply(w->format[s], old[j], v.state[j], &scratch[s], words);
+            if (u->slot_to_weight >> s & 1) scratch[0] = scratch[s];
         }
-        put_slot(w, s, l, &room[s]);
+        put_slot(w, s, l, &scratch[s]);
     }
-    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->zero_lr) put_slot(w, 0, l, &room[0]);
+    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->zero_lr) put_slot(w, 0, l, &scratch[0]);
 }
 
 /* The warps take tiles in turn; `turn` counts them through the chunk. */
@@ -274,7 +274,7 @@ CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
 CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
                           int64_t count, double limit, struct lane *l, vf *x)
 {
-    struct room r;
+    struct scratch r;
     *l = lane_at(element, 0, 0, count, 0);
     fetch(t, format, gradient, NULL, l, &r);
     decode(format, 0, &r, x);
@@ -335,7 +335,7 @@ V_OP uint32_t largest_of(const int format, const char *code, int64_t tile, int64
     const char *mine = code + lane_of_thread() * PLACES * bits / 8;
     uint32_t largest = 0;
     for (; tile < end; tile += SCAN_AHEAD * WARPS) {
-        struct room r[SCAN_AHEAD] = {{{0}, {0}}};
+        struct scratch r[SCAN_AHEAD] = {{{0}, {0}}};
         CUDA_UNROLL for (int i = 0; i < SCAN_AHEAD; i++)
         {
             const int64_t at = tile + i * WARPS < end ? tile + i * WARPS : tile;
@@ -422,9 +422,9 @@ CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l,
 {
     int rule = w->t->rule, count = hstep_rules[rule].norms, clamp = w->u->mode & RULE_CLAMP;
     const struct constants constants = constants_of(w->u->k);
-    struct room room[WORK_SLOTS];
+    struct scratch scratch[WORK_SLOTS];
     struct values v;
-    load(w, l, room, &v);
+    load(w, l, scratch, &v);
     if (pair >= 0) {
         step_cross(rule, pair, clamp, constants.k, &v, x[0]);
         return;
@@ -597,11 +597,11 @@ CUDA_DEVICE void renew(const struct hstep_call *call, int tensor, int pair, stru
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
     const struct constants constants = constants_of(call->plan.updates[tensor].k);
     for (int64_t i = warp_of_grid() * HSTEP_TILE; i < n; i += warps_of_grid() * HSTEP_TILE) {
-        struct room r;
+        struct scratch r;
         vf x[2], mean[2];
         int64_t at = i + lane_of_thread() * PLACES;
         int count = within(n - at, PLACES);
-        clear_room(&r);
+        clear_scratch(&r);
         copy_bytes(r.code, slot->code + at * 4, count * 4);
         decode(HSTEP_FORMAT_f32, 1, &r, x);
         for (int j = 0; j < PLACES; j++) PLACE(mean, j) = j < count ? (float)(sums[at + j] / (double)of) : 0.0f;
@@ -712,7 +712,7 @@ CUDA_KERNEL void halfstep_cuda_zero(struct hstep_call call, struct hstep_cuda_wh
 
 CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struct lane *l)
 {
-    struct room sum, term;
+    struct scratch sum, term;
     struct hstep_key key = a->stream;
     uint64_t segment = ~(uint64_t)0;
     vf x[2], y[2];
@@ -760,7 +760,7 @@ CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_wha
     for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps_of_grid() != warp_of_grid()) continue;
         struct lane l = lane_at(p.element, 0, 0, p.n, 0);
-        struct room r;
+        struct scratch r;
         vf x[2];
         fetch(t, s->format, (const char *)a.data, extra_of(s), &l, &r);
         decode(s->format, s->nonneg, &r, x);
@@ -807,11 +807,11 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
     for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps != warp_of_grid()) continue;
         struct lane l = lane_at(p.element, 0, 0, p.n, 0);
-        struct room r;
+        struct scratch r;
         const vf nothing[2] = {v_set(0.0f), v_set(0.0f)};
         const vi words = nearest_words();
         vf x[2];
-        clear_room(&r);
+        clear_scratch(&r);
         for (int i = 0; i < PLACES; i++) PLACE(x, i) = i >= l.first && i < l.last ? in[l.element + i - a.first] : 0.0f;
         for (int i = 0; s->nonneg && i < 2; i++) x[i] = v_abs(x[i]);
         if (one_scale) memcpy(r.extra, &scale, 4);

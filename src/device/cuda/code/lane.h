@@ -1,6 +1,6 @@
 /* A warp holds a tile: 256 places of index space, whole units, of which each lane has eight after another. What a lane
- * has of a slot is copied into a room of its own, zero where nothing is held here, so that whole tiles, tails and rows
- * that begin within a unit are one path; the formats then decode and encode in that room. Blocks of 32, 128 and 256
+ * has of a slot is copied into scratch memory of its own, zero where nothing is held here, so that whole tiles, tails
+ * and rows that begin within a unit are one path; the formats then decode and encode there. Blocks of 32, 128 and 256
  * elements are 4, 16 and 32 lanes, which find their maximum by exchanges. Any format, any gradient: formats are
  * arguments here, the same for all lanes of a warp. */
 #ifndef HSTEP_CUDA_LANE_H
@@ -36,7 +36,7 @@ struct lane {
     uint64_t index;
 };
 
-struct room {
+struct scratch {
     __attribute__((aligned(16))) char code[PLACES * 4], extra[PLACES * 2];
 };
 
@@ -77,7 +77,7 @@ CUDA_DEVICE struct lane lane_at(int64_t element, uint64_t index, int64_t lead, i
 
 CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
 
-/* ---- Between slots and rooms ---- */
+/* ---- Between slots and scratch memory ---- */
 
 CUDA_DEVICE void copy_bytes(char *to, const char *from, int n)
 {
@@ -88,7 +88,7 @@ CUDA_DEVICE void copy_bytes(char *to, const char *from, int n)
         for (int i = 0; i < n; i++) to[i] = from[i];
 }
 
-CUDA_DEVICE void clear_room(struct room *r)
+CUDA_DEVICE void clear_scratch(struct scratch *r)
 {
     for (int i = 0; i < PLACES * 4; i++) r->code[i] = 0;
     for (int i = 0; i < PLACES * 2; i++) r->extra[i] = 0;
@@ -96,12 +96,12 @@ CUDA_DEVICE void clear_room(struct room *r)
 
 /* code, extra: of the whole slot. extra may be NULL. */
 CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *code, const char *extra,
-                       const struct lane *l, struct room *r)
+                       const struct lane *l, struct scratch *r)
 {
     const struct hstep_format *f = &hstep_formats[format];
     int n = l->last - l->first;
     int64_t element = l->element + l->first;
-    clear_room(r);
+    clear_scratch(r);
     if (extra && f->block) {
         /* All lanes of a block have its scale, also those that hold none of it: what a code of 0 stands for, which
          * padding decodes to, may depend on it. */
@@ -118,7 +118,7 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
 }
 
 CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
-                     const struct room *r)
+                     const struct scratch *r)
 {
     const struct hstep_format *f = &hstep_formats[format];
     int n = l->last - l->first;
@@ -134,9 +134,9 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
 }
 
 /* The numbers of a vector over rows or columns, one for each place. */
-CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l, struct room *r)
+CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l, struct scratch *r)
 {
-    clear_room(r);
+    clear_scratch(r);
     for (int i = l->first; i < l->last; i++) {
         int64_t element = l->element + i, columns = w->t->n_columns;
         int64_t at = w->t->slot[s].extent == HALFSTEP_EXTENT_ROWS ? element / columns : element % columns;
@@ -149,7 +149,7 @@ CUDA_DEVICE int extent_of(const struct work *w, int s)
     return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
 }
 
-CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, struct room *r)
+CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, struct scratch *r)
 {
     if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) fetch_vector(w, s, l, r);
     else fetch(w->t, w->format[s], w->code[s], w->extra[s], l, r);
@@ -199,7 +199,7 @@ V_OP void copy_codes(void *to, const void *from, const int n)
 
 /* ---- Formats ---- */
 
-CUDA_DEVICE void decode(int format, int nonneg, const struct room *r, vf *x)
+CUDA_DEVICE void decode(int format, int nonneg, const struct scratch *r, vf *x)
 {
     load_any(format, nonneg, r->code, r->extra, 0, &x[0], &x[1]);
 }
@@ -216,7 +216,7 @@ CUDA_DEVICE int is_fused_gradient(int format)
  * others. */
 V_OP int load_aligned(int format, const char *code, vf *x)
 {
-    struct room r = {{0}, {0}};
+    struct scratch r = {{0}, {0}};
     switch (format) {
 #define GRADIENT(fn)                                          \
     case HSTEP_FORMAT_##fn:                                   \
@@ -280,7 +280,7 @@ V_OP uint32_t stash_pair(const int format, const int nonneg, const vf *x, vf ont
 }
 
 /* All lanes of the warp at once. x: values of the places, held or not; the scale of a whole tensor is in r->extra. */
-CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct room *r, vi words, int state, float onto)
+CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct scratch *r, vi words, int state, float onto)
 {
     __attribute__((aligned(16))) float stash[PLACES];
     float inverse;
@@ -292,7 +292,7 @@ CUDA_DEVICE void encode(int format, int nonneg, const vf *x, struct room *r, vi 
     encode_codes(format, nonneg, stash, &inverse, r->code, 0, words);
 }
 
-CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct room *r, vi words)
+CUDA_DEVICE void apply(int format, const vf *w, const vf *d, struct scratch *r, vi words)
 {
     apply_any(format, r->code, r->extra, 0, w[0], w[1], d[0], d[1], words);
 }

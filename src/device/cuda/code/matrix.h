@@ -11,7 +11,7 @@
  * factors that is being multiplied lies in shared memory. */
 enum { SQUARE = 64, DEPTH = 16, SIDE = 16, EACH = SQUARE / SIDE };
 
-union matrix_room {
+union matrix_scratch {
     struct {
         float a[DEPTH][SQUARE + 4], b[DEPTH][SQUARE + 4];
     } factors;
@@ -39,9 +39,9 @@ CUDA_DEVICE void fetch_factor(float (*part)[SQUARE + 4], const float *x, int64_t
 /* One square of c = a b from (top, left) on. Every element is one chain of products and sums in the order of the inner
  * index. coefficients: c becomes coefficients[0] I + coefficients[1] a + coefficients[2] c. mirrored: c is symmetric,
  * and what lies below its diagonal is written with what lies above. */
-CUDA_DEVICE void multiply_square(union matrix_room *room, struct view c, struct view a, struct view b, int64_t rows,
-                                 int64_t columns, int64_t inner, const float *coefficients, int mirrored, int64_t top,
-                                 int64_t left)
+CUDA_DEVICE void multiply_square(union matrix_scratch *scratch, struct view c, struct view a, struct view b,
+                                 int64_t rows, int64_t columns, int64_t inner, const float *coefficients, int mirrored,
+                                 int64_t top, int64_t left)
 {
     const int down = CUDA_THREAD / SIDE * EACH, across = CUDA_THREAD % SIDE * EACH;
     float sum[EACH][EACH];
@@ -50,13 +50,13 @@ CUDA_DEVICE void multiply_square(union matrix_room *room, struct view c, struct 
     for (int64_t k = 0; k < inner; k += DEPTH) {
         const int depth = within(inner - k, DEPTH);
         CUDA_BARRIER();
-        fetch_factor(room->factors.a, a.x, a.row, a.column, top, rows, k, inner);
-        fetch_factor(room->factors.b, b.x, b.column, b.row, left, columns, k, inner);
+        fetch_factor(scratch->factors.a, a.x, a.row, a.column, top, rows, k, inner);
+        fetch_factor(scratch->factors.b, b.x, b.column, b.row, left, columns, k, inner);
         CUDA_BARRIER();
         for (int d = 0; d < depth; d++)
             for (int i = 0; i < EACH; i++)
                 for (int j = 0; j < EACH; j++)
-                    sum[i][j] += room->factors.a[d][down + i] * room->factors.b[d][across + j];
+                    sum[i][j] += scratch->factors.a[d][down + i] * scratch->factors.b[d][across + j];
     }
     for (int n = 0; n < EACH * EACH; n++) {
         const int64_t i = top + down + n / EACH, j = left + across + n % EACH;
@@ -71,14 +71,14 @@ CUDA_DEVICE void multiply_square(union matrix_room *room, struct view c, struct 
     }
 }
 
-CUDA_DEVICE void multiply(union matrix_room *room, struct view c, struct view a, struct view b, int64_t rows,
+CUDA_DEVICE void multiply(union matrix_scratch *scratch, struct view c, struct view a, struct view b, int64_t rows,
                           int64_t columns, int64_t inner, const float *coefficients, int mirrored)
 {
     const int64_t across = (columns + SQUARE - 1) / SQUARE, squares = (rows + SQUARE - 1) / SQUARE * across;
     for (int64_t i = CUDA_BLOCK; i < squares; i += CUDA_BLOCKS) {
         const int64_t top = i / across * SQUARE, left = i % across * SQUARE;
         if (!mirrored || left >= top)
-            multiply_square(room, c, a, b, rows, columns, inner, coefficients, mirrored, top, left);
+            multiply_square(scratch, c, a, b, rows, columns, inner, coefficients, mirrored, top, left);
     }
 }
 
@@ -102,15 +102,15 @@ CUDA_DEVICE void add_squares(struct exchange *e, const float *u, int64_t n, int6
 }
 
 /* The root of the sum of squares, at least eps; of nothing but zeros 1: these stay zero through all steps. */
-CUDA_DEVICE double norm_of(union matrix_room *room, const int64_t *limbs, double eps)
+CUDA_DEVICE double norm_of(union matrix_scratch *scratch, const int64_t *limbs, double eps)
 {
     if (CUDA_THREAD == 0) {
         double norm = sqrt(hstep_exact_round(limbs));
         if (norm < eps) norm = eps;
-        room->norm = norm == 0.0 ? 1.0 : norm;
+        scratch->norm = norm == 0.0 ? 1.0 : norm;
     }
     CUDA_BARRIER();
-    return room->norm;
+    return scratch->norm;
 }
 
 CUDA_DEVICE uint16_t to_bf16(float x)
@@ -119,8 +119,8 @@ CUDA_DEVICE uint16_t to_bf16(float x)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-CUDA_DEVICE void newton_schulz(union matrix_room *room, const struct hstep_cuda_what *what, float *u, int64_t rows,
-                               int64_t cols, const float *k)
+CUDA_DEVICE void newton_schulz(union matrix_scratch *scratch, const struct hstep_cuda_what *what, float *u,
+                               int64_t rows, int64_t cols, const float *k)
 {
     const struct hstep_cuda_parts parts = hstep_cuda_parts(rows, cols);
     const int64_t m = least(rows, cols), n = rows < cols ? cols : rows, all = rows * cols;
@@ -136,20 +136,20 @@ CUDA_DEVICE void newton_schulz(union matrix_room *room, const struct hstep_cuda_
         if (CUDA_THREAD < HSTEP_EXACT_LIMBS) limbs[CUDA_THREAD] = 0;
         if (CUDA_THREAD < 2) u[parts.factors + CUDA_THREAD] = CUDA_THREAD ? 0.0f : 1.0f;
         break;
-    case HSTEP_CUDA_SQUARES: add_squares(&room->e[warp_of_thread()], u, all, limbs); break;
+    case HSTEP_CUDA_SQUARES: add_squares(&scratch->e[warp_of_thread()], u, all, limbs); break;
     case HSTEP_CUDA_DIVIDE:
-        norm = norm_of(room, limbs, (double)k[newton_schulz_eps]);
+        norm = norm_of(scratch, limbs, (double)k[newton_schulz_eps]);
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid()) u[i] = (float)((double)u[i] / norm);
         break;
-    case HSTEP_CUDA_GRAM: multiply(room, gram, x, x_transposed, m, m, n, NULL, 1); break;
-    case HSTEP_CUDA_POLYNOMIAL: multiply(room, polynomial, gram, gram, m, m, m, &k[newton_schulz_a], 1); break;
-    case HSTEP_CUDA_NEXT: multiply(room, next, polynomial, x, m, n, m, NULL, 0); break;
+    case HSTEP_CUDA_GRAM: multiply(scratch, gram, x, x_transposed, m, m, n, NULL, 1); break;
+    case HSTEP_CUDA_POLYNOMIAL: multiply(scratch, polynomial, gram, gram, m, m, m, &k[newton_schulz_a], 1); break;
+    case HSTEP_CUDA_NEXT: multiply(scratch, next, polynomial, x, m, n, m, NULL, 0); break;
     case HSTEP_CUDA_BACK:
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
             u[i] = x.x[rows > cols ? i % cols * x.row + i / cols : i];
         break;
     case HSTEP_CUDA_NARROW:
-        norm = norm_of(room, limbs, (double)k[newton_schulz_eps]);
+        norm = norm_of(scratch, limbs, (double)k[newton_schulz_eps]);
         for (int64_t i = thread_of_grid(); i < all; i += threads_of_grid())
             narrow[i] = to_bf16((float)((double)u[i] / norm));
         break;
@@ -163,13 +163,13 @@ CUDA_DEVICE void newton_schulz(union matrix_room *room, const struct hstep_cuda_
 
 CUDA_KERNEL void halfstep_cuda_transform(struct hstep_call call, struct hstep_cuda_what what)
 {
-    CUDA_SHARED union matrix_room room;
+    CUDA_SHARED union matrix_scratch scratch;
     const struct hstep_tensor *t = &call.plan.tensors[what.tensor];
     const struct hstep_update *u = &call.plan.updates[what.tensor];
     if (u->skip || u->zero_lr) return;
     switch (hstep_rules[t->rule].transform) {
 #define TRANSFORM(name, ...) \
-    case HSTEP_TRANSFORM_##name: name(&room, &what, call.plan.workspace, t->rows, t->row_length, u->k); break;
+    case HSTEP_TRANSFORM_##name: name(&scratch, &what, call.plan.workspace, t->rows, t->row_length, u->k); break;
 #include "rules/transforms.def"
 #undef TRANSFORM
     default: break;
