@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "base/squares.h"
-#include "decide/prepare.h"
+#include "decide/pass.h"
 
 static double norm_of(const struct hstep_call *call, const int64_t *squares)
 {
@@ -88,12 +88,11 @@ static double total_of(const struct hstep_call *call, int share, int j)
 static void prepare_again(const struct hstep_call *call, int tensor, const double *totals)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const struct hstep_rule *rule = &hstep_rules[t->rule];
     double sums[HSTEP_MAX_SUMS];
     const int64_t *limbs = call->statistics + hstep_sum_offset(call, tensor);
     for (int j = 0; j < t->sums; j++) {
         const int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        if (rule->totals && j < rule->norms) sums[j] = totals ? totals[j] : total_of(call, t->share, j);
+        if (!hstep_is_squared(t, j)) sums[j] = totals ? totals[j] : total_of(call, t->share, j);
         else if (t->cautious && j == t->sums - 1) sums[j] = hstep_exact_round(sum); /* a count */
         else sums[j] = sqrt(hstep_exact_round(sum));
     }
@@ -135,8 +134,7 @@ static void count_update(struct hstep_tensor *t, const struct hstep_update *u)
     t->writes++;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         struct hstep_slot *slot = &t->slot[s];
-        if (slot->format >= 0 && slot->extra_bytes && hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_TENSOR)
-            memcpy(slot->extra, &u->scale[s], 4);
+        if (slot->extra_bytes && hstep_has_one_scale(slot->format)) memcpy(slot->extra, &u->scale[s], 4);
         if (slot->root) slot->grid = u->grid[s];
     }
     if (u->micro) return;

@@ -1,5 +1,5 @@
 /* Constants of a step, in double, by the rule's own function. */
-#include "decide/prepare.h"
+#include "decide/pass.h"
 
 #include <math.h>
 #include <string.h>
@@ -207,20 +207,19 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     }
     const int generator = hstep_generator_id(call->generator);
     u->generator = call->generator;
-    int sum = rule->norms;
     for (int s = 0; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         if (slot->format < 0) continue;
         const struct hstep_format *f = &hstep_formats[slot->format];
-        if (norms && f->geometry == HALFSTEP_GEOMETRY_TENSOR)
-            u->scale[s] = hstep_tensor_scale(slot->format, norms[sum++], elements);
+        if (norms && hstep_has_one_scale(slot->format))
+            u->scale[s] = hstep_tensor_scale(slot->format, norms[hstep_sum_of_state(t, s)], elements);
         if (hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT) {
             if (!t->full_steps) u->weight_to_slot |= 1u << s;
             if ((same ? same->slot_to_weight : (uint32_t)p.copy) && !u->slot_to_weight) u->slot_to_weight = 1u << s;
         }
         if (s >= HALFSTEP_SLOT_STATE && rule->state[s - HALFSTEP_SLOT_STATE].unless) u->mode |= RULE_OPTION;
         /* Not with one scale for a tensor, which is there to show what its authors published. */
-        if (f->block && f->geometry != HALFSTEP_GEOMETRY_TENSOR) u->mode |= RULE_CLAMP;
+        if (f->block && !hstep_has_one_scale(slot->format)) u->mode |= RULE_CLAMP;
         if (slot->root) u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
         u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
         if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) {
@@ -230,6 +229,6 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
     }
     u->zero_lr = base == 0.0;
     u->adjusted = l2 != 0.0 || u->centralize != 0.0 || t->cautious;
-    u->fused = hstep_use_fused && (u->adjusted ? t->adjusted : t->fused) >= 0 && !u->zero_lr && !u->micro &&
+    u->fused = hstep_use_fused && hstep_fused_row(t, u) >= 0 && !u->zero_lr && !u->micro &&
                (!u->stochastic || generator != HSTEP_GENERATOR_PHILOX7);
 }

@@ -122,13 +122,4 @@ HSTEP_INLINE int hstep_is_clipped_by_own_norm(const struct hstep_call *call)
     return hstep_is_clipped(call) && (!call->single || call->clip == HSTEP_CLIP_TENSOR);
 }
 
-/* The least magnitude of an element that a gradient is refused for. Those that are clipped by their own norm end below
- * clip_norm, so only NaN and infinities can offend, and a weight that is followed may be as large as it likes. */
-HSTEP_INLINE double hstep_gradient_limit(const struct hstep_call *call, int raw)
-{
-    double scale = hstep_gradient_scale(call);
-    return raw || hstep_is_clipped_by_own_norm(call) ? (double)INFINITY
-                                                     : HSTEP_GRADIENT_LIMIT / (scale > 0.0 ? scale : 1.0);
-}
-
 #endif

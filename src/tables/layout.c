@@ -38,14 +38,6 @@ uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element)
     return (uint64_t)(row * t->row_length + column);
 }
 
-static int count_sums(const struct hstep_tensor *t)
-{
-    int sums = hstep_rules[t->rule].norms + t->cautious;
-    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
-        sums += t->slot[s].format >= 0 && hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_TENSOR;
-    return sums;
-}
-
 void hstep_lay_out(struct hstep_tensor *t)
 {
     int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
@@ -73,7 +65,7 @@ void hstep_lay_out(struct hstep_tensor *t)
     /* Kernels of a rule without states take the list of one that is nothing. */
     t->slots = HALFSTEP_SLOT_STATE + (hstep_rule_states(t->rule) > 0 ? hstep_rule_states(t->rule) : 1);
     t->pairs = hstep_pairs(t->rule, t->ndim, t->rows, t->row_length);
-    t->sums = count_sums(t);
+    t->sums = hstep_sum_of_state(t, HSTEP_SLOTS) + t->cautious;
 }
 
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
@@ -127,21 +119,41 @@ int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t 
     return (t->first_column + element % t->n_columns) % t->unit;
 }
 
-/* Read whole across the end of the task that holds the first element. */
-void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length)
+struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row)
 {
-    int64_t row = t->index_stride, ends[2] = {*offset, *offset + *length};
-    if (row < HSTEP_GROUP) return;
+    const int64_t element = row * t->row_length, from = t->dense ? element : row * t->index_stride;
+    return (struct hstep_stretch){element, t->index0 + (uint64_t)from, t->row_length};
+}
+
+/* Read whole across the end of the task that holds the first element. */
+struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run)
+{
+    const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+    int64_t row = t->index_stride, ends[2] = {c->offset, c->offset + c->length};
     for (int i = 0; i < 2; i++) {
-        if (ends[i] == 0 || ends[i] == t->run_length) continue;
+        if (hstep_is_summed_singly(t) || ends[i] == 0 || ends[i] == t->run_length) continue;
         int64_t column = (int64_t)((start + (uint64_t)ends[i]) % (uint64_t)row), over = column % HSTEP_TILE;
         if (!over) continue;
         int64_t up = HSTEP_TILE - over;
         if (up > row - column) up = row - column;
         ends[i] += up < t->run_length - ends[i] ? up : t->run_length - ends[i];
     }
-    *offset = ends[0];
-    *length = ends[1] - ends[0];
+    return (struct hstep_stretch){run * t->run_length + ends[0], start + (uint64_t)ends[0], ends[1] - ends[0]};
+}
+
+struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows)
+{
+    const int64_t row = t->index_stride;
+    int64_t n = HSTEP_TILE;
+    if (hstep_is_summed_singly(t)) {
+        n -= hstep_unit_lead(t, s->element, s->index);
+    } else {
+        const int64_t column = (int64_t)(s->index % (uint64_t)row);
+        n -= column % HSTEP_TILE;
+        if (n > row - column) n = row - column;
+    }
+    if (by_rows && n > t->n_columns - s->element % t->n_columns) n = t->n_columns - s->element % t->n_columns;
+    return hstep_take(s, n);
 }
 
 int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p)

@@ -23,9 +23,43 @@ int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t ele
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
 /* How far into its unit an element lies. */
 int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
-/* A chunk of 256 columns belongs to the task that holds its first element: widens or narrows a stretch of a run, which
- * begins at index `start`, to the chunks that are its own. */
-void hstep_scan_bounds(const struct hstep_tensor *t, uint64_t start, int64_t *offset, int64_t *length);
+
+/* Elements that follow each other in memory and in index space. */
+struct hstep_stretch {
+    int64_t element;
+    uint64_t index;
+    int64_t n;
+};
+
+/* What a chunk has of a run. */
+HSTEP_INLINE struct hstep_stretch hstep_stretch_of(const struct hstep_tensor *t, const struct hstep_chunk *c,
+                                                   int64_t run)
+{
+    const struct hstep_stretch s = {run * t->run_length + c->offset,
+                                    t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset, c->length};
+    return s;
+}
+
+/* Takes up to n elements from the front of a stretch. */
+HSTEP_INLINE struct hstep_stretch hstep_take(struct hstep_stretch *s, int64_t n)
+{
+    struct hstep_stretch first = *s;
+    if (first.n > n) first.n = n;
+    s->element += first.n;
+    s->index += (uint64_t)first.n;
+    s->n -= first.n;
+    return first;
+}
+
+/* A row of a tensor that is held whole. */
+struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row);
+/* Whether elements are added to sums one by one, and exactly: in rows too short for chunks, so that no cut of them
+ * matters. Others are summed in chunks of at most 256 columns, from multiples of 256 on. */
+HSTEP_INLINE int hstep_is_summed_singly(const struct hstep_tensor *t) { return t->index_stride < HSTEP_GROUP; }
+/* What is summed of a run with a chunk: the chunks of columns whose first element it holds. */
+struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run);
+/* Takes what is summed at once: of one chunk of columns; by_rows: and of one row. */
+struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows);
 
 /* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
  * asked for. */

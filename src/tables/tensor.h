@@ -47,8 +47,8 @@ struct hstep_tensor {
     uint64_t state_steps, full_steps, writes;
     double scalar[HSTEP_MAX_NAMED_SCALARS];
     int64_t first_chunk, chunks;
-    /* Sums over the tensor that come before its update: those of the rule, then one for each state whose scale is one.
-     * Their limbs start at number `first_sum` of those of all tensors. */
+    /* Sums over the tensor that come before its update (hstep_sum_of_state()). Their limbs start at number `first_sum`
+     * of those of all tensors. */
     int sums, first_sum;
 };
 
@@ -70,6 +70,21 @@ _Static_assert(HSTEP_GROUP_SET_BYTES + sizeof(uint64_t) == sizeof(struct hstep_g
 HSTEP_INLINE int hstep_slot_role(const struct hstep_tensor *t, int slot)
 {
     return slot < HALFSTEP_SLOT_STATE ? 0 : hstep_rules[t->rule].state[slot - HALFSTEP_SLOT_STATE].role;
+}
+
+/* Whether a format has one scale for the whole tensor; NONE has not. */
+HSTEP_INLINE int hstep_has_one_scale(int format)
+{
+    return format >= 0 && hstep_formats[format].geometry == HALFSTEP_GEOMETRY_TENSOR;
+}
+
+/* A tensor's sums are those of its rule, one for each state that has one scale, and how many elements agree. The number
+ * of a state's, if it has one: so many come before it. */
+HSTEP_INLINE int hstep_sum_of_state(const struct hstep_tensor *t, int slot)
+{
+    int sum = hstep_rules[t->rule].norms;
+    for (int s = HALFSTEP_SLOT_STATE; s < slot; s++) sum += hstep_has_one_scale(t->slot[s].format);
+    return sum;
 }
 
 /* A stretch of one tensor that one thread handles: whole runs, or a part of one. */
@@ -112,10 +127,10 @@ struct hstep_update {
     struct hstep_key stream[HSTEP_SLOTS];   /* of slots that are stochastic */
 };
 
-/* Whether a tensor takes part in the sums of a step: not where it is left out, and not in totals where it stays. */
+/* Whether a tensor has a part in the sums of a step: not where it is left out, and not in totals where it stays. */
 HSTEP_INLINE int hstep_is_summed(const struct hstep_tensor *t, const struct hstep_update *u)
 {
-    return !u->skip && !(u->zero_lr && hstep_rules[t->rule].totals);
+    return t->sums && !u->skip && !(u->zero_lr && hstep_rules[t->rule].totals);
 }
 
 #endif

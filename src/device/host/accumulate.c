@@ -4,25 +4,25 @@
 #include "device/host/tile.h"
 #include "kernels/dispatch.h"
 
-/* n elements from `element` on, whose first is number `lead` of its group. */
-static void accumulate_tile(const struct hstep_accumulation *a, int64_t element, uint64_t index, int64_t n)
+static void accumulate_tile(const struct hstep_accumulation *a, struct hstep_stretch s)
 {
     const struct hstep_kernels *kernels = a->context->kernels;
     HSTEP_ALIGNED char sum[HSTEP_TILE * 4] = {0}, term[HSTEP_TILE * 4] = {0};
     HSTEP_ALIGNED float x[HSTEP_TILE], y[HSTEP_TILE];
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
-    int64_t lead = (int64_t)(index % HSTEP_GROUP), padded = (lead + n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+    int64_t lead = (int64_t)(s.index % HSTEP_GROUP),
+            padded = (lead + s.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
     int64_t size = hstep_formats[a->format].code_bits / 8, term_size = hstep_formats[a->gradient_format].code_bits / 8;
-    memcpy(sum + lead * size, a->accumulator + element * size, (size_t)(n * size));
-    memcpy(term + lead * term_size, a->gradient + element * term_size, (size_t)(n * term_size));
+    memcpy(sum + lead * size, a->accumulator + s.element * size, (size_t)(s.n * size));
+    memcpy(term + lead * term_size, a->gradient + s.element * term_size, (size_t)(s.n * term_size));
     kernels->format[a->format].decode[0](x, sum, NULL, padded);
     kernels->format[a->gradient_format].decode[0](y, term, NULL, padded);
     kernels->accumulate(x, y, a->scale, padded);
     if (hstep_formats[a->format].stochastic)
-        hstep_fill_words(kernels, a->generator, &a->stream, index - (uint64_t)lead, words, padded);
+        hstep_fill_words(kernels, a->generator, &a->stream, s.index - (uint64_t)lead, words, padded);
     else memset(words, 0, sizeof words);
     kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0, 1.0f);
-    memcpy(a->accumulator + element * size, sum + lead * size, (size_t)(n * size));
+    memcpy(a->accumulator + s.element * size, sum + lead * size, (size_t)(s.n * size));
 }
 
 static void accumulate_task(void *argument, int64_t i)
@@ -31,16 +31,8 @@ static void accumulate_task(void *argument, int64_t i)
     const struct hstep_chunk *c = &a->chunks[i];
     struct hstep_fp fp = hstep_fp_enter();
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        int64_t element = run * a->tensor->run_length + c->offset, left = c->length;
-        uint64_t index = a->tensor->index0 + (uint64_t)(run * a->tensor->index_stride) + (uint64_t)c->offset;
-        while (left > 0) {
-            int64_t n = HSTEP_TILE - (int64_t)(index % HSTEP_GROUP);
-            if (n > left) n = left;
-            accumulate_tile(a, element, index, n);
-            element += n;
-            index += (uint64_t)n;
-            left -= n;
-        }
+        struct hstep_stretch s = hstep_stretch_of(a->tensor, c, run);
+        while (s.n > 0) accumulate_tile(a, hstep_take(&s, HSTEP_TILE - (int64_t)(s.index % HSTEP_GROUP)));
     }
     hstep_fp_leave(fp);
 }

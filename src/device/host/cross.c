@@ -12,15 +12,13 @@
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
-enum { BLOCK_ROWS = 64 };
-
 struct cross {
-    const struct hstep_batch *batch;
+    const struct hstep_call *call;
     int tensor, pair;
     double *rows, *blocks; /* sums of rows; of columns within each block */
 };
 
-static int64_t blocks_of(const struct hstep_tensor *t) { return (t->rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+static int64_t blocks_of(const struct hstep_tensor *t) { return (t->rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS; }
 
 static size_t doubles_of(const struct hstep_tensor *t)
 {
@@ -42,25 +40,22 @@ static double sum_of(const struct hstep_kernels *kernels, float *x, int64_t n)
 
 static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, double *columns)
 {
-    const struct hstep_tensor *t = w->t;
+    struct hstep_stretch s = hstep_row_of(w->t, row);
     int64_t limbs[HSTEP_EXACT_LIMBS] = {0};
     double odd = 0.0; /* what is not finite has no place in the limbs */
-    if (w->u->centralize != 0.0) w->mean = hstep_centralized(w, row * t->row_length);
-    for (int64_t column = 0; column < t->row_length; column += HSTEP_TILE) {
+    if (hstep_is_by_rows(w)) w->mean = hstep_centralized(w, s.element);
+    for (; s.n > 0; columns += HSTEP_TILE) {
         HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE], chunk[HSTEP_TILE];
-        int64_t left = t->row_length - column, count = left < HSTEP_TILE ? left : HSTEP_TILE;
-        int64_t element = row * t->row_length + column;
-        uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
-        for (int64_t done = 0; done < count;) {
+        struct hstep_stretch left = hstep_take(&s, HSTEP_TILE);
+        const int64_t count = left.n;
+        while (left.n > 0) {
             /* A stretch that begins within a unit leaves room for less. */
-            int64_t some = HSTEP_TILE - hstep_unit_lead(t, element + done, index + (uint64_t)done);
-            if (some > count - done) some = count - done;
-            int64_t lead = hstep_values(w, c->pair, element + done, index + (uint64_t)done, some, x);
-            memcpy(chunk + done, x[0] + lead, (size_t)some * sizeof **x);
-            done += some;
+            const struct hstep_stretch some = hstep_take(&left, HSTEP_TILE - hstep_lead(w, &left));
+            int64_t lead = hstep_values(w, some, x);
+            memcpy(chunk + (count - left.n - some.n), x[0] + lead, (size_t)some.n * sizeof **x);
         }
-        for (int64_t i = 0; i < count; i++) columns[column + i] += (double)chunk[i];
-        double sum = sum_of(w->kernels, chunk, count);
+        for (int64_t i = 0; i < count; i++) columns[i] += (double)chunk[i];
+        double sum = sum_of(w->context->kernels, chunk, count);
         if (isfinite(sum)) hstep_exact_add(limbs, sum);
         else odd += sum;
     }
@@ -71,12 +66,11 @@ static void sum_block(void *argument, int64_t block)
 {
     const struct cross *c = argument;
     struct hstep_fp fp = hstep_fp_enter();
-    struct hstep_work w = hstep_work_start(c->batch, c->tensor);
+    struct hstep_work w;
+    hstep_work_start(c->call, c->tensor, HSTEP_PASS_SUMS, c->pair, &w);
     double *columns = c->blocks + block * w.t->row_length;
-    for (int s = 0; !c->pair && s < w.t->slots; s++)
-        if (s >= HALFSTEP_SLOT_STATE || (s == HALFSTEP_SLOT_WEIGHT && w.u->l2 == 0.0f)) w.format[s] = HSTEP_FORMAT_NONE;
     memset(columns, 0, (size_t)w.t->row_length * sizeof *columns);
-    for (int64_t row = block * BLOCK_ROWS; row < (block + 1) * BLOCK_ROWS && row < w.t->rows; row++)
+    for (int64_t row = block * HSTEP_CROSS_ROWS; row < (block + 1) * HSTEP_CROSS_ROWS && row < w.t->rows; row++)
         sum_row(c, &w, row, columns);
     hstep_fp_leave(fp);
 }
@@ -106,27 +100,18 @@ static double renew(const struct hstep_call *call, int tensor, int pair, struct 
     return hstep_exact_round(limbs);
 }
 
-/* The slot of a pair's vector over rows, or over columns. */
-static struct hstep_slot *vector_of(struct hstep_tensor *t, int pair, int extent)
-{
-    int s = HALFSTEP_SLOT_STATE;
-    while (t->slot[s].extent != extent || pair--) s++;
-    return &t->slot[s];
-}
-
 int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
 {
     struct hstep_tensor *t = &call->plan.tensors[tensor];
     if (call->plan.updates[tensor].skip) return HALFSTEP_OK;
-    struct hstep_batch batch = {.call = call, .pass = HSTEP_PASS_SUMS};
     double *sums = (double *)(void *)call->plan.workspace;
-    struct cross c = {&batch, tensor, pair, sums, sums + t->rows};
+    struct cross c = {call, tensor, pair, sums, sums + t->rows};
     hstep_run(call->context, sum_block, &c, blocks_of(t));
     struct hstep_fp fp = hstep_fp_enter();
     for (int64_t block = 1; block < blocks_of(t); block++)
         for (int64_t i = 0; i < t->row_length; i++) c.blocks[i] += c.blocks[block * t->row_length + i];
-    struct hstep_slot *rows = vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
-    struct hstep_slot *columns = vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
+    struct hstep_slot *rows = hstep_vector_of(t, pair, HALFSTEP_EXTENT_ROWS);
+    struct hstep_slot *columns = hstep_vector_of(t, pair, HALFSTEP_EXTENT_COLUMNS);
     renew(call, tensor, pair, columns, c.blocks, t->row_length, t->rows);
     double sum = renew(call, tensor, pair, rows, c.rows, t->rows, t->row_length);
     int error = hstep_decide_mean(call, tensor, pair, sum / (double)t->rows);

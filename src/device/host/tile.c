@@ -70,59 +70,17 @@ void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *pl
     hstep_run_batch(&call, HSTEP_PASS_UPDATE, 0, plan->n_tensors, 0, touch_task);
 }
 
-/* ---- Work ---- */
-
-struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor)
-{
-    const struct hstep_call *call = b->call;
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const struct hstep_update *u = &call->plan.updates[tensor];
-    enum hstep_pass pass = b->pass;
-    struct hstep_work w;
-    w.kernels = call->context->kernels;
-    w.t = t;
-    w.u = u;
-    w.pass = pass;
-    w.mean = 0.0f;
-    for (int s = 0; s < t->slots; s++) {
-        w.format[s] = t->slot[s].format;
-        w.code[s] = t->slot[s].code;
-        w.extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
-    }
-    /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
-    for (int s = 0; s < t->slots && (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE || u->micro); s++)
-        if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
-            (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
-            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
-            w.format[s] = HSTEP_FORMAT_NONE;
-    w.code[HALFSTEP_SLOT_WEIGHT] = call->weights ? call->weights[tensor - call->first] : NULL;
-    w.code[HALFSTEP_SLOT_GRADIENT] = (char *)(uintptr_t)call->gradients[tensor - call->first];
-    w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_NONE;
-    w.code[HSTEP_SLOT_WORK] = w.extra[HSTEP_SLOT_WORK] = NULL;
-    if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
-        w.format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
-        w.code[HSTEP_SLOT_WORK] = (char *)call->plan.workspace;
-    }
-    return w;
-}
-
 /* ---- Places ---- */
 
 /* Those of the rule, then WORK. */
 static int next_slot(const struct hstep_work *w, int s) { return s + 1 == w->t->slots ? HSTEP_SLOT_WORK : s + 1; }
-
-/* The vectors of HSTEP_SLOTS slots hold a number for each row or column; WORK is of elements. */
-static int extent_of(const struct hstep_work *w, int s)
-{
-    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
-}
 
 /* The numbers that n elements from `element` on find in a vector. */
 static void spread(const struct hstep_work *w, int s, int64_t element, int64_t n, float *out)
 {
     const float *vector = (const float *)(void *)w->code[s];
     int64_t columns = w->t->n_columns, row = element / columns, column = element % columns;
-    const int rows = extent_of(w, s) == HALFSTEP_EXTENT_ROWS;
+    const int rows = hstep_extent_of(w, s) == HALFSTEP_EXTENT_ROWS;
     for (int64_t done = 0, some; done < n; done += some, column = 0, row++) {
         some = columns - column < n - done ? columns - column : n - done;
         if (rows)
@@ -138,7 +96,7 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         places->code[s] = places->extra[s] = NULL;
         if (w->format[s] < 0) continue;
-        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+        if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             places->code[s] = (char *)places->vector[vectors];
             spread(w, s, element, left < HSTEP_TILE ? left : HSTEP_TILE, places->vector[vectors++]);
             continue;
@@ -153,13 +111,23 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
     }
 }
 
+int64_t hstep_lead(const struct hstep_work *w, const struct hstep_stretch *s)
+{
+    return hstep_unit_lead(w->t, s->element, s->index);
+}
+
+struct hstep_stretch hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s)
+{
+    return hstep_take(s, w->t->unit - hstep_lead(w, s));
+}
+
 /* Moves the held elements of parts between one slot and scratch memory. */
-static void move_parts(const struct hstep_work *w, const struct hstep_part *part, int n, int s, char *code, char *extra,
-                       int out)
+static void move_parts(const struct hstep_work *w, const struct hstep_stretch *part, int n, int s, char *code,
+                       char *extra, int out)
 {
     const struct hstep_format *f = &hstep_formats[w->format[s]];
     for (int i = 0; i < n; i++) {
-        int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].element, count = part[i].count;
+        int64_t at = (int64_t)i * w->t->unit + hstep_lead(w, &part[i]), element = part[i].element, count = part[i].n;
         char *mine = code + at * f->code_bits / 8,
              *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
@@ -170,7 +138,7 @@ static void move_parts(const struct hstep_work *w, const struct hstep_part *part
     }
 }
 
-void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch,
+void hstep_gather(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
@@ -179,31 +147,28 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int
         if (w->format[s] < 0) continue;
         memset(scratch->code[s], 0, (size_t)(n * w->t->unit) * 4);
         memset(scratch->extra[s], 0, (size_t)(n * w->t->unit) * 2);
-        if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
+        if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
-                spread(w, s, part[i].element, part[i].count,
-                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+                spread(w, s, part[i].element, part[i].n,
+                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + hstep_lead(w, &part[i]));
             continue;
         }
         move_parts(w, part, n, s, scratch->code[s], scratch->extra[s], 0);
     }
 }
 
-void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch)
+void hstep_scatter(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
-        if (w->format[s] < 0 || s == HALFSTEP_SLOT_GRADIENT || extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) continue;
-        if (w->pass == HSTEP_PASS_DIRECTION ? s == HALFSTEP_SLOT_WEIGHT : s == HSTEP_SLOT_WORK) continue;
+        if (!hstep_writes(w, s)) continue;
         struct hstep_work one = *w;
         /* The scale of a whole tensor is written once, after its update. */
-        if (hstep_formats[w->format[s]].geometry == HALFSTEP_GEOMETRY_TENSOR) one.extra[s] = NULL;
+        if (hstep_has_one_scale(w->format[s])) one.extra[s] = NULL;
         move_parts(&one, part, n, s, scratch->code[s], scratch->extra[s], 1);
     }
 }
 
 /* ---- Tiles ---- */
-
-int hstep_fused_of(const struct hstep_work *w) { return w->u->adjusted ? w->t->adjusted : w->t->fused; }
 
 struct hstep_fused hstep_fused_start(const struct hstep_work *w)
 {
@@ -226,6 +191,16 @@ struct hstep_fused hstep_fused_start(const struct hstep_work *w)
     return f;
 }
 
+void hstep_fused_place(const struct hstep_work *w, const struct hstep_stretch *s, struct hstep_fused *f)
+{
+    struct hstep_places places;
+    f->index = s->index;
+    f->n = s->n;
+    hstep_place(w, s->element, &places);
+    memcpy(f->code, places.code, sizeof f->code);
+    memcpy(f->extra, places.extra, sizeof f->extra);
+}
+
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n)
 {
@@ -243,21 +218,41 @@ void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const 
 
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n)
 {
-    const struct hstep_kernels *kernels = w->kernels;
+    const struct hstep_kernels *kernels = w->context->kernels;
     if (w->format[HALFSTEP_SLOT_WEIGHT] >= 0)
         kernels->format[w->format[0]].decode[0](tile->weight, places->code[0], places->extra[0], n);
     else memset(tile->weight, 0, (size_t)n * 4);
     if (w->format[HALFSTEP_SLOT_GRADIENT] >= 0) {
         kernels->format[w->format[1]].decode[0](tile->gradient, places->code[1], places->extra[1], n);
         kernels->gradient(tile->gradient, tile->weight, w->u->gradient_scale, w->mean, w->u->l2, n);
+    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction takes its place */
+        kernels->format[HSTEP_FORMAT_f32].decode[0](tile->gradient, places->code[HSTEP_SLOT_WORK], NULL, n);
     }
     for (int i = 0; i < w->t->slots - HALFSTEP_SLOT_STATE; i++) {
-        int s = HALFSTEP_SLOT_STATE + i, from = w->u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        int s = HALFSTEP_SLOT_STATE + i, from = hstep_source_of(w, s);
         tile->state[i] = tile->states[i];
         if (w->format[s] >= 0)
             kernels->format[w->format[s]].decode[w->t->slot[s].nonneg](tile->states[i], places->code[from],
                                                                        places->extra[from], n);
         else memset(tile->states[i], 0, (size_t)n * 4);
         if (w->format[s] >= 0 && w->t->slot[s].root) kernels->scale(tile->states[i], w->t->slot[s].grid, n);
+    }
+}
+
+void hstep_run_function(const struct hstep_work *w, struct hstep_tile *tile, float *const *out, int64_t n)
+{
+    const struct hstep_kernels *kernels = w->context->kernels;
+    const float *k = w->u->k, *weight = tile->weight, *gradient = tile->gradient;
+    const int rule = w->t->rule, mode = w->mode;
+    switch (w->function) {
+    case HSTEP_FUNCTION_RULE: kernels->rule[rule][mode](k, weight, gradient, tile->change, tile->state, n); break;
+    case HSTEP_FUNCTION_NORMS: kernels->norms[rule][mode](k, weight, gradient, out, tile->state, n); break;
+    case HSTEP_FUNCTION_CROSS:
+        kernels->factored[rule][w->pair].cross[mode](k, weight, gradient, out[0], tile->state, n);
+        break;
+    case HSTEP_FUNCTION_DIRECTION:
+        kernels->matrix[rule].direction[mode](k, gradient, tile->change, tile->state, n);
+        break;
+    case HSTEP_FUNCTION_CHANGE: kernels->matrix[rule].change(k, weight, gradient, tile->change, n); break;
     }
 }

@@ -3,22 +3,9 @@
 #ifndef HSTEP_TILE_H
 #define HSTEP_TILE_H
 
+#include "decide/pass.h"
 #include "device/host/host.h"
 #include "kernels/kernels.h"
-
-/* Beside the slots of a tensor, fp32 elements of the workspace: the direction of a matrix step. */
-enum { HSTEP_SLOT_WORK = HSTEP_SLOTS, HSTEP_WORK_SLOTS };
-
-/* What a task carries from unit to unit. */
-struct hstep_work {
-    const struct hstep_kernels *kernels;
-    const struct hstep_tensor *t;
-    const struct hstep_update *u;
-    enum hstep_pass pass;
-    int format[HSTEP_WORK_SLOTS]; /* of the slots that this pass touches, else HSTEP_FORMAT_NONE */
-    char *code[HSTEP_WORK_SLOTS], *extra[HSTEP_WORK_SLOTS]; /* of the whole part held here */
-    float mean;                                             /* taken from the scaled gradient */
-};
 
 /* Up to a tile of elements in fp32 scratch. */
 struct hstep_tile {
@@ -41,13 +28,6 @@ struct hstep_scratch {
     HSTEP_ALIGNED char extra[HSTEP_WORK_SLOTS][HSTEP_TILE * 2];
 };
 
-/* A stretch of elements within one unit: the first held here, and what comes before it in the unit. */
-struct hstep_part {
-    int64_t element;
-    uint64_t index; /* of the unit's first element, held or not */
-    int lead, count;
-};
-
 /* What all tasks of one pass over some tensors share: chunks first .. end - 1, the first of which is of task `task`. */
 struct hstep_batch {
     const struct hstep_call *call;
@@ -68,22 +48,26 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
                      halfstep_task task);
 /* Of call number i of a task. */
 struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
-struct hstep_work hstep_work_start(const struct hstep_batch *b, int tensor);
 /* Places in the slots themselves, for whole units. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);
-/* Copies parts of units to scratch memory, which is zero elsewhere; and what a pass has written, back from it. */
-void hstep_gather(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch,
+/* Copies n stretches of a unit each to scratch memory, which is zero elsewhere; and what a pass has written, back. */
+void hstep_gather(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places);
-void hstep_scatter(const struct hstep_work *w, const struct hstep_part *part, int n, struct hstep_scratch *scratch);
+void hstep_scatter(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch);
+/* How far into its unit a stretch begins; and takes what it has of that unit. */
+int64_t hstep_lead(const struct hstep_work *w, const struct hstep_stretch *s);
+struct hstep_stretch hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
-/* What the update will see of `count` elements from `element` on, in their order from x[j][lead] on; returns lead. They
- * are in one row, or all in memory one after another. pair: of vectors; -1: the values of the tensor's sums. */
-int64_t hstep_values(const struct hstep_work *w, int pair, int64_t element, uint64_t index, int64_t count,
-                     float (*x)[HSTEP_TILE]);
-/* What fused steps of the tensor have in common; where, how many and their words are still to be said. */
+/* The pass's function of the rule on n elements; out: of its norms or cross. */
+void hstep_run_function(const struct hstep_work *w, struct hstep_tile *tile, float *const *out, int64_t n);
+/* What is summed of a stretch, up to a tile with what its first unit has before it, in order from x[j][lead] on;
+ * returns lead. */
+int64_t hstep_values(const struct hstep_work *w, struct hstep_stretch s, float (*x)[HSTEP_TILE]);
+/* What fused steps of the tensor have in common; their words are still to be said. */
 struct hstep_fused hstep_fused_start(const struct hstep_work *w);
-int hstep_fused_of(const struct hstep_work *w); /* the step itself */
+/* The place of a stretch in it. */
+void hstep_fused_place(const struct hstep_work *w, const struct hstep_stretch *s, struct hstep_fused *f);
 /* Random words of n elements, a multiple of 32, from element `index`, a multiple of 32. generator: its row. */
 void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
                       uint64_t index, uint32_t *words, int64_t n);

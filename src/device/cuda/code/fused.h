@@ -7,13 +7,6 @@
 
 /* ---- Which tiles ---- */
 
-CUDA_DEVICE char *code_of(const struct hstep_call *call, int tensor, int slot)
-{
-    if (slot == HALFSTEP_SLOT_WEIGHT) return call->weights ? (char *)call->weights[tensor - call->first] : NULL;
-    if (slot == HALFSTEP_SLOT_GRADIENT) return (char *)(uintptr_t)call->gradients[tensor - call->first];
-    return call->plan.tensors[tensor].slot[slot].code;
-}
-
 /* Whether the tensor's update, as it is at this step, is one of its fused kernel's. */
 CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
 {
@@ -22,7 +15,8 @@ CUDA_DEVICE int is_fused(const struct hstep_call *call, int tensor)
     uintptr_t bits = 0;
     for (int s = 0; s < t->slots; s++)
         if (t->slot[s].format >= 0)
-            bits |= (uintptr_t)code_of(call, tensor, s) | (t->slot[s].extra_bytes ? (uintptr_t)t->slot[s].extra : 0);
+            bits |=
+                (uintptr_t)hstep_code_of(call, tensor, s) | (t->slot[s].extra_bytes ? (uintptr_t)t->slot[s].extra : 0);
     return bits % 16 == 0 && t->fused >= 0 && u->fused && !u->weight_to_slot && !u->slot_to_weight &&
            u->centralize == 0.0;
 }

@@ -310,7 +310,7 @@ V_OP void start_fused(const struct hstep_call *call, const struct hstep_chunk *c
     }
     if (i < HSTEP_SLOTS) {
         w->format[i] = i < t->slots ? t->slot[i].format : HSTEP_FORMAT_NONE;
-        w->code[i] = code_of(call, c->tensor, i);
+        w->code[i] = hstep_code_of(call, c->tensor, i);
         w->extra[i] = t->slot[i].extra;
         w->grid[i] = t->slot[i].grid;
         w->onto[i] = u->onto[i];

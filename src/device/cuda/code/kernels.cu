@@ -27,40 +27,10 @@
 #endif
 #endif
 
-/* ---- What a pass is about ---- */
-
-CUDA_DEVICE void start_work(const struct hstep_call *call, int tensor, int pass, struct work *w)
-{
-    const struct hstep_tensor *t = &call->plan.tensors[tensor];
-    const struct hstep_update *u = &call->plan.updates[tensor];
-    w->t = t;
-    w->u = u;
-    w->pass = pass;
-    w->mean = 0.0f;
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        w->format[s] = s < t->slots ? t->slot[s].format : HSTEP_FORMAT_NONE;
-        w->code[s] = t->slot[s].code;
-        w->extra[s] = t->slot[s].extra_bytes ? t->slot[s].extra : NULL;
-        w->segment[s] = ~(uint64_t)0;
-    }
-    /* The matrix passes share out the slots between them; a micro-step leaves out copies of the weight. */
-    for (int s = 0; s < t->slots; s++)
-        if ((pass == HSTEP_PASS_DIRECTION && s == HALFSTEP_SLOT_WEIGHT && u->l2 == 0.0f) ||
-            (pass == HSTEP_PASS_CHANGE && s != HALFSTEP_SLOT_WEIGHT) ||
-            (u->micro && (s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT)))
-            w->format[s] = HSTEP_FORMAT_NONE;
-    w->code[HALFSTEP_SLOT_WEIGHT] = code_of(call, tensor, HALFSTEP_SLOT_WEIGHT);
-    w->code[HALFSTEP_SLOT_GRADIENT] = code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
-    w->format[SLOT_WORK] = HSTEP_FORMAT_NONE;
-    w->code[SLOT_WORK] = w->extra[SLOT_WORK] = NULL;
-    if (pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE) {
-        w->format[SLOT_WORK] = HSTEP_FORMAT_f32;
-        w->code[SLOT_WORK] = (char *)call->plan.workspace;
-    }
-}
+/* ---- What a pass sees ---- */
 
 /* Weight, effective gradient and states of the lane's places; `scratch` keeps what is stored. */
-CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct scratch *scratch, struct values *v)
+CUDA_DEVICE void load(const struct hstep_work *w, const struct lane *l, struct scratch *scratch, struct values *v)
 {
     const struct hstep_update *u = w->u;
     for (int i = 0; i < 2; i++) v->weight[i] = v->gradient[i] = v->change[i] = v_set(0.0f);
@@ -77,9 +47,12 @@ CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct scratch
             if (u->l2 != 0.0f) x = v_add(x, v_mul(v_set(u->l2), v->weight[i]));
             v->gradient[i] = x;
         }
+    } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction takes its place */
+        fetch_slot(w, HSTEP_SLOT_WORK, l, &scratch[HSTEP_SLOT_WORK]);
+        decode(HSTEP_FORMAT_f32, 0, &scratch[HSTEP_SLOT_WORK], v->gradient);
     }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++) {
-        int s = HALFSTEP_SLOT_STATE + j, from = u->weight_to_slot >> s & 1 ? HALFSTEP_SLOT_WEIGHT : s;
+        int s = HALFSTEP_SLOT_STATE + j, from = hstep_source_of(w, s);
         v->state[j][0] = v->state[j][1] = v_set(0.0f);
         if (w->format[s] < 0) continue;
         fetch_slot(w, s, l, &scratch[s]);
@@ -89,12 +62,12 @@ CUDA_DEVICE void load(const struct work *w, const struct lane *l, struct scratch
 }
 
 /* Mean of a whole row of the raw gradient, times what the group takes of it; the same in all lanes. */
-CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row_start)
+CUDA_DEVICE float row_mean(const struct hstep_work *w, struct exchange *e, int64_t row_start)
 {
     int64_t n = w->t->n_columns, total[HSTEP_EXACT_LIMBS];
     for (int k = 0; k < HSTEP_EXACT_LIMBS; k++) total[k] = 0;
     for (int64_t i = 0; i < n; i += HSTEP_TILE) {
-        struct lane l = lane_at(row_start + i, 0, 0, least(HSTEP_TILE, n - i), 0);
+        struct lane l = lane_of(row_start + i, least(HSTEP_TILE, n - i));
         struct scratch r;
         vf x[2];
         fetch_slot(w, HALFSTEP_SLOT_GRADIENT, &l, &r);
@@ -104,89 +77,88 @@ CUDA_DEVICE float row_mean(const struct work *w, struct exchange *e, int64_t row
     return (float)(w->u->centralize * (hstep_exact_round(total) / (double)n));
 }
 
-/* ---- update ---- */
-
-CUDA_DEVICE int is_of_tensor(int format) { return hstep_formats[format].geometry == HALFSTEP_GEOMETRY_TENSOR; }
-
-/* Back to the slot; the scale of a whole tensor is written once, after its update. */
-CUDA_DEVICE void put_slot(const struct work *w, int s, const struct lane *l, const struct scratch *r)
+/* The pass's function of the rule; x: of its norms or cross. */
+CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (*x)[2])
 {
-    put(w->t, w->format[s], w->code[s], is_of_tensor(w->format[s]) ? NULL : w->extra[s], l, r);
+    const struct constants constants = constants_of(w->u->k);
+    const vf *k = constants.k;
+    const int rule = w->t->rule;
+    switch (w->function) {
+    case HSTEP_FUNCTION_RULE: step_rule(rule, w->mode, k, v); break;
+    case HSTEP_FUNCTION_NORMS: step_norms(rule, w->mode, k, v, x); break;
+    case HSTEP_FUNCTION_CROSS: step_cross(rule, w->pair, w->mode, k, v, x[0]); break;
+    case HSTEP_FUNCTION_DIRECTION: step_direction(rule, w->mode, k, v); break;
+    case HSTEP_FUNCTION_CHANGE: step_change(rule, k, v); break;
+    }
 }
 
-CUDA_DEVICE void update_tile(struct work *w, const struct lane *l)
+/* ---- update ---- */
+
+/* What a warp carries through a chunk that it updates. */
+struct updating {
+    struct hstep_work w;
+    int fused;    /* whole tiles are another kernel's (device/cuda/code/fused.h) */
+    int64_t turn; /* the warps take tiles in turn */
+    uint64_t segment[HSTEP_SLOTS];
+    struct hstep_key key[HSTEP_SLOTS]; /* of that segment */
+};
+
+CUDA_DEVICE vi slot_words(struct updating *a, int s, uint64_t index)
 {
+    const struct hstep_update *u = a->w.u;
+    if (!(u->stochastic >> s & 1)) return nearest_words();
+    return random_words(hstep_generator_id(u->generator), &u->stream[s], index, &a->key[s], &a->segment[s]);
+}
+
+CUDA_DEVICE void update_tile(struct updating *a, const struct lane *l)
+{
+    const struct hstep_work *w = &a->w;
     const struct hstep_update *u = w->u;
     const struct hstep_tensor *t = w->t;
-    struct scratch scratch[WORK_SLOTS];
-    const struct constants constants = constants_of(u->k);
+    struct scratch scratch[HSTEP_WORK_SLOTS];
     struct values v;
     vf old[HALFSTEP_MAX_STATES][2];
     load(w, l, scratch, &v);
-    if (w->pass == HSTEP_PASS_CHANGE) {
-        fetch_slot(w, SLOT_WORK, l, &scratch[SLOT_WORK]);
-        decode(HSTEP_FORMAT_f32, 0, &scratch[SLOT_WORK], v.gradient);
-        step_change(t->rule, constants.k, &v);
-        apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(w, 0, l->index));
-        put_slot(w, 0, l, &scratch[0]);
-        return;
-    }
     for (int j = 0; j < HALFSTEP_MAX_STATES; j++)
         for (int i = 0; i < 2; i++) old[j][i] = v.state[j][i];
-    if (w->pass == HSTEP_PASS_DIRECTION) {
-        step_direction(t->rule, u->mode & RULE_CLAMP, constants.k, &v);
-        clear_scratch(&scratch[SLOT_WORK]);
-        encode(HSTEP_FORMAT_f32, 0, v.change, &scratch[SLOT_WORK], nearest_words(), 0, 1.0f);
-        put_slot(w, SLOT_WORK, l, &scratch[SLOT_WORK]);
-    } else {
-        step_rule(t->rule, u->mode, constants.k, &v);
-        for (int i = 0; t->cautious && i < 2; i++)
-            v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
-        for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
-            if (u->weight_to_slot >> s & 1 && w->format[s] >= 0) scratch[s] = scratch[0];
-        if (!u->zero_lr && !u->micro) apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(w, 0, l->index));
+    run_function(w, &v, NULL);
+    for (int i = 0; t->cautious && w->function == HSTEP_FUNCTION_RULE && i < 2; i++)
+        v.change[i] = cautious_change(v.change[i], v.gradient[i], v.weight[i], v_set(u->cautious), v_set(u->decay));
+    for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
+        if (hstep_writes(w, s) && hstep_source_of(w, s) != s) scratch[s] = scratch[0];
+    if (hstep_writes(w, 0)) apply(w->format[0], v.weight, v.change, &scratch[0], slot_words(a, 0, l->index));
+    if (hstep_writes(w, HSTEP_SLOT_WORK)) {
+        clear_scratch(&scratch[HSTEP_SLOT_WORK]);
+        encode(HSTEP_FORMAT_f32, 0, v.change, &scratch[HSTEP_SLOT_WORK], nearest_words(), 0, 1.0f);
     }
     for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++) {
         int j = s - HALFSTEP_SLOT_STATE;
-        if (w->format[s] < 0 || t->slot[s].extent != HALFSTEP_EXTENT_ELEMENTS) continue;
-        const vi words = slot_words(w, s, l->index);
+        if (!hstep_writes(w, s)) continue;
+        const vi words = slot_words(a, s, l->index);
         if (hstep_slot_role(t, s) != HALFSTEP_ROLE_WEIGHT) {
-            if (is_of_tensor(w->format[s])) memcpy(scratch[s].extra, &u->scale[s], 4);
+            if (hstep_has_one_scale(w->format[s])) memcpy(scratch[s].extra, &u->scale[s], 4);
             encode(w->format[s], t->slot[s].nonneg, v.state[j], &scratch[s], words, 1, u->onto[s]);
         } else if (!u->zero_lr) {
             apply(w->format[s], old[j], v.state[j], &scratch[s], words);
             if (u->slot_to_weight >> s & 1) scratch[0] = scratch[s];
         }
-        put_slot(w, s, l, &scratch[s]);
     }
-    if (w->pass == HSTEP_PASS_UPDATE && w->format[0] >= 0 && !u->zero_lr) put_slot(w, 0, l, &scratch[0]);
+    /* The scale of a whole tensor is written once, after its update. */
+    for (int s = 0; s < HSTEP_WORK_SLOTS; s++)
+        if (hstep_writes(w, s))
+            put(t, w->format[s], w->code[s], hstep_has_one_scale(w->format[s]) ? NULL : w->extra[s], l, &scratch[s]);
 }
 
-/* The warps take tiles in turn; `turn` counts them through the chunk. */
-CUDA_DEVICE void update_stretch(struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t n,
-                                int64_t *turn, int64_t row_start)
+CUDA_DEVICE void update_stretch(struct updating *a, struct exchange *e, struct hstep_stretch s, int by_rows)
 {
-    int64_t lead = hstep_unit_lead(w->t, element, index);
-    int known = row_start < 0;
-    for (int64_t tile = 0; tile < tiles_of(lead, n); tile++) {
-        if ((*turn)++ % WARPS != warp_of_thread()) continue;
-        if (!known) w->mean = row_mean(w, e, row_start);
+    const int64_t lead = hstep_unit_lead(a->w.t, s.element, s.index);
+    int known = !by_rows;
+    for (int64_t tile = 0; tile < tiles_of(lead, s.n); tile++) {
+        if (a->turn++ % WARPS != warp_of_thread()) continue;
+        if (!known) a->w.mean = row_mean(&a->w, e, s.element - s.element % a->w.t->n_columns);
         known = 1;
-        struct lane l = lane_at(element, index, lead, n, tile);
-        if (!w->fused || !is_whole(&l)) update_tile(w, &l);
-    }
-}
-
-/* Every row has a mean of its own, so rows that touch in memory are taken apart. */
-CUDA_DEVICE void update_rows(struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t n,
-                             int64_t *turn)
-{
-    while (n > 0) {
-        int64_t column = element % w->t->n_columns, count = least(n, w->t->n_columns - column);
-        update_stretch(w, e, element, index, count, turn, element - column);
-        element += count;
-        index += (uint64_t)count;
-        n -= count;
+        struct lane l = lane_at(s, lead, tile);
+        if (!a->fused || !is_whole(&l)) update_tile(a, &l);
     }
 }
 
@@ -198,23 +170,22 @@ CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_
     return first % HSTEP_GROUP == 0 && stride % HSTEP_GROUP == 0 && c->length % HSTEP_TILE == 0;
 }
 
-CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, int pass, struct exchange *e)
+CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_chunk *c, enum hstep_pass pass,
+                              struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
-    const struct hstep_update *u = &call->plan.updates[c->tensor];
-    const int fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
-    struct work w;
-    int64_t turn = 0;
-    if (u->skip || (t->matrix && pass == HSTEP_PASS_UPDATE) || (u->zero_lr && pass == HSTEP_PASS_CHANGE)) return;
-    if (fused && is_whole_chunk(t, c)) return;
-    start_work(call, c->tensor, pass, &w);
-    w.fused = fused;
+    struct updating a;
+    if (!hstep_is_updated(t, &call->plan.updates[c->tensor], pass)) return;
+    a.fused = pass == HSTEP_PASS_UPDATE && is_fused(call, c->tensor);
+    if (a.fused && is_whole_chunk(t, c)) return;
+    a.turn = 0;
+    for (int s = 0; s < HSTEP_SLOTS; s++) a.segment[s] = ~(uint64_t)0;
+    hstep_work_start(call, c->tensor, pass, -1, &a.w);
+    const int by_rows = hstep_is_by_rows(&a.w);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        int64_t element = run * t->run_length + c->offset;
-        uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
-        if (u->centralize != 0.0 && w.format[HALFSTEP_SLOT_GRADIENT] >= 0)
-            update_rows(&w, e, element, index, c->length, &turn);
-        else update_stretch(&w, e, element, index, c->length, &turn, -1);
+        struct hstep_stretch s = hstep_stretch_of(t, c, run);
+        while (s.n > 0)
+            update_stretch(&a, e, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows);
     }
 }
 
@@ -239,30 +210,10 @@ CUDA_KERNEL void halfstep_cuda_update(struct hstep_call call, struct hstep_cuda_
     CUDA_SHARED struct exchange e[WARPS];
     struct span span = span_of(&call, what.first, what.n);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
-        update_chunk(&call, &call.plan.chunks[i], what.pass, &e[warp_of_thread()]);
+        update_chunk(&call, &call.plan.chunks[i], (enum hstep_pass)what.pass, &e[warp_of_thread()]);
 }
 
 /* ---- scan ---- */
-
-/* The main stream of a format alone, as a format: the first row that stores the same codes and nothing beside them. */
-CUDA_DEVICE int plain_format(int format)
-{
-    if (!hstep_formats[format].extra_bits) return format;
-    for (int i = 0; i < HSTEP_FORMATS; i++)
-        if (!hstep_formats[i].extra_bits && !strcmp(hstep_formats[i].code_dtype, hstep_formats[format].code_dtype))
-            return i;
-    return format;
-}
-
-/* What a lane has found out of bounds. */
-enum { SCAN_NONFINITE = 1, SCAN_TOO_LARGE = 2 };
-
-/* largest: a pattern of a magnitude. */
-CUDA_DEVICE int out_of_bounds(uint32_t largest, double limit)
-{
-    const double x = (double)hstep_number(largest);
-    return x < limit ? 0 : is_finite(x) ? SCAN_TOO_LARGE : SCAN_NONFINITE;
-}
 
 /* How many of a stretch's tiles load_aligned() can take: whole ones, of codes that are aligned. */
 CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
@@ -270,60 +221,49 @@ CUDA_DEVICE int64_t aligned_tiles(int format, const char *code, int64_t length)
     return (uintptr_t)code % 16 == 0 && is_fused_gradient(format) ? length / HSTEP_TILE : 0;
 }
 
-/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns what of it is out of bounds. */
-CUDA_DEVICE int scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
-                          int64_t count, double limit, struct lane *l, vf *x)
+CUDA_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+/* Of a stretch of up to 256 elements: what the lane has of them, 0 elsewhere; returns its largest magnitude. */
+CUDA_DEVICE uint32_t scan_tile(const struct hstep_tensor *t, int format, const char *gradient, int64_t element,
+                               int64_t n, struct lane *l, vf *x)
 {
     struct scratch r;
-    *l = lane_at(element, 0, 0, count, 0);
+    *l = lane_of(element, n);
     fetch(t, format, gradient, NULL, l, &r);
     decode(format, 0, &r, x);
-    return out_of_bounds(hstep_cuda_largest(x[0], x[1]), limit);
+    return hstep_cuda_largest(x[0], x[1]);
 }
 
-/* Of a run of a chunk, whose squares are added as well, in chunks of columns. */
-CUDA_DEVICE int scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
-                             const char *gradient, int64_t run, int64_t offset, int64_t length, double limit,
-                             struct exchange *e, int64_t *turn, struct spread *sum)
+/* Of a run of a chunk, whose squares are added as well. */
+CUDA_DEVICE uint32_t scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
+                                  const char *gradient, struct hstep_stretch s, struct exchange *e, int64_t *turn,
+                                  struct spread *sum)
 {
-    const int64_t row = t->index_stride;
-    const int bits = hstep_formats[format].code_bits;
-    const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
-    const int singly = row < HSTEP_GROUP;
-    int bad = 0;
-    hstep_scan_bounds(t, start, &offset, &length);
-    while (length > 0) {
-        int64_t count = HSTEP_TILE;
+    const int bits = hstep_formats[format].code_bits, singly = hstep_is_summed_singly(t);
+    uint32_t largest = 0;
+    while (s.n > 0) {
+        const struct hstep_stretch one = hstep_take_summed(t, &s, 0);
+        if ((*turn)++ % WARPS != warp_of_thread()) continue;
+        const char *code = gradient + one.element * bits / 8;
+        vf x[2];
+        if (!singly && aligned_tiles(format, code, one.n)) {
+            load_aligned(format, code + lane_of_thread() * PLACES * bits / 8, x);
+            largest = larger(largest, hstep_cuda_largest(x[0], x[1]));
+        } else {
+            struct lane l;
+            largest = larger(largest, scan_tile(t, format, gradient, one.element, one.n, &l, x));
+            for (int i = l.first; singly && i < l.last; i++) {
+                const double value = (double)PLACE(x, i);
+                if (is_finite(value)) add_shared(call->statistics, value * value);
+            }
+        }
+        /* Chunks that are not finite are left out, and no others, so that no cut matters. */
         if (!singly) {
-            int64_t column = (int64_t)((start + (uint64_t)offset) % (uint64_t)row);
-            count = least(count - column % HSTEP_TILE, row - column);
+            const double total = warp_total(e, x, 1);
+            if (is_finite(total)) spread_add(sum, total);
         }
-        count = least(count, length);
-        if ((*turn)++ % WARPS == warp_of_thread()) {
-            const int64_t element = run * t->run_length + offset;
-            const char *code = gradient + element * bits / 8;
-            vf x[2];
-            if (!singly && aligned_tiles(format, code, count)) {
-                load_aligned(format, code + lane_of_thread() * PLACES * bits / 8, x);
-                bad |= out_of_bounds(hstep_cuda_largest(x[0], x[1]), limit);
-            } else {
-                struct lane l;
-                bad |= scan_tile(t, format, gradient, element, count, limit, &l, x);
-                for (int i = l.first; singly && i < l.last; i++) {
-                    const double one = (double)PLACE(x, i);
-                    if (is_finite(one)) add_shared(call->statistics, one * one);
-                }
-            }
-            /* Chunks that are not finite are left out, and no others, so that no cut matters. */
-            if (!singly) {
-                const double total = warp_total(e, x, 1);
-                if (is_finite(total)) spread_add(sum, total);
-            }
-        }
-        offset += count;
-        length -= count;
     }
-    return bad;
+    return largest;
 }
 
 /* The largest magnitude that the lane has of a warp's tiles: `tile`, and every WARPS-th up to `end`. Several are loaded
@@ -345,19 +285,18 @@ V_OP uint32_t largest_of(const int format, const char *code, int64_t tile, int64
         {
             vf x[2];
             load_any(format, 0, r[i].code, NULL, 0, &x[0], &x[1]);
-            const uint32_t one = hstep_cuda_largest(x[0], x[1]);
-            largest = one > largest ? one : largest;
+            largest = larger(largest, hstep_cuda_largest(x[0], x[1]));
         }
     }
     return largest;
 }
 
-CUDA_DEVICE int scan_run(const struct hstep_tensor *t, int format, const char *gradient, int64_t run, int64_t offset,
-                         int64_t length, double limit)
+CUDA_DEVICE uint32_t scan_run(const struct hstep_tensor *t, int format, const char *gradient, struct hstep_stretch s,
+                              int64_t run)
 {
-    const int64_t element = run * t->run_length + offset, first = (warp_of_thread() + run) % WARPS;
-    const char *code = gradient + element * hstep_formats[format].code_bits / 8;
-    const int64_t whole = aligned_tiles(format, code, length);
+    const int64_t first = (warp_of_thread() + run) % WARPS;
+    const char *code = gradient + s.element * hstep_formats[format].code_bits / 8;
+    const int64_t whole = aligned_tiles(format, code, s.n);
     uint32_t largest = 0;
     switch (whole ? format : HSTEP_FORMAT_NONE) {
 #define GRADIENT(fn) \
@@ -366,23 +305,21 @@ CUDA_DEVICE int scan_run(const struct hstep_tensor *t, int format, const char *g
 #undef GRADIENT
     default: break;
     }
-    int bad = out_of_bounds(largest, limit);
-    for (int64_t tile = first; tile * HSTEP_TILE < length; tile += WARPS) {
+    for (int64_t tile = first; tile * HSTEP_TILE < s.n; tile += WARPS) {
         struct lane l;
         vf x[2];
         if (tile < whole) continue;
         const int64_t at = tile * HSTEP_TILE;
-        bad |= scan_tile(t, format, gradient, element + at, least(HSTEP_TILE, length - at), limit, &l, x);
+        largest = larger(largest, scan_tile(t, format, gradient, s.element + at, least(HSTEP_TILE, s.n - at), &l, x));
     }
-    return bad;
+    return largest;
 }
 
 /* Lanes add where none has been seen to add before, so that a few of them wait for each other at most. */
-CUDA_DEVICE void raise_flag(int64_t *flag, int bad)
+CUDA_DEVICE void raise_flag(int64_t *flag, int64_t found)
 {
     const int64_t seen = *flag;
-    if (bad & SCAN_NONFINITE && !hstep_is_nonfinite(seen)) HSTEP_ADD_ATOMIC(flag, HSTEP_FLAG_NONFINITE);
-    if (bad & SCAN_TOO_LARGE && seen < HSTEP_FLAG_TOO_LARGE) HSTEP_ADD_ATOMIC(flag, HSTEP_FLAG_TOO_LARGE);
+    if (found == HSTEP_FLAG_NONFINITE ? !hstep_is_nonfinite(seen) : seen < found) HSTEP_ADD_ATOMIC(flag, found);
 }
 
 CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e,
@@ -391,15 +328,15 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
     const char *gradient = (const char *)call->gradients[c->tensor - call->first];
     if (!gradient) return;
-    int raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT, summed = hstep_is_clipped(call) && !raw;
-    int format = plain_format(t->slot[HALFSTEP_SLOT_GRADIENT].format), bad = 0;
-    double limit = hstep_gradient_limit(call, raw);
+    const struct hstep_scan scan = hstep_scan_of(call, t);
+    uint32_t largest = 0;
     int64_t turn = 0;
     for (int64_t run = c->run; run < c->run + c->runs; run++)
-        bad |= summed ? scan_and_sum(call, t, format, gradient, run, c->offset, c->length, limit, e, &turn, sum)
-                      : scan_run(t, format, gradient, run, c->offset, c->length, limit);
-    if (bad && call->scan != HSTEP_SCAN_NONE)
-        raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], bad);
+        largest = larger(largest, scan.summed ? scan_and_sum(call, t, scan.format, gradient, hstep_summed_of(t, c, run),
+                                                             e, &turn, sum)
+                                              : scan_run(t, scan.format, gradient, hstep_stretch_of(t, c, run), run));
+    const int64_t flag = hstep_flag_of(call, &scan, largest);
+    if (flag) raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], flag);
 }
 
 CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hstep_cuda_what what)
@@ -408,7 +345,7 @@ CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hst
     struct span span = span_of(&call, call.first, call.n);
     (void)what;
     struct spread sum;
-    if (call.scan == HSTEP_SCAN_NONE && !hstep_is_clipped(&call)) return;
+    if (!hstep_is_scanned(&call)) return;
     spread_clear(&sum);
     for (int64_t i = span.first + CUDA_BLOCK; i < span.end; i += CUDA_BLOCKS)
         scan_chunk(&call, &call.plan.chunks[i], &e[warp_of_thread()], &sum);
@@ -417,49 +354,41 @@ CUDA_KERNEL_SHARED(3) void halfstep_cuda_scan(struct hstep_call call, struct hst
 
 /* ---- sum ---- */
 
-/* What the update will see of the lane's places: values to be summed. pair: of vectors; -1: of the tensor's sums. */
-CUDA_DEVICE void values_of(const struct work *w, int pair, const struct lane *l, vf (*x)[2])
+/* What the update will see of the lane's places: values to be summed. */
+CUDA_DEVICE void values_of(const struct hstep_work *w, const struct lane *l, vf (*x)[2])
 {
-    int rule = w->t->rule, count = hstep_rules[rule].norms, clamp = w->u->mode & RULE_CLAMP;
-    const struct constants constants = constants_of(w->u->k);
-    struct scratch scratch[WORK_SLOTS];
+    const struct hstep_tensor *t = w->t;
+    struct scratch scratch[HSTEP_WORK_SLOTS];
     struct values v;
     load(w, l, scratch, &v);
-    if (pair >= 0) {
-        step_cross(rule, pair, clamp, constants.k, &v, x[0]);
-        return;
-    }
-    if (w->t->matrix) step_direction(rule, clamp, constants.k, &v);
-    else if (count) step_norms(rule, clamp, constants.k, &v, x);
-    else step_rule(rule, w->u->mode, constants.k, &v);
-    for (int s = HALFSTEP_SLOT_STATE; s < w->t->slots; s++) {
-        if (w->t->slot[s].format < 0 || !is_of_tensor(w->t->slot[s].format)) continue;
-        for (int i = 0; i < 2; i++)
-            x[count][i] = norm_value(w->t->slot[s].format, w->t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
-        count++;
-    }
-    for (int i = 0; w->t->cautious && i < 2; i++)
-        x[count][i] = v_select(agrees(v.change[i], v.gradient[i]), v_set(1.0f), v_set(0.0f));
+    run_function(w, &v, x);
+    if (w->pair >= 0) return;
+    for (int s = HALFSTEP_SLOT_STATE; s < t->slots; s++)
+        for (int i = 0; hstep_has_one_scale(t->slot[s].format) && i < 2; i++)
+            x[hstep_sum_of_state(t, s)][i] =
+                norm_value(t->slot[s].format, t->slot[s].nonneg, v.state[s - HALFSTEP_SLOT_STATE][i]);
+    for (int i = 0; t->cautious && i < 2; i++)
+        x[t->sums - 1][i] = v_select(agrees(v.change[i], v.gradient[i]), v_set(1.0f), v_set(0.0f));
 }
 
-/* `count` elements from `element` on, all in one chunk of columns. */
-CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t element, uint64_t index, int64_t count,
-                           int singly, int64_t *limbs, struct spread *sums)
+/* A stretch of one chunk of columns. */
+CUDA_DEVICE void add_chunk(const struct hstep_work *w, struct exchange *e, struct hstep_stretch s, int64_t *limbs,
+                           struct spread *sums)
 {
-    const struct hstep_rule *rule = &hstep_rules[w->t->rule];
+    const int singly = hstep_is_summed_singly(w->t);
     vf x[HSTEP_MAX_SUMS][2];
-    struct lane l = lane_at(element, index, hstep_unit_lead(w->t, element, index), count, 0);
-    values_of(w, -1, &l, x);
-    uint64_t number = 0; /* of place 0, which need not be held */
-    if (w->u->every > 1) number = hstep_number_of(w->t, element) + (uint64_t)(l.element - element);
+    struct lane l = lane_at(s, hstep_unit_lead(w->t, s.element, s.index), 0);
+    values_of(w, &l, x);
     for (int j = 0; j < w->t->sums; j++) {
-        int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS;
-        int squared = !rule->totals || j >= rule->norms, thin = !squared && w->u->every > 1;
+        const int squared = hstep_is_squared(w->t, j);
+        const uint64_t every = (uint64_t)hstep_every(w, j);
+        /* Of place 0, which need not be held. */
+        const uint64_t number = every > 1 ? hstep_number_of(w->t, s.element) + (uint64_t)(l.element - s.element) : 0;
         for (int i = 0; i < PLACES; i++) {
             const double one = (double)PLACE(x[j], i);
-            if (i < l.first || i >= l.last) PLACE(x[j], i) = 0.0f;
-            else if (thin && (number + (uint64_t)i) % (uint64_t)w->u->every) PLACE(x[j], i) = 0.0f;
-            else if (singly && is_finite(one)) add_shared(sum, one * (squared ? one : 1.0));
+            if (i < l.first || i >= l.last || (every > 1 && (number + (uint64_t)i) % every)) PLACE(x[j], i) = 0.0f;
+            else if (singly && is_finite(one))
+                add_shared(limbs + (int64_t)j * HSTEP_EXACT_LIMBS, one * (squared ? one : 1.0));
         }
         if (singly) continue;
         double total = warp_total(e, x[j], squared);
@@ -470,39 +399,21 @@ CUDA_DEVICE void add_chunk(const struct work *w, struct exchange *e, int64_t ele
 CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c, struct exchange *e)
 {
     const struct hstep_tensor *t = &call->plan.tensors[c->tensor];
-    if (!t->sums || !hstep_is_summed(t, &call->plan.updates[c->tensor])) return;
-    int64_t *total = call->statistics + hstep_sum_offset(call, c->tensor);
-    int64_t row = t->index_stride, mean_of = -1, turn = 0;
-    int singly = row < HSTEP_GROUP;
-    struct work w;
+    if (!hstep_is_summed(t, &call->plan.updates[c->tensor])) return;
+    int64_t *total = call->statistics + hstep_sum_offset(call, c->tensor), mean_of = -1, turn = 0;
+    struct hstep_work w;
     struct spread sums[HSTEP_MAX_SUMS];
     for (int j = 0; j < t->sums; j++) spread_clear(&sums[j]);
-    start_work(call, c->tensor, HSTEP_PASS_SUMS, &w);
+    hstep_work_start(call, c->tensor, HSTEP_PASS_SUMS, -1, &w);
+    const int by_rows = hstep_is_by_rows(&w);
     for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
-        int64_t offset = c->offset, length = c->length;
-        hstep_scan_bounds(t, start, &offset, &length);
-        while (length > 0) {
-            int64_t element = run * t->run_length + offset, count = HSTEP_TILE, row_start = -1;
-            uint64_t index = start + (uint64_t)offset;
-            if (singly) {
-                count -= hstep_unit_lead(t, element, index);
-            } else {
-                int64_t column = (int64_t)(index % (uint64_t)row);
-                count = least(count - column % HSTEP_TILE, row - column);
-            }
-            if (w.u->centralize != 0.0) {
-                row_start = element - element % t->n_columns;
-                count = least(count, t->n_columns - element % t->n_columns);
-            }
-            count = least(count, length);
-            if (turn++ % WARPS == warp_of_thread()) {
-                if (row_start != mean_of) w.mean = row_mean(&w, e, row_start);
-                mean_of = row_start;
-                add_chunk(&w, e, element, index, count, singly, total, sums);
-            }
-            offset += count;
-            length -= count;
+        struct hstep_stretch s = hstep_summed_of(t, c, run);
+        while (s.n > 0) {
+            const struct hstep_stretch one = hstep_take_summed(t, &s, by_rows);
+            if (turn++ % WARPS != warp_of_thread()) continue;
+            const int64_t row_start = one.element - one.element % t->n_columns;
+            if (by_rows && row_start != mean_of) w.mean = row_mean(&w, e, mean_of = row_start);
+            add_chunk(&w, e, one, total, sums);
         }
     }
     for (int j = 0; j < t->sums; j++) spread_flush(&sums[j], total + (int64_t)j * HSTEP_EXACT_LIMBS);
@@ -520,45 +431,41 @@ CUDA_KERNEL void halfstep_cuda_sum(struct hstep_call call, struct hstep_cuda_wha
 
 /* The values of a chunk of a row, added to those of the rows before it, and their sum. A chunk that begins within a
  * unit is taken in parts. */
-CUDA_DEVICE double cross_chunk(struct work *w, struct exchange *e, float *chunk, int pair, int64_t row, int64_t column,
+CUDA_DEVICE double cross_chunk(const struct hstep_work *w, struct exchange *e, float *chunk, struct hstep_stretch s,
                                double *columns)
 {
-    const struct hstep_tensor *t = w->t;
-    int64_t count = least(HSTEP_TILE, t->row_length - column), element = row * t->row_length + column;
-    uint64_t index = t->index0 + (uint64_t)(t->dense ? element : row * t->index_stride + column);
-    for (int64_t done = 0; done < count;) {
-        int64_t lead = hstep_unit_lead(t, element + done, index + (uint64_t)done);
-        int64_t some = least(HSTEP_TILE - lead, count - done);
-        struct lane l = lane_at(element + done, index + (uint64_t)done, lead, some, 0);
+    const int64_t count = s.n;
+    while (s.n > 0) {
+        const int64_t lead = hstep_unit_lead(w->t, s.element, s.index), done = count - s.n;
+        struct lane l = lane_at(hstep_take(&s, HSTEP_TILE - lead), lead, 0);
         vf x[HSTEP_MAX_SUMS][2];
-        values_of(w, pair, &l, x);
+        values_of(w, &l, x);
         for (int i = l.first; i < l.last; i++) chunk[done - lead + lane_of_thread() * PLACES + i] = PLACE(x[0], i);
-        done += some;
     }
     CUDA_WARP_BARRIER();
     vf mine[2];
     for (int i = 0; i < PLACES; i++) {
         int64_t at = lane_of_thread() * PLACES + i;
         PLACE(mine, i) = at < count ? chunk[at] : 0.0f;
-        if (at < count) columns[column + at] += (double)chunk[at];
+        if (at < count) columns[at] += (double)chunk[at];
     }
     return warp_total(e, mine, 0);
 }
 
 /* A warp has a chunk of columns of a block of rows. */
-CUDA_DEVICE void cross_block(struct work *w, struct exchange *e, float *chunk, int pair,
-                             const struct hstep_cuda_sums *s, int64_t i, double *sums)
+CUDA_DEVICE void cross_block(struct hstep_work *w, struct exchange *e, float *chunk, const struct hstep_cuda_sums *s,
+                             int64_t i, double *sums)
 {
     const struct hstep_tensor *t = w->t;
-    int64_t block = i / s->chunks, part = i % s->chunks, column = part * HSTEP_TILE,
-            first = block * HSTEP_CUDA_CROSS_ROWS;
-    double *columns = sums + s->columns + block * t->row_length;
-    for (int64_t j = lane_of_thread(); j < least(HSTEP_TILE, t->row_length - column); j += LANES)
-        columns[column + j] = 0.0;
+    int64_t block = i / s->chunks, part = i % s->chunks, column = part * HSTEP_TILE, first = block * HSTEP_CROSS_ROWS;
+    double *columns = sums + s->columns + block * t->row_length + column;
+    for (int64_t j = lane_of_thread(); j < least(HSTEP_TILE, t->row_length - column); j += LANES) columns[j] = 0.0;
     CUDA_WARP_BARRIER();
-    for (int64_t row = first; row < least(first + HSTEP_CUDA_CROSS_ROWS, t->rows); row++) {
-        if (w->u->centralize != 0.0) w->mean = row_mean(w, e, row * t->row_length);
-        double sum = cross_chunk(w, e, chunk, pair, row, column, columns);
+    for (int64_t row = first; row < least(first + HSTEP_CROSS_ROWS, t->rows); row++) {
+        struct hstep_stretch stretch = hstep_row_of(t, row);
+        if (hstep_is_by_rows(w)) w->mean = row_mean(w, e, stretch.element);
+        hstep_take(&stretch, column);
+        const double sum = cross_chunk(w, e, chunk, hstep_take(&stretch, HSTEP_TILE), columns);
         if (lane_of_thread() == 0) sums[s->parts + row * s->chunks + part] = sum;
     }
 }
@@ -580,14 +487,6 @@ CUDA_DEVICE void cross_ends(const struct hstep_tensor *t, const struct hstep_cud
         }
         sums[row] = odd != 0.0 ? odd : hstep_exact_round(limbs);
     }
-}
-
-/* The slot of a pair's vector over rows, or over columns. */
-CUDA_DEVICE struct hstep_slot *vector_of(struct hstep_tensor *t, int pair, int extent)
-{
-    int s = HALFSTEP_SLOT_STATE;
-    while (t->slot[s].extent != extent || pair--) s++;
-    return &t->slot[s];
 }
 
 /* The new numbers of a vector from the sums of what each is over; adds the sum of them, each chunk of 256 rounded. */
@@ -624,20 +523,20 @@ CUDA_KERNEL void halfstep_cuda_cross(struct hstep_call call, struct hstep_cuda_w
     const struct hstep_cuda_sums s = hstep_cuda_sums(t->rows, t->row_length);
     double *sums = (double *)(void *)call.plan.workspace;
     int64_t *limbs = (int64_t *)(void *)(sums + s.limbs);
-    struct work w;
+    struct hstep_work w;
     if (call.plan.updates[what.tensor].skip) return;
     switch (what.pass) {
     case HSTEP_CUDA_ROWS:
-        start_work(&call, what.tensor, HSTEP_PASS_SUMS, &w);
+        hstep_work_start(&call, what.tensor, HSTEP_PASS_SUMS, what.pair, &w);
         for (int64_t i = warp_of_grid(); i < s.blocks * s.chunks; i += warps_of_grid())
-            cross_block(&w, e, chunks[warp_of_thread()], what.pair, &s, i, sums);
+            cross_block(&w, e, chunks[warp_of_thread()], &s, i, sums);
         for (int64_t i = thread_of_grid(); i < 2 * HSTEP_EXACT_LIMBS; i += threads_of_grid()) limbs[i] = 0;
         break;
     case HSTEP_CUDA_COLUMNS: cross_ends(t, &s, sums); break;
     case HSTEP_CUDA_VECTORS:
-        renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS), sums + s.columns,
-              t->row_length, t->rows, limbs);
-        renew(&call, what.tensor, what.pair, e, vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
+        renew(&call, what.tensor, what.pair, e, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_COLUMNS),
+              sums + s.columns, t->row_length, t->rows, limbs);
+        renew(&call, what.tensor, what.pair, e, hstep_vector_of(t, what.pair, HALFSTEP_EXTENT_ROWS), sums, t->rows,
               t->row_length, limbs + HSTEP_EXACT_LIMBS);
         break;
     default:
@@ -736,11 +635,11 @@ CUDA_KERNEL void halfstep_cuda_accumulate(struct hstep_accumulation a, struct hs
         const struct hstep_chunk *c = &a.chunks[i];
         int64_t turn = 0;
         for (int64_t run = c->run; run < c->run + c->runs; run++) {
-            uint64_t index = t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset;
-            int64_t lead = (int64_t)(index % HSTEP_GROUP);
-            for (int64_t tile = 0; tile < tiles_of(lead, c->length); tile++) {
+            const struct hstep_stretch s = hstep_stretch_of(t, c, run);
+            int64_t lead = (int64_t)(s.index % HSTEP_GROUP);
+            for (int64_t tile = 0; tile < tiles_of(lead, s.n); tile++) {
                 if (turn++ % WARPS != warp_of_thread()) continue;
-                struct lane l = lane_at(run * t->run_length + c->offset, index, lead, c->length, tile);
+                struct lane l = lane_at(s, lead, tile);
                 accumulate_tile(&a, &l);
             }
         }
@@ -759,7 +658,7 @@ CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_wha
     float *out = (float *)what.to;
     for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps_of_grid() != warp_of_grid()) continue;
-        struct lane l = lane_at(p.element, 0, 0, p.n, 0);
+        struct lane l = lane_of(p.element, p.n);
         struct scratch r;
         vf x[2];
         fetch(t, s->format, (const char *)a.data, extra_of(s), &l, &r);
@@ -798,7 +697,7 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
     const struct hstep_format *f = &hstep_formats[s->format];
     const float *in = (const float *)what.from;
     const float onto = hstep_onto_grid(s->grid, s->root);
-    int one_scale = is_of_tensor(s->format) && a.end > a.first;
+    int one_scale = hstep_has_one_scale(s->format) && a.end > a.first;
     struct hstep_piece p = {0, 0, 0};
     /* Where one scale serves all, one warp does all. */
     int64_t warps = one_scale ? 1 : warps_of_grid();
@@ -806,7 +705,7 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
     float scale = one_scale ? scale_of(&a, &e[warp_of_thread()], in) : 0.0f;
     for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps != warp_of_grid()) continue;
-        struct lane l = lane_at(p.element, 0, 0, p.n, 0);
+        struct lane l = lane_of(p.element, p.n);
         struct scratch r;
         const vf nothing[2] = {v_set(0.0f), v_set(0.0f)};
         const vi words = nearest_words();

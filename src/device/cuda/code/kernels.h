@@ -7,12 +7,11 @@
 
 #include <stdint.h>
 
+#include "decide/pass.h"
 #include "device/device.h"
 
 /* Of every block. */
 #define HSTEP_CUDA_THREADS 256
-/* That sums over columns are added up within. */
-#define HSTEP_CUDA_CROSS_ROWS 64
 
 enum hstep_cuda_shape { HSTEP_CUDA_GRID, HSTEP_CUDA_ONE };
 
@@ -90,7 +89,7 @@ struct hstep_cuda_sums {
 HSTEP_INLINE struct hstep_cuda_sums hstep_cuda_sums(int64_t rows, int64_t columns)
 {
     struct hstep_cuda_sums s;
-    s.blocks = (rows + HSTEP_CUDA_CROSS_ROWS - 1) / HSTEP_CUDA_CROSS_ROWS;
+    s.blocks = (rows + HSTEP_CROSS_ROWS - 1) / HSTEP_CROSS_ROWS;
     s.chunks = (columns + HSTEP_TILE - 1) / HSTEP_TILE;
     s.columns = rows;
     s.parts = s.columns + s.blocks * columns;

@@ -8,19 +8,12 @@
 
 #include "base/exact.h"
 #include "base/grid.h"
-#include "decide/prepare.h"
+#include "decide/pass.h"
 #include "kernels/pair.h"
-#include "tables/layout.h"
 
 #include "rules/rules.h"
 
-enum {
-    LANES = 32,
-    PLACES = HSTEP_TILE / LANES,
-    WARPS = 256 / LANES,
-    SLOT_WORK = HSTEP_SLOTS, /* fp32 elements of the workspace: the direction of a matrix step */
-    WORK_SLOTS
-};
+enum { LANES = 32, PLACES = HSTEP_TILE / LANES, WARPS = 256 / LANES };
 
 _Static_assert(PLACES == PAIR, "the places of a lane are a pair");
 
@@ -40,19 +33,6 @@ struct scratch {
     __attribute__((aligned(16))) char code[PLACES * 4], extra[PLACES * 2];
 };
 
-/* What a warp carries through a chunk; slots that the pass does not touch have no format. */
-struct work {
-    const struct hstep_tensor *t;
-    const struct hstep_update *u;
-    int pass;
-    int fused;  /* whole tiles are another kernel's (device/cuda/code/fused.h) */
-    float mean; /* taken from the scaled gradient */
-    int format[WORK_SLOTS];
-    char *code[WORK_SLOTS], *extra[WORK_SLOTS];
-    uint64_t segment[HSTEP_SLOTS];
-    struct hstep_key key[HSTEP_SLOTS]; /* of that segment */
-};
-
 CUDA_DEVICE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 CUDA_DEVICE int within(int64_t x, int64_t most) { return x < 0 ? 0 : (int)least(x, most); }
 CUDA_DEVICE int lane_of_thread(void) { return CUDA_THREAD % LANES; }
@@ -60,19 +40,26 @@ CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
 
 CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
 
-/* Tile number `tile` of n elements from `element` on, the first of which lies `lead` places into a unit. */
-CUDA_DEVICE struct lane lane_at(int64_t element, uint64_t index, int64_t lead, int64_t n, int64_t tile)
+/* Tile number `tile` of a stretch whose first element lies `lead` places into a unit. */
+CUDA_DEVICE struct lane lane_at(struct hstep_stretch s, int64_t lead, int64_t tile)
 {
     int64_t place = tile * HSTEP_TILE + lane_of_thread() * PLACES;
     struct lane l;
     l.first = within(lead - place, PLACES);
-    l.last = within(lead + n - place, PLACES);
-    l.begins = lead >= place && lead < place + PLACES && n > 0;
-    l.element = element - lead + place;
-    l.begin = element;
-    l.end = element + n;
-    l.index = index - (uint64_t)lead + (uint64_t)place;
+    l.last = within(lead + s.n - place, PLACES);
+    l.begins = lead >= place && lead < place + PLACES && s.n > 0;
+    l.element = s.element - lead + place;
+    l.begin = s.element;
+    l.end = s.element + s.n;
+    l.index = s.index - (uint64_t)lead + (uint64_t)place;
     return l;
+}
+
+/* Of n elements in memory. */
+CUDA_DEVICE struct lane lane_of(int64_t element, int64_t n)
+{
+    const struct hstep_stretch s = {element, 0, n};
+    return lane_at(s, 0, 0);
 }
 
 CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
@@ -134,7 +121,7 @@ CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char 
 }
 
 /* The numbers of a vector over rows or columns, one for each place. */
-CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l, struct scratch *r)
+CUDA_DEVICE void fetch_vector(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
 {
     clear_scratch(r);
     for (int i = l->first; i < l->last; i++) {
@@ -144,14 +131,9 @@ CUDA_DEVICE void fetch_vector(const struct work *w, int s, const struct lane *l,
     }
 }
 
-CUDA_DEVICE int extent_of(const struct work *w, int s)
+CUDA_DEVICE void fetch_slot(const struct hstep_work *w, int s, const struct lane *l, struct scratch *r)
 {
-    return s < HSTEP_SLOTS ? w->t->slot[s].extent : HALFSTEP_EXTENT_ELEMENTS;
-}
-
-CUDA_DEVICE void fetch_slot(const struct work *w, int s, const struct lane *l, struct scratch *r)
-{
-    if (extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) fetch_vector(w, s, l, r);
+    if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) fetch_vector(w, s, l, r);
     else fetch(w->t, w->format[s], w->code[s], w->extra[s], l, r);
 }
 
@@ -336,12 +318,6 @@ CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint6
         *key = hstep_key_segment(stream, *segment);
     }
     return segment_words(key, pair);
-}
-
-CUDA_DEVICE vi slot_words(struct work *w, int s, uint64_t index)
-{
-    if (!(w->u->stochastic >> s & 1)) return nearest_words();
-    return random_words(hstep_generator_id(w->u->generator), &w->u->stream[s], index, &w->key[s], &w->segment[s]);
 }
 
 /* ---- Sums ---- */
