@@ -208,20 +208,34 @@ static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
     return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
 }
 
-/* The gradient to the room. Loops over f32 in the order of memory know of no room: they are to look at `seen`, where
- * the gradient is said to be in its place. */
-static const struct hstep_fused *fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen,
-                                              struct fused_room *room, int plain, int64_t t, int64_t n)
+/* The step as it is from element t on, a multiple of a tile. */
+static struct hstep_fused fused_from(const struct hstep_fused *a, int64_t t)
+{
+    struct hstep_fused f = *a;
+    f.index += (uint64_t)t;
+    for (int s = 0; s < HSTEP_SLOTS; s++) {
+        if (a->format[s] < 0) continue;
+        const struct columns c = columns_of(a->format[s]);
+        f.code[s] += t * c.bits / 8;
+        if (c.block) f.extra[s] += t / c.block * hstep_scale_bytes(c.scale);
+        else if (c.extra_bits) f.extra[s] += t * c.extra_bits / 8;
+    }
+    return f;
+}
+
+/* The gradient to the room. Loops over f32 in the order of memory know of no room: they look at `seen`, which begins at
+ * t and has its gradient there. */
+static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_room *room, int plain,
+                         int64_t t, int64_t n)
 {
     if (!plain) {
         fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, room, t, n);
-        return a;
+        return;
     }
     fused_gradient_plain(a, room, t, n);
-    *seen = *a;
+    *seen = fused_from(a, t);
     seen->gradient_scale = 1.0f;
-    seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)((uintptr_t)room->gradient - (uintptr_t)(4 * t));
-    return seen;
+    seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)room->gradient;
 }
 
 static void fused_step(const struct hstep_fused *a, int step)
@@ -250,7 +264,8 @@ static void fused_step(const struct hstep_fused *a, int step)
                                     : !plain                    ? ends->format[weight]
                                     : parts == HSTEP_PARTS_ROOT ? ends->plain
                                                                 : NULL;
-    const int adjusted = fused_is_adjusted(a, row, plain), weighted = !plain && (!end || a->l2 != 0.0f);
+    const int adjusted = fused_is_adjusted(a, row, plain), moved = adjusted && plain,
+              weighted = !plain && (!end || a->l2 != 0.0f);
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
@@ -260,7 +275,8 @@ static void fused_step(const struct hstep_fused *a, int step)
             if (!plain) fused_decode(a, s, room.state[j].old, t, n);
         }
         if (weighted) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        tile(adjusted ? fused_adjust(a, &seen, &room, plain, t, n) : a, &room, t, n);
+        if (adjusted) fused_adjust(a, &seen, &room, plain, t, n);
+        tile(moved ? &seen : a, &room, moved ? 0 : t, n);
         if (end) {
             end(a, &room, t, n);
         } else if (!plain) {
@@ -289,13 +305,14 @@ static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
     const int row = number.row;
     fused_summer *const summer = fused_summers[number.rule][row];
     const int plain = fused_is_plain(a);
-    const int adjusted = fused_is_adjusted(a, row, plain);
+    const int adjusted = fused_is_adjusted(a, row, plain), moved = adjusted && plain;
     struct hstep_fused seen;
     struct fused_room room;
     for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
         int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
         if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        summer(adjusted ? fused_adjust(a, &seen, &room, plain, t, n) : a, &room, t, n, sums);
+        if (adjusted) fused_adjust(a, &seen, &room, plain, t, n);
+        summer(moved ? &seen : a, &room, moved ? 0 : t, n, sums);
     }
 }
 
@@ -319,23 +336,22 @@ static int64_t fused_agree(const struct hstep_fused *a, int step)
     const int variant = number.variant, row = number.row, rule = number.own;
     fused_tile *const tile = fused_tiles[rule][row][variant];
     fused_end_function *const change = fused_parts(fused_rules[rule].kind, variant) ? fused_ends[rule].change : NULL;
-    struct hstep_fused seen = *a;
     struct fused_room room;
     HSTEP_ALIGNED char copy[HSTEP_FUSED_STATES][FUSED_TILE * 4];
     int64_t count = 0;
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         const int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
+        struct hstep_fused seen = fused_from(a, t);
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             const int s = HALFSTEP_SLOT_STATE + j;
             if (a->format[s] < 0) continue;
-            const int bits = columns_of(a->format[s]).bits;
-            memcpy(copy[j], a->code[s] + t * bits / 8, (size_t)(n * bits / 8));
-            seen.code[s] = (char *)((uintptr_t)copy[j] - (uintptr_t)(t * bits / 8));
+            memcpy(copy[j], seen.code[s], (size_t)(n * columns_of(a->format[s]).bits / 8));
+            seen.code[s] = copy[j];
         }
-        fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, &room, t, n);
-        tile(&seen, &room, t, n);
-        if (change) change(&seen, &room, t, n);
+        fused_decode(&seen, HALFSTEP_SLOT_WEIGHT, room.weight, 0, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](&seen, &room, 0, n);
+        tile(&seen, &room, 0, n);
+        if (change) change(&seen, &room, 0, n);
         count += fused_count(&room, n);
     }
     return count;
