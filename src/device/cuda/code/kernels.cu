@@ -82,13 +82,22 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (
 {
     const struct constants constants = constants_of(w->u->k);
     const vf *k = constants.k;
-    const int rule = w->t->rule;
-    switch (w->function) {
-    case HSTEP_FUNCTION_RULE: step_rule(rule, w->mode, k, v); break;
-    case HSTEP_FUNCTION_NORMS: step_norms(rule, w->mode, k, v, x); break;
-    case HSTEP_FUNCTION_CROSS: step_cross(rule, w->pair, w->mode, k, v, x[0]); break;
-    case HSTEP_FUNCTION_DIRECTION: step_direction(rule, w->mode, k, v); break;
-    case HSTEP_FUNCTION_CHANGE: step_change(rule, k, v); break;
+    const int rule = w->t->rule, mode = w->mode;
+    for (int i = 0; i < 2; i++) {
+        const vf weight = v->weight[i], gradient = v->gradient[i];
+        vf s[HALFSTEP_MAX_STATES], y[HSTEP_MAX_NORMS];
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) s[j] = v->state[j][i];
+        switch (w->function) {
+        case HSTEP_FUNCTION_RULE: v->change[i] = step_rule(rule, mode, k, weight, gradient, s); break;
+        case HSTEP_FUNCTION_NORMS:
+            step_norms(rule, mode, k, weight, gradient, s, y);
+            for (int j = 0; j < hstep_rules[rule].norms; j++) x[j][i] = y[j];
+            break;
+        case HSTEP_FUNCTION_CROSS: x[0][i] = step_cross(rule, w->pair, mode, k, weight, gradient, s); break;
+        case HSTEP_FUNCTION_DIRECTION: v->change[i] = step_direction(rule, mode, k, gradient, s); break;
+        case HSTEP_FUNCTION_CHANGE: v->change[i] = step_change(rule, k, weight, gradient); break;
+        }
+        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) v->state[j][i] = s[j];
     }
 }
 

@@ -1,5 +1,4 @@
-/* Rules on the places of a lane: which one, and in what mode, is an argument that all lanes share. Values are pairs
- * (device/cuda/code/lane.h). */
+/* Rules on one vector of a lane's places: which one, and in what mode, is an argument that all lanes share. */
 #ifndef HSTEP_CUDA_RULES_H
 #define HSTEP_CUDA_RULES_H
 
@@ -20,76 +19,64 @@ V_OP struct constants constants_of(const float *k)
     return c;
 }
 
-/* For both vectors of the pair: a statement on s[], their states, which are stored back. */
-#define EACH_VECTOR(statement)                                               \
-    for (int i = 0; i < 2; i++) {                                            \
-        vf s[HALFSTEP_MAX_STATES];                                           \
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) s[j] = v->state[j][i]; \
-        statement;                                                           \
-        for (int j = 0; j < HALFSTEP_MAX_STATES; j++) v->state[j][i] = s[j]; \
-    }                                                                        \
-    break
-
-CUDA_DEVICE void step_rule(int rule, int mode, const vf *k, struct values *v)
+CUDA_DEVICE vf step_rule(int rule, int mode, const vf *k, vf w, vf g, vf *s)
 {
     switch (rule) {
 #define RULE(id, name) \
-    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_rule(k, v->weight[i], v->gradient[i], s, mode));
+    case HSTEP_RULE_##name: return name##_rule(k, w, g, s, mode);
 #include "rules/rules.def"
 #undef RULE
+    default: return v_set(0.0f);
     }
 }
 
 /* The values of the rule's sums. */
-CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, struct values *v, vf (*x)[2])
+CUDA_DEVICE void step_norms(int rule, int mode, const vf *k, vf w, vf g, vf *s, vf *x)
 {
     switch (rule) {
-#define NORMS_CASE(name, count)                                                                       \
-    case HSTEP_RULE_##name:                                                                           \
-        EACH_VECTOR(vf y[HSTEP_MAX_NORMS]; name##_norms(k, v->weight[i], v->gradient[i], s, y, mode); \
-                    for (int j = 0; j < count; j++) x[j][i] = y[j]);
-#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), NORMS_CASE, name, HSTEP_SUMS(name))
+#define NORMS_CASE(name) \
+    case HSTEP_RULE_##name: name##_norms(k, w, g, s, x, mode); break;
+#define RULE(id, name) HSTEP_IF(HSTEP_SUMS(name), NORMS_CASE, name)
 #include "rules/rules.def"
 #undef RULE
     default: break;
     }
 }
 
-CUDA_DEVICE void step_direction(int rule, int mode, const vf *k, struct values *v)
+CUDA_DEVICE vf step_direction(int rule, int mode, const vf *k, vf g, vf *s)
 {
     switch (rule) {
 #define DIRECTION_CASE(name) \
-    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_direction(k, v->gradient[i], s, mode));
+    case HSTEP_RULE_##name: return name##_direction(k, g, s, mode);
 #define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), DIRECTION_CASE, name)
 #include "rules/rules.def"
 #undef RULE
-    default: break;
+    default: return v_set(0.0f);
     }
 }
 
-/* The transformed direction is in the place of the gradient. */
-CUDA_DEVICE void step_change(int rule, const vf *k, struct values *v)
+CUDA_DEVICE vf step_change(int rule, const vf *k, vf w, vf u)
 {
     switch (rule) {
 #define CHANGE_CASE(name) \
-    case HSTEP_RULE_##name: EACH_VECTOR(v->change[i] = name##_change(k, v->weight[i], v->gradient[i]));
+    case HSTEP_RULE_##name: return name##_change(k, w, u);
 #define RULE(id, name) HSTEP_IF(HSTEP_IS_MATRIX(name), CHANGE_CASE, name)
 #include "rules/rules.def"
 #undef RULE
-    default: break;
+    default: return v_set(0.0f);
     }
 }
 
-CUDA_DEVICE void step_cross(int rule, int pair, int mode, const vf *k, struct values *v, vf *x)
+CUDA_DEVICE vf step_cross(int rule, int pair, int mode, const vf *k, vf w, vf g, vf *s)
 {
-    (void)pair, (void)mode, (void)k, (void)v, (void)x; /* there may be no such rule */
+    (void)pair, (void)mode, (void)k, (void)w, (void)g, (void)s; /* there may be no such rule */
     switch (rule) {
 #define CROSS_CASE(name) \
-    case HSTEP_RULE_##name: EACH_VECTOR(x[i] = name##_cross(k, v->weight[i], v->gradient[i], s, mode, pair));
+    case HSTEP_RULE_##name: return name##_cross(k, w, g, s, mode, pair);
 #define RULE(id, name) HSTEP_IF(HSTEP_PAIRS(name), CROSS_CASE, name)
 #include "rules/rules.def"
 #undef RULE
-    default: break;
+    default: return v_set(0.0f);
     }
 }
 
