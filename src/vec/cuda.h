@@ -134,28 +134,30 @@ typedef struct { float x[VL]; } vf;
 typedef struct { uint32_t x[VL]; } vi;
 typedef struct { int x[VL]; } vm;
 
-/* Returns what `value` is for each lane I, a constant: there is no loop that a compiler might keep. */
+/* What `value` is for each lane I, a constant: there is no loop that a compiler might keep. */
 #define V_LANE(n, value) \
     {                    \
         enum { I = n };  \
         r.x[I] = value;  \
     }
 #define V_LANES(type, value) \
-    type r;                  \
-    V_LANE(0, value)         \
-    V_LANE(1, value)         \
-    V_LANE(2, value)         \
-    V_LANE(3, value)         \
-    return r
+    __extension__({          \
+        type r;              \
+        V_LANE(0, value)     \
+        V_LANE(1, value)     \
+        V_LANE(2, value)     \
+        V_LANE(3, value)     \
+        r;                   \
+    })
 
-V_OP vf v_set(float x) { V_LANES(vf, x); }
-V_OP vi vi_set(uint32_t x) { V_LANES(vi, x); }
-V_OP vi v_bits(vf a) { V_LANES(vi, hstep_pattern(a.x[I])); }
-V_OP vf v_from_bits(vi a) { V_LANES(vf, hstep_number(a.x[I])); }
+V_OP vf v_set(float x) { return V_LANES(vf, x); }
+V_OP vi vi_set(uint32_t x) { return V_LANES(vi, x); }
+V_OP vi v_bits(vf a) { return V_LANES(vi, hstep_pattern(a.x[I])); }
+V_OP vf v_from_bits(vi a) { return V_LANES(vf, hstep_number(a.x[I])); }
 
-V_OP vf v_add(vf a, vf b) { V_LANES(vf, a.x[I] + b.x[I]); }
-V_OP vf v_sub(vf a, vf b) { V_LANES(vf, a.x[I] - b.x[I]); }
-V_OP vf v_mul(vf a, vf b) { V_LANES(vf, a.x[I] * b.x[I]); }
+V_OP vf v_add(vf a, vf b) { return V_LANES(vf, a.x[I] + b.x[I]); }
+V_OP vf v_sub(vf a, vf b) { return V_LANES(vf, a.x[I] - b.x[I]); }
+V_OP vf v_mul(vf a, vf b) { return V_LANES(vf, a.x[I] * b.x[I]); }
 
 #include "vec/cuda_roots.h"
 
@@ -170,23 +172,23 @@ V_OP vf v_mul(vf a, vf b) { V_LANES(vf, a.x[I] * b.x[I]); }
 #endif
 V_OP float hstep_cuda_min(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fminf(a, b) : a < b ? a : b; }
 V_OP float hstep_cuda_max(float a, float b) { return CUDA_IS_PLAIN(b) ? __builtin_fmaxf(a, b) : a > b ? a : b; }
-V_OP vf v_min(vf a, vf b) { V_LANES(vf, hstep_cuda_min(a.x[I], b.x[I])); }
-V_OP vf v_max(vf a, vf b) { V_LANES(vf, hstep_cuda_max(a.x[I], b.x[I])); }
-V_OP vf v_abs(vf a) { V_LANES(vf, fabsf(a.x[I])); }
-V_OP vf v_neg(vf a) { V_LANES(vf, -a.x[I]); }
-V_OP vf v_sign(vf a) { V_LANES(vf, (float)((a.x[I] > 0.0f) - (a.x[I] < 0.0f))); }
+V_OP vf v_min(vf a, vf b) { return V_LANES(vf, hstep_cuda_min(a.x[I], b.x[I])); }
+V_OP vf v_max(vf a, vf b) { return V_LANES(vf, hstep_cuda_max(a.x[I], b.x[I])); }
+V_OP vf v_abs(vf a) { return V_LANES(vf, fabsf(a.x[I])); }
+V_OP vf v_neg(vf a) { return V_LANES(vf, -a.x[I]); }
+V_OP vf v_sign(vf a) { return V_LANES(vf, (float)((a.x[I] > 0.0f) - (a.x[I] < 0.0f))); }
 
-V_OP vm v_gt(vf a, vf b) { V_LANES(vm, a.x[I] > b.x[I]); }
-V_OP vm v_lt(vf a, vf b) { V_LANES(vm, a.x[I] < b.x[I]); }
-V_OP vm v_eq(vf a, vf b) { V_LANES(vm, a.x[I] == b.x[I]); }
-V_OP vm vi_gt(vi a, vi b) { V_LANES(vm, (int32_t)a.x[I] > (int32_t)b.x[I]); }
-V_OP vm vi_eq(vi a, vi b) { V_LANES(vm, a.x[I] == b.x[I]); }
-V_OP vf v_select(vm m, vf a, vf b) { V_LANES(vf, m.x[I] ? a.x[I] : b.x[I]); }
-V_OP vi vi_select(vm m, vi a, vi b) { V_LANES(vi, m.x[I] ? a.x[I] : b.x[I]); }
+V_OP vm v_gt(vf a, vf b) { return V_LANES(vm, a.x[I] > b.x[I]); }
+V_OP vm v_lt(vf a, vf b) { return V_LANES(vm, a.x[I] < b.x[I]); }
+V_OP vm v_eq(vf a, vf b) { return V_LANES(vm, a.x[I] == b.x[I]); }
+V_OP vm vi_gt(vi a, vi b) { return V_LANES(vm, (int32_t)a.x[I] > (int32_t)b.x[I]); }
+V_OP vm vi_eq(vi a, vi b) { return V_LANES(vm, a.x[I] == b.x[I]); }
+V_OP vf v_select(vm m, vf a, vf b) { return V_LANES(vf, m.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_select(vm m, vi a, vi b) { return V_LANES(vi, m.x[I] ? a.x[I] : b.x[I]); }
 V_OP int vm_any(vm m) { return m.x[0] | m.x[1] | m.x[2] | m.x[3]; }
 
-V_OP vi v_round(vf a) { V_LANES(vi, (uint32_t)(int32_t)lrintf(a.x[I])); }
-V_OP vf v_from_int(vi a) { V_LANES(vf, (float)(int32_t)a.x[I]); }
+V_OP vi v_round(vf a) { return V_LANES(vi, (uint32_t)(int32_t)lrintf(a.x[I])); }
+V_OP vf v_from_int(vi a) { return V_LANES(vf, (float)(int32_t)a.x[I]); }
 
 /* The pattern of the largest magnitude of a pair. */
 #ifdef HSTEP_CUDA_EMULATED
@@ -207,7 +209,7 @@ V_OP float hstep_cuda_larger(float a, float b)
     __asm__("{\n.reg .f32 x, y;\nabs.f32 x, %1;\nabs.f32 y, %2;\nmax.NaN.f32 %0, x, y;\n}" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-V_OP vf hstep_cuda_larger_of(vf a, vf b) { V_LANES(vf, hstep_cuda_larger(a.x[I], b.x[I])); }
+V_OP vf hstep_cuda_larger_of(vf a, vf b) { return V_LANES(vf, hstep_cuda_larger(a.x[I], b.x[I])); }
 V_OP uint32_t hstep_cuda_largest(vf e, vf o)
 {
     const vf a = hstep_cuda_larger_of(e, o);
@@ -227,21 +229,21 @@ V_OP int hstep_cuda_bf16_special(vi ue, vi uo, const int small)
 
 /* ---- Integers ---- */
 
-V_OP vi vi_add(vi a, vi b) { V_LANES(vi, a.x[I] + b.x[I]); }
-V_OP vi vi_sub(vi a, vi b) { V_LANES(vi, a.x[I] - b.x[I]); }
-V_OP vi vi_mul(vi a, vi b) { V_LANES(vi, a.x[I] * b.x[I]); }
-V_OP vi vi_mul16(vi a, vi b) { V_LANES(vi, hstep_halves_mul(a.x[I], b.x[I])); }
-V_OP vi vi_add16(vi a, vi b) { V_LANES(vi, hstep_halves_add(a.x[I], b.x[I])); }
-V_OP vi vi_and(vi a, vi b) { V_LANES(vi, a.x[I] & b.x[I]); }
-V_OP vi vi_or(vi a, vi b) { V_LANES(vi, a.x[I] | b.x[I]); }
-V_OP vi vi_xor(vi a, vi b) { V_LANES(vi, a.x[I] ^ b.x[I]); }
-V_OP vi vi_join16(vi a, vi b) { V_LANES(vi, (a.x[I] & 0xffffu) | (b.x[I] & 0xffff0000u)); }
-V_OP vi vi_shl(vi a, const int n) { V_LANES(vi, a.x[I] << n); }
-V_OP vi vi_shr(vi a, const int n) { V_LANES(vi, a.x[I] >> n); }
-V_OP vi vi_sra(vi a, const int n) { V_LANES(vi, (uint32_t)((int32_t)a.x[I] >> n)); }
-V_OP vi vi_min(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
-V_OP vi vi_max(vi a, vi b) { V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
-V_OP vi vi_iota(void) { V_LANES(vi, I); }
+V_OP vi vi_add(vi a, vi b) { return V_LANES(vi, a.x[I] + b.x[I]); }
+V_OP vi vi_sub(vi a, vi b) { return V_LANES(vi, a.x[I] - b.x[I]); }
+V_OP vi vi_mul(vi a, vi b) { return V_LANES(vi, a.x[I] * b.x[I]); }
+V_OP vi vi_mul16(vi a, vi b) { return V_LANES(vi, hstep_halves_mul(a.x[I], b.x[I])); }
+V_OP vi vi_add16(vi a, vi b) { return V_LANES(vi, hstep_halves_add(a.x[I], b.x[I])); }
+V_OP vi vi_and(vi a, vi b) { return V_LANES(vi, a.x[I] & b.x[I]); }
+V_OP vi vi_or(vi a, vi b) { return V_LANES(vi, a.x[I] | b.x[I]); }
+V_OP vi vi_xor(vi a, vi b) { return V_LANES(vi, a.x[I] ^ b.x[I]); }
+V_OP vi vi_join16(vi a, vi b) { return V_LANES(vi, (a.x[I] & 0xffffu) | (b.x[I] & 0xffff0000u)); }
+V_OP vi vi_shl(vi a, const int n) { return V_LANES(vi, a.x[I] << n); }
+V_OP vi vi_shr(vi a, const int n) { return V_LANES(vi, a.x[I] >> n); }
+V_OP vi vi_sra(vi a, const int n) { return V_LANES(vi, (uint32_t)((int32_t)a.x[I] >> n)); }
+V_OP vi vi_min(vi a, vi b) { return V_LANES(vi, (int32_t)a.x[I] < (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_max(vi a, vi b) { return V_LANES(vi, (int32_t)a.x[I] > (int32_t)b.x[I] ? a.x[I] : b.x[I]); }
+V_OP vi vi_iota(void) { return V_LANES(vi, I); }
 
 /* ---- Memory: whole words of the scratch of a lane, which are aligned (device/cuda/code/lane.h) ---- */
 
@@ -293,13 +295,13 @@ V_OP uint32_t hstep_cuda_saturated(uint32_t low, uint32_t high)
 }
 #endif
 
-V_OP vf v_load(const float *p) { V_LANES(vf, p[I]); }
+V_OP vf v_load(const float *p) { return V_LANES(vf, p[I]); }
 V_OP void v_store(float *p, vf x) { memcpy(p, x.x, sizeof x.x); }
-V_OP vi vi_load_u8(const void *p) { V_LANES(vi, hstep_cuda_byte(p, I)); }
+V_OP vi vi_load_u8(const void *p) { return V_LANES(vi, hstep_cuda_byte(p, I)); }
 V_OP void vi_store_u8(void *p, vi x) { hstep_cuda_put_word(p, 0, hstep_cuda_bytes(x.x[0], x.x[1], x.x[2], x.x[3])); }
 
-V_OP vf v_gather(const float *table, vi index) { V_LANES(vf, table[index.x[I]]); }
-V_OP vf v_lookup16(const float *table, vi index) { V_LANES(vf, table[index.x[I]]); }
+V_OP vf v_gather(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }
+V_OP vf v_lookup16(const float *table, vi index) { return V_LANES(vf, table[index.x[I]]); }
 
 /* Both elements of a lane are in one word, or in two that follow each other. */
 V_OP void vp_load_f32(const void *p, vf *e, vf *o)
@@ -322,7 +324,7 @@ V_OP void vp_store_f32(void *p, vf e, vf o)
     hstep_cuda_put_words(p, 1, 2, v_bits(o));
 }
 
-V_OP vi hstep_cuda_words(const void *p) { V_LANES(vi, hstep_cuda_word(p, I)); }
+V_OP vi hstep_cuda_words(const void *p) { return V_LANES(vi, hstep_cuda_word(p, I)); }
 V_OP void vp_load_hi16(const void *p, vi *e, vi *o)
 {
     const vi words = hstep_cuda_words(p);
@@ -333,7 +335,7 @@ V_OP void vp_store_hi16(void *p, vi e, vi o)
 {
     hstep_cuda_put_words(p, 0, 1, vi_join16(vi_shr(e, 16), o));
 }
-V_OP vi hstep_cuda_normal(vi a) { V_LANES(vi, a.x[I] & 0x7f800000u ? a.x[I] : 0); }
+V_OP vi hstep_cuda_normal(vi a) { return V_LANES(vi, a.x[I] & 0x7f800000u ? a.x[I] : 0); }
 V_OP void vp_store_hi16_normal(void *p, vi e, vi o) { vp_store_hi16(p, hstep_cuda_normal(e), hstep_cuda_normal(o)); }
 V_OP void vp_load_s16(const void *p, vi *e, vi *o)
 {
@@ -348,9 +350,12 @@ V_OP void vp_store_16(void *p, vi e, vi o)
 
 V_OP vi hstep_cuda_signed_bytes(const void *p, const int first)
 {
-    V_LANES(vi, hstep_cuda_signed_byte(p, first + 2 * I));
+    return V_LANES(vi, hstep_cuda_signed_byte(p, first + 2 * I));
 }
-V_OP vi hstep_cuda_unsigned_bytes(const void *p, const int first) { V_LANES(vi, hstep_cuda_byte(p, first + 2 * I)); }
+V_OP vi hstep_cuda_unsigned_bytes(const void *p, const int first)
+{
+    return V_LANES(vi, hstep_cuda_byte(p, first + 2 * I));
+}
 V_OP void vp_load_s8(const void *p, vi *e, vi *o)
 {
     *e = hstep_cuda_signed_bytes(p, 0);
@@ -373,8 +378,8 @@ V_OP void vh_store_u8(void *p, vi x)
     hstep_cuda_put_word(p, 1, hstep_cuda_saturated(x.x[2], x.x[3]));
 }
 
-V_OP vf hstep_cuda_from_half(vi a) { V_LANES(vf, hstep_half_decode((uint16_t)a.x[I])); }
-V_OP vi hstep_cuda_to_half(vf a) { V_LANES(vi, hstep_half_encode(a.x[I])); }
+V_OP vf hstep_cuda_from_half(vi a) { return V_LANES(vf, hstep_half_decode((uint16_t)a.x[I])); }
+V_OP vi hstep_cuda_to_half(vf a) { return V_LANES(vi, hstep_half_encode(a.x[I])); }
 V_OP void vp_load_f16(const void *p, vf *e, vf *o)
 {
     const vi words = hstep_cuda_words(p);
@@ -391,11 +396,11 @@ V_OP void vp_store_f16(void *p, vf e, vf o) { vp_store_16(p, hstep_cuda_to_half(
  * between; where the estimate's sum is that near one, the exact roots are taken: in 48 of 65,536 times eight. Radicands
  * below 2^-100 have roots that round to 0, as that of 2^-100 does; NaN is none that is greater. */
 V_OP float hstep_cuda_estimated(float most) { return most * CUDA_RSQRT(most); }
-V_OP vf hstep_cuda_estimates(vf a) { V_LANES(vf, hstep_cuda_estimated(a.x[I])); }
+V_OP vf hstep_cuda_estimates(vf a) { return V_LANES(vf, hstep_cuda_estimated(a.x[I])); }
 V_OP vi hstep_cuda_estimate(vf a, vi r) { return vi_add(v_round(hstep_cuda_estimates(v_max(a, v_set(0x1p-100f)))), r); }
 V_OP vi hstep_cuda_to_edge(vi estimate) { return vi_shl(vi_add(estimate, vi_set(3)), 16); }
 V_OP uint32_t hstep_cuda_lesser(uint32_t a, uint32_t b) { return a < b ? a : b; }
-V_OP vi hstep_cuda_nearest_edge(vi a, vi b) { V_LANES(vi, hstep_cuda_lesser(a.x[I], b.x[I])); }
+V_OP vi hstep_cuda_nearest_edge(vi a, vi b) { return V_LANES(vi, hstep_cuda_lesser(a.x[I], b.x[I])); }
 V_OP vi hstep_root_and(vf a, vi r);
 V_OP void hstep_cuda_roots_and(vf e, vf o, vi re, vi ro, vi *ce, vi *co)
 {
@@ -416,7 +421,7 @@ V_OP uint32_t hstep_cuda_distance(int32_t steps)
     const int32_t twice = 2 * steps;
     return (uint32_t)(steps < twice ? steps : twice) << 18;
 }
-V_OP vi hstep_cuda_distances(vi steps) { V_LANES(vi, hstep_cuda_distance((int32_t)steps.x[I])); }
+V_OP vi hstep_cuda_distances(vi steps) { return V_LANES(vi, hstep_cuda_distance((int32_t)steps.x[I])); }
 V_OP void hstep_cuda_load_distances(const char *code, vi *e, vi *o)
 {
     const uint32_t centred[2] = {hstep_cuda_word(code, 0) ^ 0x80808080u, hstep_cuda_word(code, 1) ^ 0x80808080u};

@@ -29,12 +29,12 @@ V_OP int hstep_cuda_is_least(vf a, float least)
 {
     return a.x[0] >= least && a.x[1] >= least && a.x[2] >= least && a.x[3] >= least;
 }
-V_OP vf hstep_cuda_magnitude(vf a) { V_LANES(vf, hstep_number(hstep_pattern(a.x[I]) & 0x7fffffffu)); }
-V_OP vf hstep_cuda_roots(vf a) { V_LANES(vf, hstep_emulated_root(a.x[I])); }
-V_OP vf hstep_cuda_exact_roots(vf a) { V_LANES(vf, sqrtf(a.x[I])); }
-V_OP vf hstep_cuda_quotients(vf a, vf b) { V_LANES(vf, hstep_emulated_quotient(a.x[I], b.x[I])); }
-V_OP vf hstep_cuda_exact_quotients(vf a, vf b) { V_LANES(vf, a.x[I] / b.x[I]); }
-V_OP vf hstep_cuda_exact_quotients0(vf a, vf b) { V_LANES(vf, b.x[I] == 0.0f ? 0.0f : a.x[I] / b.x[I]); }
+V_OP vf hstep_cuda_magnitude(vf a) { return V_LANES(vf, hstep_number(hstep_pattern(a.x[I]) & 0x7fffffffu)); }
+V_OP vf hstep_cuda_roots(vf a) { return V_LANES(vf, hstep_emulated_root(a.x[I])); }
+V_OP vf hstep_cuda_exact_roots(vf a) { return V_LANES(vf, sqrtf(a.x[I])); }
+V_OP vf hstep_cuda_quotients(vf a, vf b) { return V_LANES(vf, hstep_emulated_quotient(a.x[I], b.x[I])); }
+V_OP vf hstep_cuda_exact_quotients(vf a, vf b) { return V_LANES(vf, a.x[I] / b.x[I]); }
+V_OP vf hstep_cuda_exact_quotients0(vf a, vf b) { return V_LANES(vf, b.x[I] == 0.0f ? 0.0f : a.x[I] / b.x[I]); }
 V_OP int hstep_cuda_are_quotients(vf a, vf r)
 {
     return hstep_cuda_is_least(hstep_cuda_magnitude(a), CUDA_LEAST_QUOTIENT) &&

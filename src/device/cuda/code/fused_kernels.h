@@ -104,7 +104,7 @@ V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint64_
     const struct segment_key held = w->key[warp_of_thread()][s];
     mixer.k[0] = held.k0;
     mixer.k[1] = held.k1;
-    V_LANES(vi, fused_word(&held, &mixer, first + I));
+    return V_LANES(vi, fused_word(&held, &mixer, first + I));
 }
 
 V_OP void fused_store(const int format, const int nonneg, struct fused_work *w, int s, int64_t element, uint64_t index,

@@ -299,7 +299,7 @@ V_OP vi nearest_words(void) { return vi_set(0x80008000u); }
 V_OP vi segment_words(const struct hstep_key *key, uint64_t pair)
 {
     const uint32_t first = (uint32_t)pair & (HSTEP_SEGMENT_WORDS - 1);
-    V_LANES(vi, hstep_lattice_word(key, hstep_mixer_word(key, first + I)));
+    return V_LANES(vi, hstep_lattice_word(key, hstep_mixer_word(key, first + I)));
 }
 
 /* Of the pairs of eight places from element `index`, a multiple of eight. key: of the mixer's segment, made anew where
