@@ -90,6 +90,7 @@ CUDA_DEVICE void run_function(const struct hstep_work *w, struct values *v, vf (
         switch (w->function) {
         case HSTEP_FUNCTION_RULE: v->change[i] = step_rule(rule, mode, k, weight, gradient, s); break;
         case HSTEP_FUNCTION_NORMS:
+            for (int j = 0; j < HSTEP_MAX_NORMS; j++) y[j] = v_set(0.0f);
             step_norms(rule, mode, k, weight, gradient, s, y);
             for (int j = 0; j < hstep_rules[rule].norms; j++) x[j][i] = y[j];
             break;
