@@ -31,34 +31,38 @@ V_OP void load_scales(const int scale, const int64_t block, const char *extra, f
     }
 }
 
-/* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more. */
-#define SCALES_OF_MAXIMA(fn)                                                \
-    if (fn##_block > HSTEP_GROUP)                                           \
-        for (int64_t b = 0; b * fn##_block < n; b++) {                      \
-            uint32_t largest = 0;                                           \
-            for (int j = 0; j < fn##_block / HSTEP_GROUP; j++)              \
-                if (maxima[b * (fn##_block / HSTEP_GROUP) + j] > largest)   \
-                    largest = maxima[b * (fn##_block / HSTEP_GROUP) + j];   \
-            maxima[b] = largest;                                            \
-        }                                                                   \
-    for (int b = 0; b < 16; b += VL) {                                      \
-        vi patterns = fn##_scale(v_from_bits(vi_load(maxima + b)), nonneg); \
-        vi_store(scales + b, patterns);                                     \
-        v_store(inverses + b, fn##_inverse(patterns, nonneg));              \
-    }                                                                       \
-    store_scales(fn##_scale_dtype, fn##_block, extra, scales, n);
-/* The scale is given. */
-#define SCALE_OF_TENSOR(fn) \
-    v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0)), nonneg));
+/* Scales of n elements (at most 512) from the maxima of their groups, of which a block has one or more, and what they
+ * are divided by. */
+V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), const int scale, const int block,
+                           const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
+{
+    HSTEP_ALIGNED uint32_t scales[16];
+    if (block > HSTEP_GROUP)
+        for (int64_t b = 0; b * block < n; b++) {
+            uint32_t largest = 0;
+            for (int j = 0; j < block / HSTEP_GROUP; j++)
+                if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j];
+            maxima[b] = largest;
+        }
+    for (int b = 0; b < 16; b += VL) {
+        vi patterns = scale_of(v_from_bits(vi_load(maxima + b)), nonneg);
+        vi_store(scales + b, patterns);
+        v_store(inverses + b, inverse_of(patterns, nonneg));
+    }
+    store_scales(scale, block, extra, scales, n);
+}
 
 /* maxima and inverses have room for 16; inverses[b] belongs to block b. */
 V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
-    HSTEP_ALIGNED uint32_t scales[16];
     switch (format) {
-#define FORMAT(id, fn)                                          \
-    IF_LARGEST(fn, FORMAT_CASE(fn) SCALES_OF_MAXIMA(fn) break;) \
-    IF_TENSOR(fn, FORMAT_CASE(fn) SCALE_OF_TENSOR(fn) break;)
+#define FORMAT(id, fn)                                                                                              \
+    IF_LARGEST(fn, FORMAT_CASE(fn) scales_of_blocks(fn##_scale, fn##_inverse, fn##_scale_dtype, fn##_block, nonneg, \
+                                                    maxima, extra, inverses, n);                                    \
+               break;)                                                                                              \
+    IF_TENSOR(fn, FORMAT_CASE(fn) /* which is given */                                                              \
+              v_store(inverses, fn##_inverse(vi_set(hstep_scale_load(fn##_scale_dtype, extra, 0)), nonneg));        \
+              break;)
 #include "formats/formats.def"
 #undef FORMAT
     default: break;
