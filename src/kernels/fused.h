@@ -27,7 +27,7 @@ struct fused_state {
     HSTEP_ALIGNED uint32_t maxima[FUSED_GROUPS][VL];
 };
 
-struct fused_room {
+struct fused_scratch {
     HSTEP_ALIGNED float weight[FUSED_TILE];
     HSTEP_ALIGNED float change[FUSED_TILE];   /* or its numerator, of a rule in parts, */
     HSTEP_ALIGNED float root[FUSED_TILE];     /* and what that is divided by */
@@ -58,77 +58,77 @@ struct fused_slot {
     struct fused_words words;
     vi largest;    /* of the group's magnitudes */
     vf grid, onto; /* of a second moment */
-    struct fused_state *room;
+    struct fused_state *scratch;
 };
 
 /* Formats come as functions, by name: a switch over all of them that leaves one case costs more to compile than what is
  * left. Roles are constants at every call, and calls are written out instead of looped over, so that nothing of a
  * choice is left. */
-V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_room *room, const int state,
+V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_scratch *scratch, const int state,
                                    const int bits, const int extra_bits, int64_t t)
 {
     const int slot = HALFSTEP_SLOT_STATE + state;
     return (struct fused_slot){.code = a->code[slot] + t * bits / 8,
                                .extra = a->extra[slot] + t * extra_bits / 8,
-                               .room = &room->state[state]};
+                               .scratch = &scratch->state[state]};
 }
 
-#define FUSED_ELEMENTS(fn)                                                                                         \
-    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
-                                            const int nonneg, int64_t t, int64_t n)                                \
-    {                                                                                                              \
-        struct fused_slot s = fused_begin(a, room, state, fn##_code_bits, fn##_extra_bits, t);                     \
-        (void)nonneg, (void)n;                                                                                     \
-        s.words = fused_words_from(a, HALFSTEP_SLOT_STATE + state, t);                                             \
-        return s;                                                                                                  \
-    }                                                                                                              \
-    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
-    {                                                                                                              \
-        (void)nonneg;                                                                                              \
-        fn##_decode(s->code, s->extra, r, e, o);                                                                   \
-    }                                                                                                              \
-    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
-    {                                                                                                              \
-        (void)nonneg;                                                                                              \
-        fn##_encode(s->code, s->extra, r, e, o, fused_words(&s->words), 1);                                        \
+#define FUSED_ELEMENTS(fn)                                                                              \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_scratch *scratch, \
+                                            const int state, const int nonneg, int64_t t, int64_t n)    \
+    {                                                                                                   \
+        struct fused_slot s = fused_begin(a, scratch, state, fn##_code_bits, fn##_extra_bits, t);       \
+        (void)nonneg, (void)n;                                                                          \
+        s.words = fused_words_from(a, HALFSTEP_SLOT_STATE + state, t);                                  \
+        return s;                                                                                       \
+    }                                                                                                   \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)    \
+    {                                                                                                   \
+        (void)nonneg;                                                                                   \
+        fn##_decode(s->code, s->extra, r, e, o);                                                        \
+    }                                                                                                   \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)           \
+    {                                                                                                   \
+        (void)nonneg;                                                                                   \
+        fn##_encode(s->code, s->extra, r, e, o, fused_words(&s->words), 1);                             \
     }
-#define FUSED_BLOCKS(fn)                                                                                           \
-    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_room *room, const int state, \
-                                            const int nonneg, int64_t t, int64_t n)                                \
-    {                                                                                                              \
-        struct fused_slot s = fused_begin(a, room, state, fn##_code_bits, 0, t);                                   \
-        s.largest = vi_set(0);                                                                                     \
-        if (nonneg && fn##_root != 0) {                                                                            \
-            s.grid = v_set(a->grid[HALFSTEP_SLOT_STATE + state]);                                                  \
-            s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                                  \
-        }                                                                                                          \
-        s.extra += t / fn##_block * hstep_scale_bytes(fn##_scale_dtype);                                           \
-        load_scales(fn##_scale_dtype, fn##_block, s.extra, s.room->scales, n);                                     \
-        return s;                                                                                                  \
-    }                                                                                                              \
-    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)               \
-    {                                                                                                              \
-        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->room->scales[r / fn##_block]), r, e, o);          \
-        if (nonneg && fn##_root != 0) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                            \
-    }                                                                                                              \
-    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                      \
-    {                                                                                                              \
-        vf stashed_e = fn##_stash(e, nonneg), stashed_o = fn##_stash(o, nonneg);                                   \
-        if (nonneg && fn##_root != 0) {                                                                            \
-            stashed_e = onto_grid(fn##_root, stashed_e, s->onto);                                                  \
-            stashed_o = onto_grid(fn##_root, stashed_o, s->onto);                                                  \
-        }                                                                                                          \
-        v_store(s->room->stash + r, stashed_e);                                                                    \
-        v_store(s->room->stash + r + VL, stashed_o);                                                               \
-        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));                \
-        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                        \
-        vi_store(s->room->maxima[r / HSTEP_GROUP], s->largest);                                                    \
+#define FUSED_BLOCKS(fn)                                                                                     \
+    V_OP struct fused_slot fused_start_##fn(const struct hstep_fused *a, struct fused_scratch *scratch,      \
+                                            const int state, const int nonneg, int64_t t, int64_t n)         \
+    {                                                                                                        \
+        struct fused_slot s = fused_begin(a, scratch, state, fn##_code_bits, 0, t);                          \
+        s.largest = vi_set(0);                                                                               \
+        if (nonneg && fn##_root != 0) {                                                                      \
+            s.grid = v_set(a->grid[HALFSTEP_SLOT_STATE + state]);                                            \
+            s.onto = v_set(a->onto[HALFSTEP_SLOT_STATE + state]);                                            \
+        }                                                                                                    \
+        s.extra += t / fn##_block * hstep_scale_bytes(fn##_scale_dtype);                                     \
+        load_scales(fn##_scale_dtype, fn##_block, s.extra, s.scratch->scales, n);                            \
+        return s;                                                                                            \
+    }                                                                                                        \
+    V_OP void fused_load_##fn(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)         \
+    {                                                                                                        \
+        load_scaled(HSTEP_FORMAT_##fn, nonneg, s->code, v_set(s->scratch->scales[r / fn##_block]), r, e, o); \
+        if (nonneg && fn##_root != 0) *e = v_mul(*e, s->grid), *o = v_mul(*o, s->grid);                      \
+    }                                                                                                        \
+    V_OP void fused_store_##fn(struct fused_slot *s, const int nonneg, int64_t r, vf e, vf o)                \
+    {                                                                                                        \
+        vf stashed_e = fn##_stash(e, nonneg), stashed_o = fn##_stash(o, nonneg);                             \
+        if (nonneg && fn##_root != 0) {                                                                      \
+            stashed_e = onto_grid(fn##_root, stashed_e, s->onto);                                            \
+            stashed_o = onto_grid(fn##_root, stashed_o, s->onto);                                            \
+        }                                                                                                    \
+        v_store(s->scratch->stash + r, stashed_e);                                                           \
+        v_store(s->scratch->stash + r + VL, stashed_o);                                                      \
+        vi larger = vi_max(magnitude_of(e, stashed_e, nonneg), magnitude_of(o, stashed_o, nonneg));          \
+        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                  \
+        vi_store(s->scratch->maxima[r / HSTEP_GROUP], s->largest);                                           \
     }
 #define FORMAT(id, fn) IF_ELEMENT(fn, FUSED_ELEMENTS(fn)) IF_BLOCK(fn, FUSED_BLOCKS(fn))
 #include "formats/formats.def"
 #undef FORMAT
 
-/* Of gradients in the room. */
+/* Of gradients in scratch memory. */
 V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r, vf *e, vf *o)
 {
     const float *x = (const float *)(const void *)s->code + r;
@@ -137,7 +137,7 @@ V_OP void fused_load_any(const struct fused_slot *s, const int nonneg, int64_t r
     *o = v_load(x + VL);
 }
 
-typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused_scratch *, int, int, int64_t, int64_t);
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
 
@@ -157,14 +157,14 @@ V_OP int fused_role(const int j, const struct fused_roles *states, const int var
 /* One state by its role, 0 where it is not stored. f1 and f2 are of signed states and of second moments, fg of states
  * of gradients. plain: scratch is in the order of memory, and what is stored as weights is f32. */
 V_OP struct fused_slot state_start(const int role, fused_starter *f1, fused_starter *f2, fused_starter *fg,
-                                   const struct hstep_fused *a, struct fused_room *room, const int state, int64_t t,
-                                   int64_t n)
+                                   const struct hstep_fused *a, struct fused_scratch *scratch, const int state,
+                                   int64_t t, int64_t n)
 {
-    if (role == HALFSTEP_ROLE_SIGNED) return f1(a, room, state, 0, t, n);
-    if (role == HALFSTEP_ROLE_NONNEG) return f2(a, room, state, 1, t, n);
-    if (role == HALFSTEP_ROLE_GRADIENT) return fg(a, room, state, 0, t, n);
+    if (role == HALFSTEP_ROLE_SIGNED) return f1(a, scratch, state, 0, t, n);
+    if (role == HALFSTEP_ROLE_NONNEG) return f2(a, scratch, state, 1, t, n);
+    if (role == HALFSTEP_ROLE_GRADIENT) return fg(a, scratch, state, 0, t, n);
     /* Codes of states of weights are touched only where they are f32. */
-    return fused_begin(a, room, state, 32, 0, role ? t : 0);
+    return fused_begin(a, scratch, state, 32, 0, role ? t : 0);
 }
 
 V_OP void state_load(const int role, const int plain, fused_loader *f1, fused_loader *f2, fused_loader *fg,
@@ -176,8 +176,8 @@ V_OP void state_load(const int role, const int plain, fused_loader *f1, fused_lo
         *e = v_loadu(s->code + 4 * r);
         *o = v_loadu(s->code + 4 * (r + VL));
     } else if (role == HALFSTEP_ROLE_WEIGHT) {
-        *e = v_load(s->room->old + r);
-        *o = v_load(s->room->old + r + VL);
+        *e = v_load(s->scratch->old + r);
+        *o = v_load(s->scratch->old + r + VL);
     } else if (role == HALFSTEP_ROLE_SIGNED) {
         f1(s, 0, r, e, o);
     } else if (role == HALFSTEP_ROLE_NONNEG) {
@@ -203,8 +203,8 @@ V_OP void state_store(const int role, const int plain, fused_storer *f1, fused_s
         v_storeu(s->code + 4 * r, v_from_bits(hstep_flush(v_bits(e))));
         v_storeu(s->code + 4 * (r + VL), v_from_bits(hstep_flush(v_bits(o))));
     } else if (role == HALFSTEP_ROLE_WEIGHT) {
-        v_store(s->room->stash + r, e);
-        v_store(s->room->stash + r + VL, o);
+        v_store(s->scratch->stash + r, e);
+        v_store(s->scratch->stash + r + VL, o);
     } else if (role == HALFSTEP_ROLE_SIGNED) {
         f1(s, 0, r, e, o);
     } else if (role == HALFSTEP_ROLE_NONNEG) {
@@ -246,7 +246,7 @@ V_OP vf whole_start(const vf *k, vf g, vf *s, const int mode, vf *root)
     return g;
 }
 
-V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch, const struct fused_what w,
                      vf (*rule)(const vf *, vf, vf, vf *, int), vf (*start)(const vf *, vf, vf *, int, vf *),
                      fused_loader *lg, fused_starter *b1, fused_loader *l1, fused_storer *w1, fused_starter *b2,
                      fused_loader *l2, fused_storer *w2, int64_t t, int64_t n)
@@ -260,12 +260,12 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
     fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
     fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
     fused_storer *const w3 = !(w.blocks & 1) ? w1 : wide ? fused_store_f32 : fused_store_bf16_sr;
-    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
-    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
-    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
-    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, scratch, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, scratch, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, scratch, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, scratch, 3, t, n);
     struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
-                                       ? (char *)room->gradient
+                                       ? (char *)scratch->gradient
                                        : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
@@ -283,21 +283,21 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_room *room, const
             if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
             if (w.parts == HSTEP_PARTS_ROOT || (w.parts == HSTEP_PARTS_ROOTLESS && !plain)) {
                 vf re, ro;
-                v_store(room->change + r, start(k, ge, se, mode, &re));
-                v_store(room->change + r + VL, start(k, go, so, mode, &ro));
+                v_store(scratch->change + r, start(k, ge, se, mode, &re));
+                v_store(scratch->change + r + VL, start(k, go, so, mode, &ro));
                 if (w.parts == HSTEP_PARTS_ROOT) {
-                    v_store(room->root + r, re);
-                    v_store(room->root + r + VL, ro);
+                    v_store(scratch->root + r, re);
+                    v_store(scratch->root + r + VL, ro);
                 }
             } else {
-                vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
-                vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+                vf we = plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r);
+                vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL);
                 vf de = rule(k, we, ge, se, mode), d_o = rule(k, wo, go, so, mode);
                 if (plain) {
                     plain_apply(weight, r, we, wo, de, d_o);
                 } else {
-                    v_store(room->change + r, de);
-                    v_store(room->change + r + VL, d_o);
+                    v_store(scratch->change + r, de);
+                    v_store(scratch->change + r + VL, d_o);
                 }
             }
             state_store(r0, plain, w1, w2, w3, &s0, r, se[0], so[0]);
@@ -317,12 +317,12 @@ struct fused_sum {
 
 V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
 
-V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *scratch)
+V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *plain_pair)
 {
     if (plain) {
-        v_store(scratch, e);
-        v_store(scratch + VL, o);
-        vp_load_f32(scratch, &e, &o);
+        v_store(plain_pair, e);
+        v_store(plain_pair + VL, o);
+        vp_load_f32(plain_pair, &e, &o);
     }
     va_add_product(&s->lanes, part, e, e);
     va_add_product(&s->lanes, part, o, o);
@@ -337,8 +337,8 @@ V_OP double fused_total(const struct fused_sum *s)
 }
 
 /* Of the squares of n elements, at most 256, from t on, in the order that docs/numerics.md gives them: in pairs. A sum
- * of squares that are not all finite counts as 0. The weight is in the room. */
-V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, const struct fused_what w,
+ * of squares that are not all finite counts as 0. The weight is in scratch memory. */
+V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch, const struct fused_what w,
                       void (*norms)(const vf *, vf, vf, vf *, vf *, int), const int count, fused_loader *lg,
                       fused_starter *b1, fused_loader *l1, fused_starter *b2, fused_loader *l2, int64_t t, int64_t n,
                       double *sums)
@@ -352,12 +352,12 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
     /* As in fused_rule(). */
     fused_starter *const b3 = !(w.blocks & 1) ? b1 : wide ? fused_start_f32 : fused_start_bf16_sr;
     fused_loader *const l3 = !(w.blocks & 1) ? l1 : wide ? fused_load_f32 : fused_load_bf16_sr;
-    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, room, 0, t, n);
-    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, room, 1, t, n);
-    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, room, 2, t, n);
-    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, room, 3, t, n);
+    struct fused_slot s0 = state_start(r0, b1, b2, b3, a, scratch, 0, t, n);
+    struct fused_slot s1 = state_start(r1, b1, b2, b3, a, scratch, 1, t, n);
+    struct fused_slot s2 = state_start(r2, b1, b2, b3, a, scratch, 2, t, n);
+    struct fused_slot s3 = state_start(r3, b1, b2, b3, a, scratch, 3, t, n);
     struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
-                                       ? (char *)room->gradient
+                                       ? (char *)scratch->gradient
                                        : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
@@ -372,15 +372,15 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
             state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
             state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
             state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
-            vf we = plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r);
-            vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL);
+            vf we = plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r);
+            vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL);
             if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
             norms(k, we, ge, se, xe, mode);
             norms(k, wo, go, so, xo, mode);
-            if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, room->state[0].stash + r);
-            if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, room->state[1].stash + r);
-            if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, room->state[2].stash + r);
-            if (count > 3) fused_square(&sum3, part, xe[3], xo[3], plain, room->state[3].stash + r);
+            if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, scratch->state[0].stash + r);
+            if (count > 1) fused_square(&sum1, part, xe[1], xo[1], plain, scratch->state[1].stash + r);
+            if (count > 2) fused_square(&sum2, part, xe[2], xo[2], plain, scratch->state[2].stash + r);
+            if (count > 3) fused_square(&sum3, part, xe[3], xo[3], plain, scratch->state[3].stash + r);
         }
     if (count > 0) sums[0] = fused_total(&sum0);
     if (count > 1) sums[1] = fused_total(&sum1);
@@ -390,10 +390,10 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_room *room, cons
 
 /* ---- Gradients that are changed before the rule sees them ---- */
 
-/* As gradient_tile() does it. The weight is in the room where l2 is above 0. */
+/* As gradient_tile() does it. The weight is in scratch memory where l2 is above 0. */
 V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
                          void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
-                         struct fused_room *room, int64_t t, int64_t n)
+                         struct fused_scratch *scratch, int64_t t, int64_t n)
 {
     const char *code = a->code[HALFSTEP_SLOT_GRADIENT] + t * bits / 8;
     const char *extra = a->extra[HALFSTEP_SLOT_GRADIENT] + t * extra_bits / 8;
@@ -408,21 +408,21 @@ V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
         go = v_mul(go, s);
         if (centered) ge = v_sub(ge, c), go = v_sub(go, c);
         if (decayed) {
-            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(room->weight + r)));
-            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(room->weight + r + VL)));
+            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r)));
+            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL)));
         }
-        v_store(room->gradient + r, ge);
-        v_store(room->gradient + r + VL, go);
+        v_store(scratch->gradient + r, ge);
+        v_store(scratch->gradient + r + VL, go);
     }
 }
 
-typedef void fused_gradient_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+typedef void fused_gradient_function(const struct hstep_fused *, struct fused_scratch *, int64_t, int64_t);
 
 #if VL > 1
 /* Where all is f32, in the order of memory. */
-static void fused_gradient_plain(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)
+static void fused_gradient_plain(const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)
 {
-    fused_gradient(32, 0, 1, f32_decode, a, room, t, n);
+    fused_gradient(32, 0, 1, f32_decode, a, scratch, t, n);
 }
 #endif
 
@@ -443,7 +443,7 @@ V_OP void fused_apply(const int format, const struct hstep_fused *a, int slot, c
 V_OP void fused_end(const int bits, const int extra_bits, const int plain,
                     void (*decode)(const char *, const char *, int64_t, vf *, vf *),
                     void (*apply)(char *, char *, int64_t, vf, vf, vf, vf, vi), vf (*end)(const vf *, vf, vf, vf),
-                    const struct hstep_fused *a, const struct fused_room *room, int64_t t, int64_t n)
+                    const struct hstep_fused *a, const struct fused_scratch *scratch, int64_t t, int64_t n)
 {
     char *code = a->code[HALFSTEP_SLOT_WEIGHT] + t * bits / 8;
     char *extra = a->extra[HALFSTEP_SLOT_WEIGHT] + t * extra_bits / 8;
@@ -455,8 +455,8 @@ V_OP void fused_end(const int bits, const int extra_bits, const int plain,
         vf we, wo;
         if (plain) we = v_loadu(code + 4 * r), wo = v_loadu(code + 4 * (r + VL));
         else decode(code, extra, r, &we, &wo);
-        vf de = end(k, we, v_load(room->change + r), v_load(room->root + r));
-        vf d_o = end(k, wo, v_load(room->change + r + VL), v_load(room->root + r + VL));
+        vf de = end(k, we, v_load(scratch->change + r), v_load(scratch->root + r));
+        vf d_o = end(k, wo, v_load(scratch->change + r + VL), v_load(scratch->root + r + VL));
         /* Zeros as in apply_any(). */
         if (plain) plain_apply(code, r, we, wo, de, d_o);
         else apply(code, extra, r, we, wo, v_add(de, zero), v_add(d_o, zero), fused_words(&words));
@@ -464,51 +464,53 @@ V_OP void fused_end(const int bits, const int extra_bits, const int plain,
 }
 
 /* The change alone. */
-V_OP void fused_change(vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, struct fused_room *room,
+V_OP void fused_change(vf (*end)(const vf *, vf, vf, vf), const struct hstep_fused *a, struct fused_scratch *scratch,
                        int64_t n)
 {
     vf k[HSTEP_MAX_SCALARS];
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
     for (int64_t r = 0; r < n; r += VL)
-        v_store(room->change + r, end(k, v_load(room->weight + r), v_load(room->change + r), v_load(room->root + r)));
+        v_store(scratch->change + r,
+                end(k, v_load(scratch->weight + r), v_load(scratch->change + r), v_load(scratch->root + r)));
 }
 
-typedef void fused_end_function(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+typedef void fused_end_function(const struct hstep_fused *, struct fused_scratch *, int64_t, int64_t);
 
-typedef void fused_summer(const struct hstep_fused *, struct fused_room *, int64_t, int64_t, double *);
-typedef void fused_tile(const struct hstep_fused *, struct fused_room *, int64_t, int64_t);
+typedef void fused_summer(const struct hstep_fused *, struct fused_scratch *, int64_t, int64_t, double *);
+typedef void fused_tile(const struct hstep_fused *, struct fused_scratch *, int64_t, int64_t);
 typedef void fused_apply_function(const struct hstep_fused *, int, const float *, const float *, int64_t, int64_t);
 
 /* ---- Codes of block states ---- */
 
-V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *scratch,
                        int slot, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(format);
     HSTEP_ALIGNED uint32_t maxima[16];
-    block_maxima(room->maxima, n / HSTEP_GROUP, maxima);
-    encode_scales(format, nonneg, maxima, a->extra[slot] + t / c.block * hstep_scale_bytes(c.scale), room->inverses, n);
+    block_maxima(scratch->maxima, n / HSTEP_GROUP, maxima);
+    encode_scales(format, nonneg, maxima, a->extra[slot] + t / c.block * hstep_scale_bytes(c.scale), scratch->inverses,
+                  n);
 }
 
-V_OP void fused_codes(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *room,
+V_OP void fused_codes(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *scratch,
                       int slot, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(format);
     char *code = a->code[slot] + t * c.bits / 8;
     struct fused_words words = fused_words_from(a, slot, t);
-    fused_scales(format, nonneg, a, room, slot, t, n);
+    fused_scales(format, nonneg, a, scratch, slot, t, n);
     for (int64_t r = 0; r < n; r += PAIR)
-        encode_codes(format, nonneg, room->stash, room->inverses, code, r,
+        encode_codes(format, nonneg, scratch->stash, scratch->inverses, code, r,
                      c.stochastic ? mixer_next(&words.x, words.k1) : vi_set(0x80008000));
 }
 
 /* Of a signed state and of a second moment in one loop: the one often waits for roots that the other does not need. */
-V_OP void fused_both(const int first, const int second, const struct hstep_fused *a, struct fused_room *room, int j0,
-                     int j1, int64_t t, int64_t n)
+V_OP void fused_both(const int first, const int second, const struct hstep_fused *a, struct fused_scratch *scratch,
+                     int j0, int j1, int64_t t, int64_t n)
 {
     const struct columns c0 = columns_of(first), c1 = columns_of(second);
     const int p = HALFSTEP_SLOT_STATE + j0, q = HALFSTEP_SLOT_STATE + j1;
-    struct fused_state *const s0 = &room->state[j0], *const s1 = &room->state[j1];
+    struct fused_state *const s0 = &scratch->state[j0], *const s1 = &scratch->state[j1];
     char *code0 = a->code[p] + t * c0.bits / 8, *code1 = a->code[q] + t * c1.bits / 8;
     struct fused_words words0 = fused_words_from(a, p, t), words1 = fused_words_from(a, q, t);
     const vi half = vi_set(0x80008000);
@@ -522,27 +524,27 @@ V_OP void fused_both(const int first, const int second, const struct hstep_fused
     }
 }
 
-typedef void fused_both_function(const struct hstep_fused *, struct fused_room *, int, int, int64_t, int64_t);
+typedef void fused_both_function(const struct hstep_fused *, struct fused_scratch *, int, int, int64_t, int64_t);
 typedef void fused_codes_function(const struct hstep_fused *, struct fused_state *, int, int64_t, int64_t);
 
 #if VL > 1
 /* ---- By format, at run time ---- */
 
-#define FUSED_ELEMENT_FUNCTIONS(fn)                                                                             \
-    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n) \
-    {                                                                                                           \
-        fused_gradient(fn##_code_bits, fn##_extra_bits, 0, fn##_decode, a, room, t, n);                         \
-    }                                                                                                           \
-    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change,  \
-                                 int64_t t, int64_t n)                                                          \
-    {                                                                                                           \
-        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                             \
+#define FUSED_ELEMENT_FUNCTIONS(fn)                                                                                   \
+    static void fused_gradient_##fn(const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n) \
+    {                                                                                                                 \
+        fused_gradient(fn##_code_bits, fn##_extra_bits, 0, fn##_decode, a, scratch, t, n);                            \
+    }                                                                                                                 \
+    static void fused_apply_##fn(const struct hstep_fused *a, int slot, const float *old, const float *change,        \
+                                 int64_t t, int64_t n)                                                                \
+    {                                                                                                                 \
+        fused_apply(HSTEP_FORMAT_##fn, a, slot, old, change, t, n);                                                   \
     }
-#define FUSED_CODES(fn, nonneg)                                                                              \
-    static void fused_codes_##fn##_##nonneg(const struct hstep_fused *a, struct fused_state *room, int slot, \
-                                            int64_t t, int64_t n)                                            \
-    {                                                                                                        \
-        fused_codes(HSTEP_FORMAT_##fn, nonneg, a, room, slot, t, n);                                         \
+#define FUSED_CODES(fn, nonneg)                                                                                 \
+    static void fused_codes_##fn##_##nonneg(const struct hstep_fused *a, struct fused_state *scratch, int slot, \
+                                            int64_t t, int64_t n)                                               \
+    {                                                                                                           \
+        fused_codes(HSTEP_FORMAT_##fn, nonneg, a, scratch, slot, t, n);                                         \
     }
 #define FORMAT(id, fn)                          \
     IF_ELEMENT(fn, FUSED_ELEMENT_FUNCTIONS(fn)) \

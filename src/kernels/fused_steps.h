@@ -23,7 +23,7 @@
     (struct fused_what)                                                                                             \
     {                                                                                                               \
         fused_parts(parts, variant), variant, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, \
-            (first##_block != 0) | (second##_block != 0) << 1,                                          \
+            (first##_block != 0) | (second##_block != 0) << 1,                                                      \
         {                                                                                                           \
             {HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}                                                        \
         }                                                                                                           \
@@ -35,10 +35,10 @@
  * fused.def. */
 #define FUSED_FUNCTION(gradient, first, second, name, variant)                                                         \
     __attribute__((unused)) static void fused_##name##_##gradient##_##first##_##second##_##variant(                    \
-        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n)                                    \
+        const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                              \
     {                                                                                                                  \
         if (FUSED_IS(name, variant, first, second))                                                                    \
-            fused_rule(a, room, FUSED_WHAT(gradient, first, second, HSTEP_PARTS_KIND(name), name, variant),            \
+            fused_rule(a, scratch, FUSED_WHAT(gradient, first, second, HSTEP_PARTS_KIND(name), name, variant),         \
                        name##_rule, FUSED_START(HSTEP_PARTS_PREFIX(name)), fused_load_##gradient, fused_start_##first, \
                        fused_load_##first, fused_store_##first, fused_start_##second, fused_load_##second,             \
                        fused_store_##second, t, n);                                                                    \
@@ -66,10 +66,10 @@ static fused_tile *const fused_tiles[HSTEP_RULES][HSTEP_FUSED_ROWS][HSTEP_FUSED_
  * Sums over all tensors are not of squares, and take tiles. */
 #define FUSED_NORMS(gradient, first, second, name, count)                                                     \
     __attribute__((unused)) static void fused_norms_##name##_##gradient##_##first##_##second(                 \
-        const struct hstep_fused *a, struct fused_room *room, int64_t t, int64_t n, double *sums)             \
+        const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n, double *sums)       \
     {                                                                                                         \
         if (!HSTEP_IS_TOTALS(name) && FUSED_FITS(name) && FUSED_WORTH(name, first, second))                   \
-            fused_norms(a, room, FUSED_WHAT(gradient, first, second, 0, name, 0), name##_norms, count,        \
+            fused_norms(a, scratch, FUSED_WHAT(gradient, first, second, 0, name, 0), name##_norms, count,     \
                         fused_load_##gradient, fused_start_##first, fused_load_##first, fused_start_##second, \
                         fused_load_##second, t, n, sums);                                                     \
     }
@@ -93,26 +93,26 @@ struct fused_ends {
 };
 
 /* Of adamw fused_end_adamw_bf16_sr, and so on by format, fused_end_adamw_plain and fused_change_adamw. */
-#define FUSED_END(format, name, prefix)                                                                            \
-    __attribute__((unused)) static void fused_end_##name##_##format(const struct hstep_fused *a,                   \
-                                                                    struct fused_room *room, int64_t t, int64_t n) \
-    {                                                                                                              \
-        if (FUSED_OWN(name))                                                                                       \
-            fused_end(format##_code_bits, format##_extra_bits, 0,     \
-                      format##_decode, format##_apply, prefix##_end, a, room, t, n);                               \
+#define FUSED_END(format, name, prefix)                                                                             \
+    __attribute__((unused)) static void fused_end_##name##_##format(                                                \
+        const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t, int64_t n)                           \
+    {                                                                                                               \
+        if (FUSED_OWN(name))                                                                                        \
+            fused_end(format##_code_bits, format##_extra_bits, 0, format##_decode, format##_apply, prefix##_end, a, \
+                      scratch, t, n);                                                                               \
     }
-#define FUSED_ENDS(name, prefix)                                                                                       \
-    HSTEP_FUSED_WEIGHTS(FUSED_END, name, prefix)                                                                       \
-    __attribute__((unused)) static void fused_end_##name##_plain(const struct hstep_fused *a, struct fused_room *room, \
-                                                                 int64_t t, int64_t n)                                 \
-    {                                                                                                                  \
-        if (FUSED_OWN(name)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, room, t, n);                  \
-    }                                                                                                                  \
-    __attribute__((unused)) static void fused_change_##name(const struct hstep_fused *a, struct fused_room *room,      \
-                                                            int64_t t, int64_t n)                                      \
-    {                                                                                                                  \
-        (void)t;                                                                                                       \
-        if (FUSED_OWN(name)) fused_change(prefix##_end, a, room, n);                                                   \
+#define FUSED_ENDS(name, prefix)                                                                                      \
+    HSTEP_FUSED_WEIGHTS(FUSED_END, name, prefix)                                                                      \
+    __attribute__((unused)) static void fused_end_##name##_plain(const struct hstep_fused *a,                         \
+                                                                 struct fused_scratch *scratch, int64_t t, int64_t n) \
+    {                                                                                                                 \
+        if (FUSED_OWN(name)) fused_end(32, 0, 1, f32_decode, f32_apply, prefix##_end, a, scratch, t, n);              \
+    }                                                                                                                 \
+    __attribute__((unused)) static void fused_change_##name(const struct hstep_fused *a,                              \
+                                                            struct fused_scratch *scratch, int64_t t, int64_t n)      \
+    {                                                                                                                 \
+        (void)t;                                                                                                      \
+        if (FUSED_OWN(name)) fused_change(prefix##_end, a, scratch, n);                                               \
     }
 #define RULE(id, name) HSTEP_IF(HSTEP_HAS_PARTS(name), FUSED_ENDS, name, HSTEP_PARTS_PREFIX(name))
 #include "rules/rules.def"
@@ -128,12 +128,12 @@ static const struct fused_ends fused_ends[HSTEP_RULES] = {
 #undef RULE
 };
 
-#define FUSED_BOTH(gradient, first, second, ...)                                                    \
-    __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                 \
-        const struct hstep_fused *a, struct fused_room *room, int j0, int j1, int64_t t, int64_t n) \
-    {                                                                                               \
-        if ((first##_block != 0) & (second##_block != 0))                                           \
-            fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, room, j0, j1, t, n);         \
+#define FUSED_BOTH(gradient, first, second, ...)                                                          \
+    __attribute__((unused)) static void fused_both_##gradient##_##first##_##second(                       \
+        const struct hstep_fused *a, struct fused_scratch *scratch, int j0, int j1, int64_t t, int64_t n) \
+    {                                                                                                     \
+        if ((first##_block != 0) & (second##_block != 0))                                                 \
+            fused_both(HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, a, scratch, j0, j1, t, n);            \
     }
 HSTEP_FUSED_RECIPES(FUSED_BOTH, )
 #define FUSED_BOTH_ROW(gradient, first, second, ...) \
@@ -223,19 +223,19 @@ static struct hstep_fused fused_from(const struct hstep_fused *a, int64_t t)
     return f;
 }
 
-/* The gradient to the room. Loops over f32 in the order of memory know of no room: they look at `seen`, which begins at
- * t and has its gradient there. */
-static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_room *room, int plain,
-                         int64_t t, int64_t n)
+/* The gradient to scratch memory. Loops over f32 in the order of memory know nothing of it: they look at `seen`, which
+ * begins at t and has its gradient there. */
+static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_scratch *scratch,
+                         int plain, int64_t t, int64_t n)
 {
     if (!plain) {
-        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, room, t, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, scratch, t, n);
         return;
     }
-    fused_gradient_plain(a, room, t, n);
+    fused_gradient_plain(a, scratch, t, n);
     *seen = fused_from(a, t);
     seen->gradient_scale = 1.0f;
-    seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)room->gradient;
+    seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)scratch->gradient;
 }
 
 static void fused_step(const struct hstep_fused *a, int step)
@@ -243,9 +243,9 @@ static void fused_step(const struct hstep_fused *a, int step)
     const struct fused_number number = fused_of_number(step);
     const int variant = number.variant, row = number.row, rule = number.own;
     const int weight = a->format[HALFSTEP_SLOT_WEIGHT];
-    struct fused_room room;
+    struct fused_scratch scratch;
     struct hstep_fused seen;
-    /* A cautious change has to be in the room, beside its gradient. */
+    /* A cautious change has to be in scratch memory, beside its gradient. */
     const int plain = a->cautious == 0.0f && fused_is_plain(a);
     fused_tile *const tile = fused_tiles[rule][row][variant];
     static const struct fused_ends none;
@@ -272,26 +272,27 @@ static void fused_step(const struct hstep_fused *a, int step)
             int s = HALFSTEP_SLOT_STATE + j;
             if (!(a->as_weight >> s & 1)) continue;
             if (a->weight_to_slot >> s & 1) fused_copy(a, s, HALFSTEP_SLOT_WEIGHT, t, n);
-            if (!plain) fused_decode(a, s, room.state[j].old, t, n);
+            if (!plain) fused_decode(a, s, scratch.state[j].old, t, n);
         }
-        if (weighted) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        if (adjusted) fused_adjust(a, &seen, &room, plain, t, n);
-        tile(moved ? &seen : a, &room, moved ? 0 : t, n);
+        if (weighted) fused_decode(a, HALFSTEP_SLOT_WEIGHT, scratch.weight, t, n);
+        if (adjusted) fused_adjust(a, &seen, &scratch, plain, t, n);
+        tile(moved ? &seen : a, &scratch, moved ? 0 : t, n);
         if (end) {
-            end(a, &room, t, n);
+            end(a, &scratch, t, n);
         } else if (!plain) {
-            if (ends->change) ends->change(a, &room, t, n);
-            if (a->cautious != 0.0f) cautious_tile(room.change, room.gradient, room.weight, a->cautious, a->decay, n);
-            fused_formats.apply[weight](a, HALFSTEP_SLOT_WEIGHT, room.weight, room.change, t, n);
+            if (ends->change) ends->change(a, &scratch, t, n);
+            if (a->cautious != 0.0f)
+                cautious_tile(scratch.change, scratch.gradient, scratch.weight, a->cautious, a->decay, n);
+            fused_formats.apply[weight](a, HALFSTEP_SLOT_WEIGHT, scratch.weight, scratch.change, t, n);
         }
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             int s = HALFSTEP_SLOT_STATE + j;
-            struct fused_state *state = &room.state[j];
+            struct fused_state *state = &scratch.state[j];
             if (a->as_weight >> s & 1) {
                 if (!plain) fused_formats.apply[weight](a, s, state->old, state->stash, t, n);
                 if (a->slot_to_weight >> s & 1) fused_copy(a, HALFSTEP_SLOT_WEIGHT, s, t, n);
             } else if (j == j0) {
-                fused_boths[row](a, &room, j0, j1, t, n);
+                fused_boths[row](a, &scratch, j0, j1, t, n);
             } else if (j != j1 && a->format[s] >= 0 && fused_formats.codes[a->format[s]][0]) {
                 fused_formats.codes[a->format[s]][a->nonneg >> s & 1](a, state, s, t, n);
             }
@@ -307,23 +308,23 @@ static void fused_sum_up(const struct hstep_fused *a, int step, double *sums)
     const int plain = fused_is_plain(a);
     const int adjusted = fused_is_adjusted(a, row, plain), moved = adjusted && plain;
     struct hstep_fused seen;
-    struct fused_room room;
+    struct fused_scratch scratch;
     for (int64_t t = 0; t < a->n; t += HSTEP_TILE, sums += HSTEP_MAX_NORMS) {
         int64_t n = a->n - t < HSTEP_TILE ? a->n - t : HSTEP_TILE;
-        if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, room.weight, t, n);
-        if (adjusted) fused_adjust(a, &seen, &room, plain, t, n);
-        summer(moved ? &seen : a, &room, moved ? 0 : t, n, sums);
+        if (!plain) fused_decode(a, HALFSTEP_SLOT_WEIGHT, scratch.weight, t, n);
+        if (adjusted) fused_adjust(a, &seen, &scratch, plain, t, n);
+        summer(moved ? &seen : a, &scratch, moved ? 0 : t, n, sums);
     }
 }
 
-static int64_t fused_count(const struct fused_room *room, int64_t n)
+static int64_t fused_count(const struct fused_scratch *scratch, int64_t n)
 {
     HSTEP_ALIGNED uint32_t lanes[VL];
     int64_t count = 0;
     vi sum = vi_set(0);
     for (int64_t r = 0; r < n; r += VL)
-        sum =
-            vi_add(sum, vi_select(agrees(v_load(room->change + r), v_load(room->gradient + r)), vi_set(1), vi_set(0)));
+        sum = vi_add(
+            sum, vi_select(agrees(v_load(scratch->change + r), v_load(scratch->gradient + r)), vi_set(1), vi_set(0)));
     vi_store(lanes, sum);
     for (int i = 0; i < VL; i++) count += lanes[i];
     return count;
@@ -336,7 +337,7 @@ static int64_t fused_agree(const struct hstep_fused *a, int step)
     const int variant = number.variant, row = number.row, rule = number.own;
     fused_tile *const tile = fused_tiles[rule][row][variant];
     fused_end_function *const change = fused_parts(fused_rules[rule].kind, variant) ? fused_ends[rule].change : NULL;
-    struct fused_room room;
+    struct fused_scratch scratch;
     HSTEP_ALIGNED char copy[HSTEP_FUSED_STATES][FUSED_TILE * 4];
     int64_t count = 0;
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
@@ -348,11 +349,11 @@ static int64_t fused_agree(const struct hstep_fused *a, int step)
             memcpy(copy[j], seen.code[s], (size_t)(n * columns_of(a->format[s]).bits / 8));
             seen.code[s] = copy[j];
         }
-        fused_decode(&seen, HALFSTEP_SLOT_WEIGHT, room.weight, 0, n);
-        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](&seen, &room, 0, n);
-        tile(&seen, &room, 0, n);
-        if (change) change(&seen, &room, 0, n);
-        count += fused_count(&room, n);
+        fused_decode(&seen, HALFSTEP_SLOT_WEIGHT, scratch.weight, 0, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](&seen, &scratch, 0, n);
+        tile(&seen, &scratch, 0, n);
+        if (change) change(&seen, &scratch, 0, n);
+        count += fused_count(&scratch, n);
     }
     return count;
 }
