@@ -76,6 +76,7 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
                                    struct hstep_work *w)
 {
     const struct hstep_tensor *t = &call->plan.tensors[tensor];
+    const int touches_all = pass == HSTEP_PASS_UPDATE && !call->plan.updates[tensor].micro;
     w->context = call->context;
     w->t = t;
     w->u = &call->plan.updates[tensor];
@@ -85,18 +86,20 @@ HSTEP_INLINE void hstep_work_start(const struct hstep_call *call, int tensor, en
     w->mode = w->function == HSTEP_FUNCTION_RULE ? w->u->mode : w->u->mode & RULE_CLAMP;
     w->written = pass == HSTEP_PASS_DIRECTION ? 1u << HSTEP_SLOT_WORK : 0;
     w->mean = 0.0f;
-    for (int s = 0; s < HSTEP_WORK_SLOTS; s++) {
-        w->format[s] = HSTEP_FORMAT_NONE;
-        w->code[s] = w->extra[s] = NULL;
-        if (s >= t->slots || !hstep_is_touched(w, s)) continue;
-        w->format[s] = t->slot[s].format;
-        w->code[s] = hstep_code_of(call, tensor, s);
-        if (t->slot[s].extra_bytes) w->extra[s] = t->slot[s].extra;
+    for (int s = 0; s < t->slots; s++) {
+        const struct hstep_slot *slot = &t->slot[s];
+        w->format[s] = touches_all || hstep_is_touched(w, s) ? slot->format : HSTEP_FORMAT_NONE;
+        w->code[s] = slot->code;
+        w->extra[s] = slot->extra_bytes ? slot->extra : NULL;
         if (w->format[s] >= 0 && hstep_is_written(w, s)) w->written |= 1u << s;
     }
-    if (pass != HSTEP_PASS_DIRECTION && pass != HSTEP_PASS_CHANGE) return;
-    w->format[HSTEP_SLOT_WORK] = HSTEP_FORMAT_f32;
-    w->code[HSTEP_SLOT_WORK] = (char *)call->plan.workspace;
+    w->code[HALFSTEP_SLOT_WEIGHT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_WEIGHT);
+    w->code[HALFSTEP_SLOT_GRADIENT] = hstep_code_of(call, tensor, HALFSTEP_SLOT_GRADIENT);
+    const int works = pass == HSTEP_PASS_DIRECTION || pass == HSTEP_PASS_CHANGE;
+    for (int s = t->slots; s < HSTEP_SLOTS; s++) w->format[s] = HSTEP_FORMAT_NONE;
+    w->format[HSTEP_SLOT_WORK] = works ? HSTEP_FORMAT_f32 : HSTEP_FORMAT_NONE;
+    w->code[HSTEP_SLOT_WORK] = works ? (char *)call->plan.workspace : NULL;
+    w->extra[HSTEP_SLOT_WORK] = NULL;
 }
 
 HSTEP_INLINE int hstep_writes(const struct hstep_work *w, int s) { return w->written >> s & 1; }
