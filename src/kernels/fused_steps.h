@@ -208,22 +208,7 @@ static int fused_is_adjusted(const struct hstep_fused *a, int row, int plain)
     return fused_any[row] || (plain && (a->l2 != 0.0f || a->mean != 0.0f));
 }
 
-/* The step as it is from element t on, a multiple of a tile. */
-static struct hstep_fused fused_from(const struct hstep_fused *a, int64_t t)
-{
-    struct hstep_fused f = *a;
-    f.index += (uint64_t)t;
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        if (a->format[s] < 0) continue;
-        const struct columns c = columns_of(a->format[s]);
-        f.code[s] += t * c.bits / 8;
-        if (c.block) f.extra[s] += t / c.block * hstep_scale_bytes(c.scale);
-        else if (c.extra_bits) f.extra[s] += t * c.extra_bits / 8;
-    }
-    return f;
-}
-
-/* The gradient to scratch memory. Loops over f32 in the order of memory know nothing of it: they look at `seen`, which
+/* The gradient to `scratch`. Loops over f32 in the order of memory know nothing of it: they look at `seen`, which
  * begins at t and has its gradient there. */
 static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, struct fused_scratch *scratch,
                          int plain, int64_t t, int64_t n)
@@ -233,8 +218,11 @@ static void fused_adjust(const struct hstep_fused *a, struct hstep_fused *seen, 
         return;
     }
     fused_gradient_plain(a, scratch, t, n);
-    *seen = fused_from(a, t);
+    *seen = *a;
+    seen->index += (uint64_t)t;
     seen->gradient_scale = 1.0f;
+    for (int s = 0; s < HSTEP_SLOTS; s++)
+        if (a->format[s] >= 0) seen->code[s] += 4 * t;
     seen->code[HALFSTEP_SLOT_GRADIENT] = (char *)scratch->gradient;
 }
 
@@ -337,20 +325,23 @@ static int64_t fused_agree(const struct hstep_fused *a, int step)
     const int variant = number.variant, row = number.row, rule = number.own;
     fused_tile *const tile = fused_tiles[rule][row][variant];
     fused_end_function *const change = fused_parts(fused_rules[rule].kind, variant) ? fused_ends[rule].change : NULL;
+    struct hstep_fused seen = *a;
     struct fused_scratch scratch;
     HSTEP_ALIGNED char copy[HSTEP_FUSED_STATES][FUSED_TILE * 4];
     int64_t count = 0;
     for (int64_t t = 0; t < a->n; t += FUSED_TILE) {
         const int64_t n = a->n - t < FUSED_TILE ? a->n - t : FUSED_TILE;
-        struct hstep_fused seen = fused_from(a, t);
+        seen.index = a->index + (uint64_t)t;
         for (int j = 0; j < HSTEP_FUSED_STATES; j++) {
             const int s = HALFSTEP_SLOT_STATE + j;
             if (a->format[s] < 0) continue;
-            memcpy(copy[j], seen.code[s], (size_t)(n * columns_of(a->format[s]).bits / 8));
+            const struct columns c = columns_of(a->format[s]);
+            memcpy(copy[j], a->code[s] + t * c.bits / 8, (size_t)(n * c.bits / 8));
             seen.code[s] = copy[j];
+            if (c.block) seen.extra[s] = a->extra[s] + t / c.block * hstep_scale_bytes(c.scale);
         }
-        fused_decode(&seen, HALFSTEP_SLOT_WEIGHT, scratch.weight, 0, n);
-        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](&seen, &scratch, 0, n);
+        fused_decode(a, HALFSTEP_SLOT_WEIGHT, scratch.weight, t, n);
+        fused_formats.gradient[a->format[HALFSTEP_SLOT_GRADIENT]](a, &scratch, t, n);
         tile(&seen, &scratch, 0, n);
         if (change) change(&seen, &scratch, 0, n);
         count += fused_count(&scratch, n);
