@@ -141,21 +141,6 @@ struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct 
     return (struct hstep_stretch){run * t->run_length + ends[0], start + (uint64_t)ends[0], ends[1] - ends[0]};
 }
 
-struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows)
-{
-    const int64_t row = t->index_stride;
-    int64_t n = HSTEP_TILE;
-    if (hstep_is_summed_singly(t)) {
-        n -= hstep_unit_lead(t, s->element, s->index);
-    } else {
-        const int64_t column = (int64_t)(s->index % (uint64_t)row);
-        n -= column % HSTEP_TILE;
-        if (n > row - column) n = row - column;
-    }
-    if (by_rows && n > t->n_columns - s->element % t->n_columns) n = t->n_columns - s->element % t->n_columns;
-    return hstep_take(s, n);
-}
-
 int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p)
 {
     const struct hstep_format *f = &hstep_formats[format];

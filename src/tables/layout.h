@@ -59,7 +59,20 @@ HSTEP_INLINE int hstep_is_summed_singly(const struct hstep_tensor *t) { return t
 /* What is summed of a run with a chunk: the chunks of columns whose first element it holds. */
 struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run);
 /* Takes what is summed at once: of one chunk of columns; by_rows: and of one row. */
-struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows);
+HSTEP_INLINE struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows)
+{
+    const int64_t row = t->index_stride;
+    int64_t n = HSTEP_TILE;
+    if (hstep_is_summed_singly(t)) {
+        n -= hstep_unit_lead(t, s->element, s->index);
+    } else {
+        const int64_t column = (int64_t)(s->index % (uint64_t)row);
+        n -= column % HSTEP_TILE;
+        if (n > row - column) n = row - column;
+    }
+    if (by_rows && n > t->n_columns - s->element % t->n_columns) n = t->n_columns - s->element % t->n_columns;
+    return hstep_take(s, n);
+}
 
 /* A piece of up to a tile of elements, which begins where a block does: its elements, and how many of the first are not
  * asked for. */

@@ -50,7 +50,8 @@ static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row, do
         const int64_t count = left.n;
         while (left.n > 0) {
             /* A stretch that begins within a unit leaves room for less. */
-            const struct hstep_stretch some = hstep_take(&left, HSTEP_TILE - hstep_lead(w, &left));
+            const struct hstep_stretch some =
+                hstep_take(&left, HSTEP_TILE - hstep_unit_lead(w->t, left.element, left.index));
             int64_t lead = hstep_values(w, some, x);
             memcpy(chunk + (count - left.n - some.n), x[0] + lead, (size_t)some.n * sizeof **x);
         }

@@ -31,13 +31,14 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
 
 int64_t hstep_values(const struct hstep_work *w, struct hstep_stretch s, float (*x)[HSTEP_TILE])
 {
-    int64_t lead = hstep_lead(w, &s), unit = w->t->unit, n = (lead + s.n + unit - 1) / unit * unit;
+    int64_t lead = hstep_unit_lead(w->t, s.element, s.index), unit = w->t->unit,
+            n = (lead + s.n + unit - 1) / unit * unit;
     struct hstep_places places;
     struct hstep_scratch scratch;
     if (!lead && n == s.n) {
         hstep_place(w, s.element, &places);
     } else {
-        struct hstep_stretch part[HSTEP_TILE / HSTEP_GROUP];
+        struct hstep_fragment part[HSTEP_TILE / HSTEP_GROUP];
         int parts = 0;
         while (s.n > 0) part[parts++] = hstep_take_unit(w, &s);
         hstep_gather(w, part, parts, &scratch, &places);
@@ -97,7 +98,7 @@ static int add_fused(const struct hstep_work *w, struct hstep_stretch *s, int64_
     int64_t n = s->n < row - column || row % HSTEP_TILE == 0 ? s->n : row - column;
     if (n > MOST * HSTEP_TILE) n = MOST * HSTEP_TILE;
     if (n % HSTEP_GROUP) n -= n % HSTEP_TILE;
-    if (!n || column % HSTEP_TILE || hstep_lead(w, s)) return 0;
+    if (!n || column % HSTEP_TILE || hstep_unit_lead(w->t, s->element, s->index)) return 0;
     const struct hstep_stretch whole = hstep_take(s, n);
     struct hstep_fused f = hstep_fused_start(w);
     f.key = none;

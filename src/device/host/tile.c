@@ -111,23 +111,19 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
     }
 }
 
-int64_t hstep_lead(const struct hstep_work *w, const struct hstep_stretch *s)
+struct hstep_fragment hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s)
 {
-    return hstep_unit_lead(w->t, s->element, s->index);
+    const int64_t lead = hstep_unit_lead(w->t, s->element, s->index);
+    return (struct hstep_fragment){hstep_take(s, w->t->unit - lead), lead};
 }
 
-struct hstep_stretch hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s)
-{
-    return hstep_take(s, w->t->unit - hstep_lead(w, s));
-}
-
-/* Moves the held elements of parts between one slot and scratch memory. */
-static void move_parts(const struct hstep_work *w, const struct hstep_stretch *part, int n, int s, char *code,
+/* Moves the held elements of fragments between one slot and scratch memory. */
+static void move_parts(const struct hstep_work *w, const struct hstep_fragment *part, int n, int s, char *code,
                        char *extra, int out)
 {
     const struct hstep_format *f = &hstep_formats[w->format[s]];
     for (int i = 0; i < n; i++) {
-        int64_t at = (int64_t)i * w->t->unit + hstep_lead(w, &part[i]), element = part[i].element, count = part[i].n;
+        int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].held.element, count = part[i].held.n;
         char *mine = code + at * f->code_bits / 8,
              *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
@@ -138,7 +134,7 @@ static void move_parts(const struct hstep_work *w, const struct hstep_stretch *p
     }
 }
 
-void hstep_gather(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch,
+void hstep_gather(const struct hstep_work *w, const struct hstep_fragment *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
@@ -149,15 +145,15 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_stretch *part, 
         memset(scratch->extra[s], 0, (size_t)(n * w->t->unit) * 2);
         if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
-                spread(w, s, part[i].element, part[i].n,
-                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + hstep_lead(w, &part[i]));
+                spread(w, s, part[i].held.element, part[i].held.n,
+                       (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
             continue;
         }
         move_parts(w, part, n, s, scratch->code[s], scratch->extra[s], 0);
     }
 }
 
-void hstep_scatter(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch)
+void hstep_scatter(const struct hstep_work *w, const struct hstep_fragment *part, int n, struct hstep_scratch *scratch)
 {
     for (int s = 0; s < HSTEP_WORK_SLOTS; s = next_slot(w, s)) {
         if (!hstep_writes(w, s)) continue;

@@ -28,6 +28,12 @@ struct hstep_scratch {
     HSTEP_ALIGNED char extra[HSTEP_WORK_SLOTS][HSTEP_TILE * 2];
 };
 
+/* A stretch within one unit, and how far into it that begins. */
+struct hstep_fragment {
+    struct hstep_stretch held;
+    int64_t lead;
+};
+
 /* What all tasks of one pass over some tensors share: chunks first .. end - 1, the first of which is of task `task`. */
 struct hstep_batch {
     const struct hstep_call *call;
@@ -50,13 +56,12 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
 struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i);
 /* Places in the slots themselves, for whole units. */
 void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_places *places);
-/* Copies n stretches of a unit each to scratch memory, which is zero elsewhere; and what a pass has written, back. */
-void hstep_gather(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch,
+/* Takes what a stretch has of the unit that it begins in. */
+struct hstep_fragment hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s);
+/* Copies fragments of units to scratch memory, which is zero elsewhere; and what a pass has written, back from it. */
+void hstep_gather(const struct hstep_work *w, const struct hstep_fragment *part, int n, struct hstep_scratch *scratch,
                   struct hstep_places *places);
-void hstep_scatter(const struct hstep_work *w, const struct hstep_stretch *part, int n, struct hstep_scratch *scratch);
-/* How far into its unit a stretch begins; and takes what it has of that unit. */
-int64_t hstep_lead(const struct hstep_work *w, const struct hstep_stretch *s);
-struct hstep_stretch hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s);
+void hstep_scatter(const struct hstep_work *w, const struct hstep_fragment *part, int n, struct hstep_scratch *scratch);
 /* Weight, effective gradient and states of n elements. */
 void hstep_load(const struct hstep_work *w, const struct hstep_places *places, struct hstep_tile *tile, int64_t n);
 /* The pass's function of the rule on n elements; out: of its norms or cross. */

@@ -108,7 +108,7 @@ static void update_fused(const struct hstep_work *w, struct hstep_stretch s)
 
 struct staging {
     int n;
-    struct hstep_stretch part[HSTEP_TILE / HSTEP_GROUP];
+    struct hstep_fragment part[HSTEP_TILE / HSTEP_GROUP];
 };
 
 static void flush_staging(const struct hstep_work *w, struct staging *st)
@@ -121,13 +121,13 @@ static void flush_staging(const struct hstep_work *w, struct staging *st)
     default_words(w, words, (int64_t)st->n * unit);
     hstep_gather(w, st->part, st->n, &scratch, &places);
     for (int i = 0; i < st->n; i++)
-        fill_words(w, st->part[i].index - (uint64_t)hstep_lead(w, &st->part[i]), unit, words, (int64_t)i * unit);
+        fill_words(w, st->part[i].held.index - (uint64_t)st->part[i].lead, unit, words, (int64_t)i * unit);
     run_tile(w, &places, words, (int64_t)st->n * unit);
     hstep_scatter(w, st->part, st->n, &scratch);
     st->n = 0;
 }
 
-static void stage(const struct hstep_work *w, struct staging *st, struct hstep_stretch part)
+static void stage(const struct hstep_work *w, struct staging *st, struct hstep_fragment part)
 {
     st->part[st->n] = part;
     if (++st->n == HSTEP_TILE / w->t->unit) flush_staging(w, st);
@@ -135,11 +135,11 @@ static void stage(const struct hstep_work *w, struct staging *st, struct hstep_s
 
 static void update_stretch(const struct hstep_work *w, struct staging *st, struct hstep_stretch s)
 {
-    if (hstep_lead(w, &s)) stage(w, st, hstep_take_unit(w, &s));
+    if (hstep_unit_lead(w->t, s.element, s.index)) stage(w, st, hstep_take_unit(w, &s));
     const struct hstep_stretch whole = hstep_take(&s, s.n / w->t->unit * w->t->unit);
     if (whole.n && w->u->fused) update_fused(w, whole);
     else if (whole.n) update_tiles(w, whole);
-    if (s.n) stage(w, st, s);
+    if (s.n) stage(w, st, (struct hstep_fragment){s, 0});
 }
 
 static void update_rows(struct hstep_work *w, struct staging *st, struct hstep_stretch s)
