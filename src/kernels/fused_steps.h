@@ -9,14 +9,14 @@
 /* ---- Every rule with every recipe ---- */
 
 /* Whether a rule takes loops at all, and not tiles alone. */
-#define FUSED_FITS(name) ((int)name##_states <= HSTEP_FUSED_STATES && !name##_vectors)
+#define FUSED_FITS(name) ((int)name##_states <= HSTEP_FUSED_STATES && (int)name##_vectors == 0)
 #define FUSED_STRING(x) FUSED_STRING_(x)
 #define FUSED_STRING_(x) #x
 /* Whether a rule's loops are its own: those of the rule whose parts it takes serve it too. */
 #define FUSED_OWN(name) (!HSTEP_HAS_PARTS(name) || !__builtin_strcmp(#name, FUSED_STRING(HSTEP_PARTS_PREFIX(name))))
 /* Not where another row is the same. */
 #define FUSED_WORTH(name, first, second) \
-    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || (name##_signed && name##_nonneg))
+    (HSTEP_FORMAT_##first == HSTEP_FORMAT_##second || ((int)name##_signed > 0 && (int)name##_nonneg > 0))
 #define FUSED_IS(name, variant, first, second) \
     (FUSED_OWN(name) && FUSED_FITS(name) && (variant) < 1 << name##_optionals && FUSED_WORTH(name, first, second))
 #define FUSED_WHAT(gradient, first, second, parts, name, variant)                                                   \

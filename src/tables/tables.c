@@ -114,15 +114,16 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define EXTENT_ROWS HALFSTEP_EXTENT_ROWS
 #define EXTENT_COLUMNS HALFSTEP_EXTENT_COLUMNS
 HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
-#define RULE(id_, rule)                                                                                      \
-    {.id = id_,                                                                                              \
-     .norms = HSTEP_SUMS(rule),                                                                              \
-     .totals = HSTEP_IS_TOTALS(rule),                                                                        \
-     .pairs = HSTEP_PAIRS(rule),                                                                             \
-     HSTEP_OF_ROW(rule, RULE_MEMBERS).state = {rule##_ROW(HSTEP_NOTHING, STATE_MEMBERS, OPTIONAL_MEMBERS,    \
-                                                          HSTEP_NOTHING, HSTEP_NOTHING){NULL}},              \
-     .hyper = {rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HYPER_MEMBERS, HSTEP_NOTHING){NULL}}, \
-     .scalar = {rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, SCALAR_MEMBERS){NULL}}},
+#define RULE(id_, rule)                                                                                              \
+    {.id = id_,                                                                                                      \
+     .norms = HSTEP_SUMS(rule),                                                                                      \
+     .totals = HSTEP_IS_TOTALS(rule),                                                                                \
+     .pairs = HSTEP_PAIRS(rule),                                                                                     \
+     HSTEP_OF_ROW(rule, RULE_MEMBERS).state = {rule##_ROW(HSTEP_NOTHING, STATE_MEMBERS, OPTIONAL_MEMBERS,            \
+                                                          HSTEP_NOTHING, HSTEP_NOTHING){.name = NULL}},              \
+     .hyper = {rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HYPER_MEMBERS, HSTEP_NOTHING){.name = NULL}}, \
+     .scalar = {                                                                                                     \
+         rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, SCALAR_MEMBERS){.name = NULL}}},
 #include "rules/rules.def"
 #undef RULE
 };

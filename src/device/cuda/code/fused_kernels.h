@@ -342,11 +342,11 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
 
 /* Whether a recipe has a kernel under a rule. What a rule without states, or with states as its weights alone, does is
  * the same in all recipes: one has it. */
-#define HAS_KERNEL(rule, first)                                          \
-    ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && !rule##_vectors && \
+#define HAS_KERNEL(rule, first)                                                   \
+    ((int)rule##_states <= HSTEP_CUDA_FUSED_STATES && (int)rule##_vectors == 0 && \
      (HSTEP_FORMAT_##first == HSTEP_FORMAT_f32 || (int)rule##_states > (int)rule##_weights))
 /* Values of more than two states do not fit half of the registers; a state of a weight takes as many. */
-#define BLOCKS_OF(rule) ((int)rule##_states - (int)rule##_optionals > 2 || rule##_weights ? 1 : 2)
+#define BLOCKS_OF(rule) ((int)rule##_states - (int)rule##_optionals > 2 || (int)rule##_weights > 0 ? 1 : 2)
 #define FUSED_KERNEL(one, two, rule)                                                                                 \
     CUDA_KERNEL_SHARED(BLOCKS_OF(rule))                                                                              \
     void halfstep_cuda_fused_##rule##_##one##_##two(struct hstep_call call, struct hstep_cuda_what what)             \
