@@ -10,64 +10,47 @@ make_scratch
 cp -r "$source_dir/src" "$source_dir/include" "$scratch"
 cd "$scratch"
 
-# refused FORMAT EDIT TEXT: with the sed script EDIT on the row in the format's header, the message has the row's name and TEXT.
+# refused FILE EDIT TEXT: with the sed script EDIT on the file, the tables do not compile, and a message has TEXT.
 refused() {
-    local header=src/formats/$1.h
-    cp "$header" saved
-    sed -i "/^#define $1_ROW/,+1$2" "$header"
-    ! cmp -s "$header" saved || fail "the edit $2 changes nothing of $1"
+    cp "$1" saved
+    sed -i "$2" "$1"
+    ! cmp -s "$1" saved || fail "the edit $2 changes nothing of $1"
     cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a row compiles that should not: $1 with $2"
     grep -q "$3" log || { cat log; fail "no message says '$3'"; }
-    cp saved "$header"
+    cp saved "$1"
     echo "ok   $1 with $2 does not compile: $3"
 }
+# Of a format's row, and of a rule, whose name the message has.
+refused_format() { refused "src/formats/$1.h" "/^#define $1_ROW/,+1$2" "$3"; }
+refused_rule() { refused "src/rules/$1.h" "$2" "$1: $3"; }
 for block in 16 48 96 512 0; do
-    refused int8 "s/block = 32/block = $block/" "int8: blocks have 32, 64, 128 or 256 elements"
+    refused_format int8 "s/block = 32/block = $block/" "int8: blocks have 32, 64, 128 or 256 elements"
 done
-refused int8 's/ROWS, I8, BF16/ROWS, I8, I16/' HSTEP_SCALE_I16
-refused int8 's/ROWS, I8/COLUMNS, I8/' COLUMNS
-refused int8 's/code_bits = 8/code_bits = 6/' "int8: codes in blocks have 8 or 4 bits"
-refused int8 's/I8, BF16/I16, BF16/' "int8: codes in blocks are stored in bytes"
-refused int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
-refused int8 's/stochastic = 1/stochastic = 2/' "int8: stochastic is 0 or 1"
-refused int8 's/root = 2/root = 3/' "int8: the root of a grid is 0, 1 or 2"
-refused int8 's/, root = 2//' 'arguments'
-refused int8 's/root = 2/roots = 2/' int8_root
-refused fp8_lamb16 's/root = 0/root = 1/' "fp8-lamb16: the scale of a whole tensor knows no grid"
-refused fp8_lamb16 's/1 << 30/256/' "fp8-lamb16: the block of a whole tensor has 1 << 30 elements"
-refused fp8_lamb16 's/F32,/BF16,/' "fp8-lamb16: the scale of a whole tensor is an F32"
-refused bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second stream has 8 or 16 bits"
-refused bf16_sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
-refused bf16_sr 's/stochastic = 1/stochastic = 2/' "bf16-sr: stochastic is 0 or 1"
-refused bf16_sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
-refused bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
-cp src/formats/formats.def saved
-sed -i 's/^FORMAT(16,/FORMAT(17,/' src/formats/formats.def
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "two formats with one id compile"
-grep -q FORMAT_ID_17 log || { cat log; fail "no message names the id"; }
-cp saved src/formats/formats.def
-echo "ok   two formats with one id do not compile"
-# refused_rule NAME EDIT TEXT: with the sed script EDIT on its header, the message has the rule's name and TEXT.
-refused_rule() {
-    sed -i "$2" "src/rules/$1.h"
-    ! cmp -s "src/rules/$1.h" "$source_dir/src/rules/$1.h" || fail "the edit $2 changes nothing of $1"
-    cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "a rule compiles that should not: $1 with $2"
-    grep -q "$1: $3" log || { cat log; fail "no message says '$1: $3'"; }
-    cp "$source_dir/src/rules/$1.h" "src/rules/$1.h"
-    echo "ok   $1 with $2 does not compile: $3"
-}
+refused_format int8 's/ROWS, I8, BF16/ROWS, I8, I16/' HSTEP_SCALE_I16
+refused_format int8 's/ROWS, I8/COLUMNS, I8/' COLUMNS
+refused_format int8 's/code_bits = 8/code_bits = 6/' "int8: codes in blocks have 8 or 4 bits"
+refused_format int8 's/I8, BF16/I16, BF16/' "int8: codes in blocks are stored in bytes"
+refused_format int8 's/SIGNED | NONNEG/SIGNED | WEIGHT/' "int8: blocks store neither weights nor gradients"
+refused_format int8 's/stochastic = 1/stochastic = 2/' "int8: stochastic is 0 or 1"
+refused_format int8 's/root = 2/root = 3/' "int8: the root of a grid is 0, 1 or 2"
+refused_format int8 's/, root = 2//' 'arguments'
+refused_format int8 's/root = 2/roots = 2/' int8_root
+refused_format fp8_lamb16 's/root = 0/root = 1/' "fp8-lamb16: the scale of a whole tensor knows no grid"
+refused_format fp8_lamb16 's/1 << 30/256/' "fp8-lamb16: the block of a whole tensor has 1 << 30 elements"
+refused_format fp8_lamb16 's/F32,/BF16,/' "fp8-lamb16: the scale of a whole tensor is an F32"
+refused_format bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second stream has 8 or 16 bits"
+refused_format bf16_sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
+refused_format bf16_sr 's/stochastic = 1/stochastic = 2/' "bf16-sr: stochastic is 0 or 1"
+refused_format bf16_sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
+refused_format bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
+refused src/formats/formats.def 's/^FORMAT(16,/FORMAT(17,/' FORMAT_ID_17
 refused_rule lion 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' "more constants than HSTEP_MAX_SCALARS"
 refused_rule lion 's/ELEMENTWISE,/FACTORED(1, 0),/' "FACTORED(n, ...) has n states"
 refused_rule lion 's/RULE("lion"/RULE("lion-of-more-than-23-characters"/' "names have 1 to 23 characters"
 refused_rule lion 's/CAUTIOUS(LION_DECAY)/CAUTIOUS(lion_constants)/' "CAUTIOUS names a constant of another rule"
 refused_rule lamb 's/NOT_CAUTIOUS([^)]*)/CAUTIOUS(LAMB_DECAY)/' "CAUTIOUS is for rules whose update no sum comes before"
 refused_rule rmsprop 's/^    STATE(NONNEG, "square_avg".*/&\n STATE(SIGNED, "a") STATE(SIGNED, "b") STATE(SIGNED, "c") STATE(SIGNED, "d") \\/' "more states than HALFSTEP_MAX_STATES"
-cp src/rules/rules.def saved
-sed -i 's/RULE(4, lion)/RULE(3, lion)/' src/rules/rules.def
-cc -std=c11 -D_GNU_SOURCE -Iinclude -Isrc -fsyntax-only src/tables/tables.c >log 2>&1 && fail "two rules of one id compile"
-grep -q RULE_ID_3 log || { cat log; fail "no message names the id"; }
-cp saved src/rules/rules.def
-echo "ok   two rules of one id do not compile"
+refused src/rules/rules.def 's/RULE(4, lion)/RULE(3, lion)/' RULE_ID_3
 
 # Four formats and a rule more, none of them at an end of its table. "e5m2" is part of another's name, serves second moments only,
 # and is the only new one of its geometry. -O1: only their bits matter.

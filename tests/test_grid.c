@@ -1,5 +1,5 @@
-/* The grid of second moments in block codes (src/base/grid.h): a pure decay rounds nothing, whatever the path, the
- * format and the rate; the number that says where the grid is belongs to the tensor, moves with what is written and
+/* The grid of second moments in block codes (src/base/grid.h). A pure decay rounds nothing, whatever the path, the
+ * format and the rate. The number that says where the grid is belongs to the tensor. It moves with what is written and
  * with nothing else, and is read, set, saved and refused as other numbers are. */
 #include <math.h>
 #include <unistd.h>

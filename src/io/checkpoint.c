@@ -1052,9 +1052,9 @@ static int is_damage(int code, const hstep_error *error)
            (code == HALFSTEP_ERROR_IO && (error->not_found || error->incomplete));
 }
 
-/* The current generation of dir failed to open, with code and text in *error, which keeps text: opens the newest other
- * one that is sound if fallback is set and all that are newer are damaged, and otherwise completes the text with what
- * else there is. */
+/* Opens the newest sound generation in place of the current one, which failed to open with the code and the text in
+ * *error: if fallback is set and all that are newer are damaged. Otherwise it completes the text with what else there
+ * is. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,
                       int check_contents, int code, hstep_error *error)
 {

@@ -141,13 +141,8 @@ typedef struct fused_slot fused_starter(const struct hstep_fused *, struct fused
 typedef void fused_loader(const struct fused_slot *, int, int64_t, vf *, vf *);
 typedef void fused_storer(struct fused_slot *, int, int64_t, vf, vf);
 
-/* The states of a rule, at compile time: HSTEP_ROLES() and HSTEP_OPTIONALS(). */
-struct fused_roles {
-    int role[HALFSTEP_MAX_STATES + 1], optional[HALFSTEP_MAX_STATES + 1];
-};
-
 /* The role of state j where variant v of the rule stores the optional ones whose bit is set in v, else 0. */
-V_OP int fused_role(const int j, const struct fused_roles *states, const int variant)
+V_OP int fused_role(const int j, const struct hstep_roles *states, const int variant)
 {
     const int *optional = states->optional;
     const int i = (j > 0 && optional[0]) + (j > 1 && optional[1]) + (j > 2 && optional[2]);
@@ -223,7 +218,7 @@ V_OP int fused_parts(const int kind, const int variant)
 /* At compile time; blocks: bit 0 of the first format, bit 1 of the second. */
 struct fused_what {
     int parts, variant, gradient, first, second, blocks;
-    struct fused_roles states;
+    struct hstep_roles states;
 };
 
 V_OP int is_f32_state(const int role, const struct fused_what w)

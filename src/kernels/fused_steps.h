@@ -23,10 +23,7 @@
     (struct fused_what)                                                                                             \
     {                                                                                                               \
         fused_parts(parts, variant), variant, HSTEP_FORMAT_##gradient, HSTEP_FORMAT_##first, HSTEP_FORMAT_##second, \
-            (first##_block != 0) | (second##_block != 0) << 1,                                                      \
-        {                                                                                                           \
-            {HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}                                                        \
-        }                                                                                                           \
+            (first##_block != 0) | (second##_block != 0) << 1, HSTEP_ROLES_OF(name)                                 \
     }
 
 #define FUSED_START(prefix) FUSED_START_(prefix)
@@ -145,13 +142,10 @@ static fused_both_function *const fused_boths[HSTEP_FUSED_ROWS] = {HSTEP_FUSED_R
 static const struct {
     const char *name, *parts; /* parts: those of the rule of that name */
     int kind;
-    struct fused_roles states;
+    struct hstep_roles states;
 } fused_rules[HSTEP_RULES] = {
-#define RULE(id, name)                                             \
-    [HSTEP_RULE_##name] = {#name,                                  \
-                           FUSED_STRING(HSTEP_PARTS_PREFIX(name)), \
-                           HSTEP_PARTS_KIND(name),                 \
-                           {{HSTEP_ROLES(name) 0}, {HSTEP_OPTIONALS(name) 0}}},
+#define RULE(id, name) \
+    [HSTEP_RULE_##name] = {#name, FUSED_STRING(HSTEP_PARTS_PREFIX(name)), HSTEP_PARTS_KIND(name), HSTEP_ROLES_OF(name)},
 #include "rules/rules.def"
 #undef RULE
 };

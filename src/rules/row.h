@@ -45,13 +45,12 @@
 #define HSTEP_ROLE_OF_ROWS HALFSTEP_ROLE_NONNEG
 #define HSTEP_ROLE_OF_COLUMNS HALFSTEP_ROLE_NONNEG
 
-/* Vectors over rows count 1, over columns 8. */
-#define HSTEP_VECTOR_SIGNED 0
-#define HSTEP_VECTOR_NONNEG 0
-#define HSTEP_VECTOR_GRADIENT 0
-#define HSTEP_VECTOR_WEIGHT 0
-#define HSTEP_VECTOR_ROWS 1
-#define HSTEP_VECTOR_COLUMNS 8
+#define HSTEP_EXTENT_OF_SIGNED HALFSTEP_EXTENT_ELEMENTS
+#define HSTEP_EXTENT_OF_NONNEG HALFSTEP_EXTENT_ELEMENTS
+#define HSTEP_EXTENT_OF_GRADIENT HALFSTEP_EXTENT_ELEMENTS
+#define HSTEP_EXTENT_OF_WEIGHT HALFSTEP_EXTENT_ELEMENTS
+#define HSTEP_EXTENT_OF_ROWS HALFSTEP_EXTENT_ROWS
+#define HSTEP_EXTENT_OF_COLUMNS HALFSTEP_EXTENT_COLUMNS
 
 /* Words of a row as lists. SHAPE: sums, whether they are over all tensors, pairs of vectors, whether a matrix is
  * transformed. PARTS: prefix, whether there are any, their kind. */

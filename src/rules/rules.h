@@ -34,7 +34,9 @@
 #define HSTEP_IF_SIGNED(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_SIGNED)
 #define HSTEP_IF_NONNEG(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_NONNEG)
 #define HSTEP_IF_WEIGHT(role, ...) +(HSTEP_ROLE_OF_##role == HALFSTEP_ROLE_WEIGHT)
-#define HSTEP_IF_VECTOR(role, ...) +HSTEP_VECTOR_##role
+#define HSTEP_IF_VECTOR(role, ...)                         \
+    +(HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_ROWS) + 8 * \
+        (HSTEP_EXTENT_OF_##role == HALFSTEP_EXTENT_COLUMNS)
 #define HSTEP_IF_OPTIONAL_SIGNED(unless, ...) HSTEP_IF_SIGNED(__VA_ARGS__)
 #define HSTEP_IF_OPTIONAL_NONNEG(unless, ...) HSTEP_IF_NONNEG(__VA_ARGS__)
 #define RULE(id, rule)                                                                                       \
@@ -57,5 +59,12 @@
 #undef HSTEP_IF_OPTIONAL_SIGNED
 #undef HSTEP_IF_OPTIONAL_NONNEG
 #undef HSTEP_NUMBERS
+
+/* The states of a rule as a constant: HSTEP_ROLES_OF(lion). A loop that takes it by value leaves nothing of it in
+ * machine code. */
+struct hstep_roles {
+    int role[HALFSTEP_MAX_STATES + 1], optional[HALFSTEP_MAX_STATES + 1];
+};
+#define HSTEP_ROLES_OF(rule) {{HSTEP_ROLES(rule) 0}, {HSTEP_OPTIONALS(rule) 0}}
 
 #endif

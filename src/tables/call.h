@@ -20,13 +20,14 @@ struct hstep_context {
 /* What steps of an asynchronous device are told in its own memory, and leave there until somebody asks. */
 struct hstep_ledger {
     double gradient_scale; /* in place of the call's own */
-    double round_norm;     /* likewise; of the last round */
+    double round_norm;     /* of the last round, in place of the call's own */
     double norm;           /* of the last step that computed one, or of the last round */
-    uint64_t skipped;      /* steps, or single tensors, because of their gradients */
-    uint64_t refusals;     /* calls that NONFINITE is to be said of */
-    int offender;          /* of the last of these the first tensor, or -1: a norm was not finite, */
-    int in_round;          /* that of a round; */
-    int too_large;         /* the offender's gradient was finite */
+    uint64_t skipped;      /* steps, or single tensors, that were left out because of their gradients */
+    uint64_t refusals;     /* calls whose callers are to get NONFINITE */
+    /* Of the last refusal: */
+    int offender;  /* the first tensor with a bad gradient; -1: a norm was not finite */
+    int in_round;  /* that norm was of a round */
+    int too_large; /* the offender's gradient was finite */
 };
 
 /* Everything that steps of one handle share, in the memory of the device. */

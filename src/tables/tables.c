@@ -6,16 +6,14 @@
 #include "base/scale.h"
 #include "base/schedule.h"
 #include "base/structs.h"
-#ifndef VL /* a device has its own vocabulary */
-#include "vec/scalar.h"
-#endif
-#include "rules/rules.h"
 #include "rules/transforms.h"
 #include "tables/tensor.h"
 #ifndef VL /* a device has its own vocabulary */
 #include "vec/scalar.h"
 #endif
+
 #include "formats/formats.h"
+#include "rules/rules.h"
 
 enum { ROWS = HALFSTEP_GEOMETRY_ROWS, FLAT = HALFSTEP_GEOMETRY_FLAT, TENSOR = HALFSTEP_GEOMETRY_TENSOR };
 
@@ -102,17 +100,11 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
 #define RULE_MEMBERS(name_, shape, parts, caution, ...) \
     .name = name_, .kind = KIND_##shape, MEMBERS_##caution, __VA_ARGS__,
 #define STATE_MEMBERS(role_, name_, ...) \
-    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = EXTENT_##role_, __VA_ARGS__},
+    {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = HSTEP_EXTENT_OF_##role_, __VA_ARGS__},
 #define OPTIONAL_MEMBERS(unless_, role_, name_, ...) \
     {.name = name_, .role = HSTEP_ROLE_OF_##role_, .unless = unless_, __VA_ARGS__},
 #define HYPER_MEMBERS(name_, title_, ...) {.name = name_, .title = title_, __VA_ARGS__},
 #define SCALAR_MEMBERS(name_, ...) {.name = name_, __VA_ARGS__},
-#define EXTENT_SIGNED HALFSTEP_EXTENT_ELEMENTS
-#define EXTENT_NONNEG HALFSTEP_EXTENT_ELEMENTS
-#define EXTENT_GRADIENT HALFSTEP_EXTENT_ELEMENTS
-#define EXTENT_WEIGHT HALFSTEP_EXTENT_ELEMENTS
-#define EXTENT_ROWS HALFSTEP_EXTENT_ROWS
-#define EXTENT_COLUMNS HALFSTEP_EXTENT_COLUMNS
 HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define RULE(id_, rule)                                                                                              \
     {.id = id_,                                                                                                      \

@@ -1,7 +1,7 @@
 /* A libcuda.so.1 without a GPU: as much of the driver as src/device/cuda/driver/driver.def and graphs need. Its device
- * memory faults when it is touched outside of work; a stream works only when somebody waits for it or for an event
- * behind it, and when memory is freed, so that copies to the process's memory come late too, later than a real driver
- * may make them; kernels are those that it is linked with (cuda/emulate.h): the host's entries by their names, or the
+ * memory faults when it is touched outside of work. A stream works only when somebody waits for it or for an event
+ * behind it, and when memory is freed. So copies to the process's memory come late too, later than a real driver may
+ * make them. Kernels are those that it is linked with (cuda/emulate.h): the host's entries by their names, or the
  * kernels themselves.
  *
  * What is to go wrong comes from the environment, or from a test by fake_cuda_control():

@@ -174,21 +174,22 @@ V_OP void change_weight(struct fused_work *w, int s, int64_t element, uint64_t i
 
 /* ---- A tile ---- */
 
-/* At compile time. role and optional: HSTEP_ROLES() and HSTEP_OPTIONALS() of the rule. */
+/* At compile time. */
 struct fused_what {
     int first, second, option;
-    int role[HALFSTEP_MAX_STATES + 1], optional[HALFSTEP_MAX_STATES + 1];
+    struct hstep_roles states;
 };
 
-V_OP int role_of(const struct fused_what f, const int j) { return f.role[j]; }
+V_OP int role_of(const struct fused_what f, const int j) { return f.states.role[j]; }
 V_OP int optionals_of(const struct fused_what f)
 {
-    return f.optional[0] + f.optional[1] + f.optional[2] + f.optional[3];
+    const int *optional = f.states.optional;
+    return optional[0] + optional[1] + optional[2] + optional[3];
 }
 /* RULE_OPTION says that one of the optional ones is; a rule may have several. */
 V_OP int is_stored(const struct fused_what f, const struct fused_work *w, const int j)
 {
-    if (!f.optional[j]) return f.role[j] != 0;
+    if (!f.states.optional[j]) return role_of(f, j) != 0;
     if (!f.option) return 0;
     return optionals_of(f) == 1 || w->format[HALFSTEP_SLOT_STATE + j] >= 0;
 }
@@ -353,8 +354,7 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
     {                                                                                                                \
         CUDA_SHARED struct fused_work work;                                                                          \
         const struct span span = span_of(&call, what.first, what.n);                                                 \
-        const struct fused_what f = {                                                                                \
-            HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0, {HSTEP_ROLES(rule) 0}, {HSTEP_OPTIONALS(rule) 0}};            \
+        const struct fused_what f = {HSTEP_FORMAT_##one, HSTEP_FORMAT_##two, 0, HSTEP_ROLES_OF(rule)};               \
         if (!HAS_KERNEL(rule, one)) return;                                                                          \
         fused_chunks(f, rule##_rule, HSTEP_CUDA_fused_##rule##_##one##_##two, &call, &work, span.first + CUDA_BLOCK, \
                      span.end);                                                                                      \
